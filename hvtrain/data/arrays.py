@@ -1,0 +1,177 @@
+"""Data sets that fit in memory as NumPy arrays; each rank keeps its shard only, in the type that it came in.
+
+digits, mnist and cifar10 build on ArraySource; a user's own data set does so in a few lines (from_arrays).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.data.pipeline import IndexedSource, Read
+from hvtrain.data.transform import Transform, check_standardize, fit
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.topology import Topology
+
+Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
+
+SPLIT_SEED = 0  # The validation part is the same in every run, whatever the run's seed.
+
+
+class Part(NamedTuple):
+    """One split: rows of a pair of arrays, so that a split costs no copy of the pixels."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    rows: np.ndarray
+
+
+class ArraySource(IndexedSource):
+    """A data set from a function that returns whole arrays.
+
+    `load` runs when counts or a stream are first asked for. The first stream cuts the arrays down to this
+    rank's shards, fits the normalisation on the whole training part, and lets go of the rest.
+
+    load: returns {"train": (images, labels), "test": ..., "validation": ...}; the last two are optional.
+    standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value), "none".
+    num_validation: examples taken out of the training part at random, with a seed of their own.
+    shift_pixels, flip: augmentation of training batches, see Transform.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], Arrays],
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        origin: str = "arrays in memory",
+        standardize: str = "per_channel",
+        max_value: float = 255.0,
+        num_validation: int = 0,
+        shift_pixels: int = 0,
+        flip: bool = False,
+    ) -> None:
+        check_standardize(standardize)
+        if num_validation < 0:
+            raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
+        self.name, self.origin = name, origin
+        self.image_shape, self.num_classes = image_shape, num_classes
+        self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
+        self._load, self._num_validation = load, num_validation
+        self._standardize, self._max_value = standardize, max_value
+        self._counts: dict[str, int] = {}
+        self._parts: dict[str, Part] | None = None  # Whole arrays: only between counting and cutting.
+        self._shards: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+        self._shards_of: tuple[int, int] | None = None  # The (rank, size) that _shards was cut for.
+
+    def num_examples(self, split: str) -> int:
+        if not self._counts:
+            self._parts = self._open()
+            self._counts = {name: len(part.rows) for name, part in self._parts.items()}
+        return self._counts.get(split, 0)
+
+    def reader(self, split: str, topology: Topology) -> Read:
+        self._cut(topology)
+        empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
+        images, labels = self._shards.get(split, empty)
+        return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
+
+    def _cut(self, topology: Topology) -> None:
+        """Makes _shards this rank's, and drops the whole arrays."""
+        place = (topology.rank, topology.size)
+        if self._shards_of == place:
+            return
+        parts, self._parts = self._parts or self._open(), None
+        train = parts["train"]
+        mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
+        self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
+        self._shards = {}
+        with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
+            for name, part in parts.items():
+                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
+                labels = part.labels[rows].astype(np.int32)
+                self._shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
+        self._shards_of = place
+
+    def _open(self) -> dict[str, Part]:
+        parts = {}
+        for split, (images, labels) in self._load().items():
+            images, labels = self._check(split, np.asarray(images), np.asarray(labels))
+            parts[split] = Part(images, labels, np.arange(len(labels)))
+        train, wanted = parts["train"], self._num_validation
+        if wanted and "validation" not in parts:
+            if wanted >= len(train.rows):
+                raise ConfigError(
+                    f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples; "
+                    f"choose 0 ... {len(train.rows) - 1}"
+                )
+            order = np.random.default_rng(SPLIT_SEED).permutation(len(train.rows))
+            parts["validation"] = train._replace(rows=np.sort(order[:wanted]))
+            parts["train"] = train._replace(rows=np.sort(order[wanted:]))
+        return parts
+
+    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both arrays in their final shapes; refuses what does not fit the shape, the classes or each other."""
+        where = f"{self.name}, {split} ({self.origin})"
+        if images.ndim == 3:
+            images = images[..., np.newaxis]
+        if images.shape[1:] != self.image_shape:
+            raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was said")
+        if labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise DataError(
+                f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per image "
+                f"(for one-hot rows: labels.argmax(axis=1))"
+            )
+        if len(labels) != len(images):
+            raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
+        outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
+        if outside.size:
+            raise DataError(
+                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
+                f"0 ... {self.num_classes - 1}; mend the labels or say how many classes there are"
+            )
+        return images, labels
+
+
+def from_arrays(
+    x_train: np.ndarray,
+    y_train: np.ndarray,
+    x_test: np.ndarray | None = None,
+    y_test: np.ndarray | None = None,
+    x_validation: np.ndarray | None = None,
+    y_validation: np.ndarray | None = None,
+    *,
+    name: str = "arrays",
+    num_classes: int | None = None,
+    **options,
+) -> ArraySource:
+    """A source from arrays that are already in memory; `options` are those of ArraySource.
+
+    Images [n, h, w] or [n, h, w, c], integer labels [n]. num_classes defaults to the largest training
+    label + 1. The caller's arrays stay in memory beside the shard: large ones are better given to
+    ArraySource as a function that loads them.
+    """
+    pairs = {
+        "train": (x_train, y_train),
+        "validation": (x_validation, y_validation),
+        "test": (x_test, y_test),
+    }
+    arrays = {}
+    for split, (images, labels) in pairs.items():
+        if (images is None) != (labels is None):
+            raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or neither")
+        if images is not None and labels is not None:
+            arrays[split] = np.asarray(images), np.asarray(labels)
+    shape = arrays["train"][0].shape[1:]
+    if len(shape) not in (2, 3):
+        raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
+    height, width, channels = (*shape, 1)[:3]
+    if num_classes is None:
+        num_classes = int(np.max(y_train)) + 1
+    return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)

@@ -1,0 +1,107 @@
+"""Keras's own data sets, from its cache or by its download, one rank of a host at a time.
+
+Keras writes a download in place, without a temporary name, so a rank that only looked whether the file
+exists could read half of it. A file lock beside the cache makes ranks (of one host, and of several on a
+shared home that locks) take turns.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+
+from hvtrain.errors import DataError
+
+PROBE_SECONDS = 5
+
+
+def cache_folder() -> Path:
+    """Where keras.utils.get_file keeps data sets: KERAS_HOME or ~/.keras, or /tmp where that is read-only."""
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    if not os.access(home, os.W_OK):
+        home = Path("/tmp/.keras")
+    return home / "datasets"
+
+
+@dataclass(frozen=True)
+class KerasFiles:
+    """One of keras.datasets: its name, the files it keeps in the cache, the host it downloads from."""
+
+    name: str
+    cached: tuple[str, ...]
+    host: str
+    advice: str
+    """What to do when the data cannot be had this way."""
+
+    def fetch(self) -> str:
+        """Sees to it that the files are in the cache and says where; a DataError within seconds if not."""
+        folder = cache_folder()
+        with _turn(folder):
+            present = self._present(folder)
+        if not present:
+            # Outside the lock: the ranks of an offline host find out together, not one after the other.
+            if not answers(self.host):
+                raise DataError(f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}")
+            self.load()
+        return f"Keras's cache ({folder})"
+
+    def load(self) -> dict:
+        """Whole arrays of both parts, read (and if need be downloaded) by Keras, which checks its hashes."""
+        folder = cache_folder()
+        timeout = socket.getdefaulttimeout()
+        with _turn(folder):
+            socket.setdefaulttimeout(PROBE_SECONDS)
+            try:
+                train, test = getattr(keras.datasets, self.name).load_data()
+            except Exception as error:
+                raise DataError(
+                    f"{self.name}: Keras could not read or fetch it ({error}); remove "
+                    f"{', '.join(str(folder / name) for name in self.cached)} and try again, or {self.advice}"
+                ) from error
+            finally:
+                socket.setdefaulttimeout(timeout)
+        return {"train": train, "test": test}
+
+    def _present(self, folder: Path) -> bool:
+        return all((folder / name).exists() for name in self.cached)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".hvtrain.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def answers(host: str) -> bool:
+    """True when https://host answers in PROBE_SECONDS, proxies honoured.
+
+    In a thread of its own, because no timeout reaches a name look-up that hangs.
+    """
+    outcome: list[bool] = []
+
+    def probe() -> None:
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(f"https://{host}/", method="HEAD"), timeout=PROBE_SECONDS
+            ).close()
+            outcome.append(True)
+        except urllib.request.HTTPError:
+            outcome.append(True)  # An answer, even if not a friendly one.
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS + 1)
+    return bool(outcome)

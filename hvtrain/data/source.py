@@ -1,0 +1,58 @@
+"""The contract between a data set and the runner: counts first, then one stream per rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import tensorflow as tf
+
+from hvtrain.topology import Topology
+
+
+class Source(ABC):
+    """An opened data set. Opening finds and checks the files; pixels are read when a stream is asked for.
+
+    The laws that every source keeps:
+    - A rank's shard is fixed by (rank, size): shards are disjoint and together complete.
+    - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends on
+      (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch; what an epoch's
+      order holds beyond that many full batches is dropped for that epoch.
+    - So the stream that starts at step k is the tail of the one that starts at 0, augmentation included.
+    """
+
+    SPLITS: ClassVar[tuple[str, ...]] = ("train", "validation", "test")
+
+    name: str
+    origin: str
+    """Where the data came from, for people: the run's header shows it."""
+    image_shape: tuple[int, int, int]
+    """Height, width, channels."""
+    num_classes: int
+
+    @abstractmethod
+    def num_examples(self, split: str) -> int:
+        """Examples in "train", "validation" or "test" over all ranks; 0 when there is no such split."""
+
+    def shard_sizes(self, split: str, num_shards: int) -> list[int]:
+        """Examples that each of num_shards ranks holds; every rank computes the same list."""
+        num_examples = self.num_examples(split)
+        return [len(range(rank, num_examples, num_shards)) for rank in range(num_shards)]
+
+    @abstractmethod
+    def training(
+        self, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
+    ) -> tf.data.Dataset:
+        """Infinite stream of full batches: images float32 [batch, h, w, c], labels int32 [batch]."""
+
+    @abstractmethod
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+        """Finite stream of this rank's shard, each example once; the last batch may be short, or all empty."""
+
+    def explain(self, error: Exception) -> Exception:
+        """A DataError that names the culprit when TensorFlow's error came from reading data, else `error`.
+
+        Inside a compiled input pipeline TensorFlow does not say which file it could not read. A runner
+        that catches tf.errors.OpError around fit or evaluate passes it here, after the fact.
+        """
+        return error

@@ -1,0 +1,27 @@
+"""The errors that a user can meet. Each message says what came, what was needed and what to do.
+
+The door (`python -m hvtrain`) prints the message of a UserError as one line and no traceback;
+anything else is a defect of ours, or of the user's own code, and is shown whole.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """An error whose message is enough to mend it."""
+
+
+class ConfigError(UserError, ValueError):
+    """A setting that cannot be: unknown, of the wrong type, out of range, or at odds with another."""
+
+
+class DataError(UserError, ValueError):
+    """A data set that is missing, damaged, or not what it was said to be."""
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written, or does not fit the model that is to go on from it."""
+
+
+class RankError(UserError, RuntimeError):
+    """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""

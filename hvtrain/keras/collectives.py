@@ -1,0 +1,95 @@
+"""Horovod's collectives for Keras 3: on values, on Keras variables, and on whole models. All are collective (every rank).
+
+Only numbers travel through Horovod's kernels; objects are pickled by Horovod itself between ranks of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+# What Horovod's broadcast kernel takes (horovod/tensorflow/mpi_ops.cc); variables of other types go as objects.
+_BROADCAST_TYPES = frozenset(
+    "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
+)
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = hvd.Compression.none,
+) -> Any:
+    """The value reduced over all ranks (default: Average); a NumPy array outside of graphs, a tensor inside."""
+    result = hvd.allreduce(
+        tf.convert_to_tensor(value),
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )
+    return _plain(result)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """All ranks' values joined along the first dimension, in which alone they may differ."""
+    return _plain(hvd.allgather(tf.convert_to_tensor(value), name=name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """The value of root_rank, on every rank; shapes must be the same."""
+    return _plain(hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name))
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+    """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank."""
+    if hvd.size() == 1:
+        return
+    tensors = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    known = [tensor for tensor in tensors if tensor.dtype.name in _BROADCAST_TYPES]
+    if known:
+        hvd.broadcast_variables(known, root_rank=root_rank)
+    other = [tensor for tensor in tensors if tensor.dtype.name not in _BROADCAST_TYPES]
+    if other:
+        values = hvd.broadcast_object([tensor.numpy() for tensor in other], root_rank, name="hvtrain.variables")
+        for tensor, value in zip(other, values):
+            tensor.assign(value)
+
+
+def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
+    """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
+
+    Builds the optimizer first, so that its slots exist. Seeds of dropout and the like stay each rank's own:
+    equal masks on all ranks would be less random than the joint batch on one process has.
+    """
+    optimizer = model.optimizer
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    broadcast_variables(model.weights, root_rank)
+    if optimizer is not None:
+        broadcast_variables(optimizer.variables, root_rank)
+
+
+def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Element-wise sums over all ranks, as float64, in one message; shapes must be the same on all ranks."""
+    if hvd.size() == 1 or not arrays:
+        return [np.asarray(array, np.float64) for array in arrays]
+    flat = np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])
+    with tf.device("/CPU:0"):
+        total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="hvtrain.sum").numpy()
+    ends = np.cumsum([np.size(array) for array in arrays])
+    return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays)]
+
+
+def _plain(result: Any) -> Any:
+    return result.numpy() if tf.executing_eagerly() else result

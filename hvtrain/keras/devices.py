@@ -1,0 +1,105 @@
+"""One GPU for each local rank, chosen before TensorFlow touches a device.
+
+Every process that a launcher starts sees all GPUs of its host until told otherwise, and TensorFlow
+refuses to change what it sees once a device was used. `choose_gpu` is the rule, a pure function;
+`pin_gpu` asks all ranks and applies it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvtrain.errors import RankError
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank sees: its host, its local rank, and the names of the GPUs visible to it, in order."""
+
+    host: str
+    local_rank: int
+    gpus: tuple[str, ...]
+
+
+def choose_gpu(rank: int, views: list[View], share: bool = False) -> int | None:
+    """Index, among the GPUs that this rank sees, of the one it is to use; None when it sees none.
+
+    views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES
+    unset, or set for the host) take them by local rank; ranks that see different ones (set for each rank)
+    take the first of their own. Raises RankError when two ranks of a host would get the same GPU, or
+    there is none left, unless share is true: then they share, round robin.
+
+    >>> host = [View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))]
+    >>> choose_gpu(0, host), choose_gpu(1, host)
+    (0, 1)
+    >>> own = [View("s1", 0, ("2",)), View("s1", 1, ("3",))]
+    >>> choose_gpu(0, own), choose_gpu(1, own)
+    (0, 0)
+    """
+    chosen = [_index(view, [other for other in views if other.host == view.host], share) for view in views]
+    if not share:
+        taken = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
+        for (host, gpu), ranks in taken.items():
+            if ranks > 1:
+                raise RankError(
+                    f"{ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
+                    "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
+                )
+    return chosen[rank]
+
+
+def _index(view: View, on_host: list[View], share: bool) -> int | None:
+    if not view.gpus:
+        return None
+    if any(other.gpus != view.gpus for other in on_host):
+        return 0
+    if view.local_rank < len(view.gpus):
+        return view.local_rank
+    if share:
+        return view.local_rank % len(view.gpus)
+    raise RankError(
+        f"host {view.host} has {len(view.gpus)} visible GPU(s) for {len(on_host)} ranks; "
+        "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
+    )
+
+
+def pin_gpu(host: str, share: bool = False) -> list[str]:
+    """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
+
+    Call it after init and before TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
+    views: list[View] = _gather(View(host, hvd.local_rank(), names))
+    index = choose_gpu(hvd.rank(), views, share)
+    if index is not None:
+        tf.config.set_visible_devices(gpus[index], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    chosen = [choose_gpu(rank, views, share) for rank in range(len(views))]
+    return [
+        f"{view.host} CPU" if mine is None else f"{view.host} GPU {view.gpus[mine]}"
+        for view, mine in zip(views, chosen)
+    ]
+
+
+def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
+    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES where it is set.
+
+    >>> visible_names("2,3", 2), visible_names(None, 2)
+    (('2', '3'), ('0', '1'))
+    """
+    named = tuple(name.strip() for name in variable.split(",")) if variable else ()
+    return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
+
+
+def _gather(view: View) -> list[View]:
+    if hvd.size() == 1:
+        return [view]
+    # Collectives on numbers go over the CPU here, so that no GPU is touched before it is pinned.
+    with tf.device("/CPU:0"):
+        return hvd.allgather_object(view, name="hvtrain.devices")

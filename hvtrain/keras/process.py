@@ -1,0 +1,56 @@
+"""Start and stop of one rank: with any launcher, or with none.
+
+Horovod finds its place from what the launcher left in the environment. Two cases need help: no launcher
+at all (a bare MPI start fails under the MPI wheel, so Gloo starts alone), and settings meant for one
+launcher that are exported under another, which makes every rank a job of its own, silently.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import horovod.tensorflow as hvd
+
+from hvtrain.errors import RankError
+
+# Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
+_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Number of ranks that the launcher says it started; None when nothing launched this process.
+
+    >>> launched_size({"OMPI_COMM_WORLD_SIZE": "4"})
+    4
+    >>> launched_size({}) is None
+    True
+    """
+    for name in _SIZE_VARIABLES:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Starts Horovod; a second call does nothing. Arguments are those of horovod.tensorflow.init.
+
+    Raises RankError when the launcher started several ranks and this one finds itself alone.
+    """
+    expected = launched_size()
+    if expected is None:
+        os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
+        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
+    hvd.init(*args, **kwargs)
+    if expected is not None and expected > 1 and hvd.size() == 1:
+        settings = ", ".join(
+            f"{name}={os.environ[name]}"
+            for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+            if name in os.environ
+        )
+        hvd.shutdown()
+        raise RankError(
+            f"the launcher started {expected} ranks but this one finds itself alone"
+            f"{f' with {settings}' if settings else ''}; unset those variables, or start with horovodrun"
+        )

@@ -1,0 +1,16 @@
+"""Builders of networks: shapes in, a keras.Model out, never compiled. conf/model/*.yaml name them as `_target_`.
+
+Every builder takes `image_shape` (height, width, channels) and `num_classes`, which the runner fills in from
+the data set, and its own options from YAML. What they all hold to:
+- inputs are normalised floats; the output is float32 logits of shape (batch, num_classes), also under mixed
+  precision (use losses with from_logits=True);
+- every layer has a fixed name, so that variable paths are equal on all ranks and in every checkpoint;
+- an argument that cannot be raises ConfigError.
+"""
+
+from hvtrain.models.applications import application
+from hvtrain.models.plain import cnn, mlp
+from hvtrain.models.resnet import resnet20
+from hvtrain.models.separable import separable_cnn
+
+__all__ = ["application", "cnn", "mlp", "resnet20", "separable_cnn"]

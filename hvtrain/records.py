@@ -1,0 +1,97 @@
+"""What a run leaves behind in numbers: result.json and history.csv, written by rank 0. Pure."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+RESULT_FILE = "result.json"
+HISTORY_FILE = "history.csv"
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One row of history.csv. metrics are means over all ranks, weighted by the number of examples."""
+
+    epoch: int
+    step: int
+    learning_rate: float
+    seconds: float
+    images_per_second: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The final numbers of a run, as result.json holds them.
+
+    images_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
+    step over the same steps; both are None when every step was warm-up. num_steps is the whole run's.
+    """
+
+    test_accuracy: float | None
+    test_loss: float | None
+    images_per_second: float | None
+    step_seconds: float | None
+    num_ranks: int
+    num_parameters: int
+    num_steps: int
+    global_batch: int
+    seconds: float
+    reductions: int
+    first_step: int
+    metrics: dict[str, float]
+    versions: dict[str, str]
+    config: dict[str, Any]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces a file as a whole: readers see the old text or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def write_result(folder: Path, record: RunRecord) -> None:
+    write_atomic(folder / RESULT_FILE, json.dumps(asdict(record), indent=2) + "\n")
+
+
+def read_result(folder: Path) -> RunRecord:
+    return RunRecord(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+
+
+def write_history(folder: Path, records: list[EpochRecord]) -> None:
+    """Writes history.csv anew: the columns of EpochRecord, then one column for each metric met so far."""
+    own = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
+    metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
+    rows = [[*(getattr(record, name) for name in own), *map(record.metrics.get, metrics)] for record in records]
+    lines = [[*own, *metrics], *rows]
+    text = "".join(",".join("" if cell is None else repr_cell(cell) for cell in row) + "\n" for row in lines)
+    write_atomic(folder / HISTORY_FILE, text)
+
+
+def repr_cell(cell: Any) -> str:
+    """Numbers with the digits that bring the same number back."""
+    return cell if isinstance(cell, str) else repr(cell)
+
+
+def read_history(folder: Path) -> list[EpochRecord]:
+    """The rows of history.csv, or none when there is no such file."""
+    path = folder / HISTORY_FILE
+    if not path.exists():
+        return []
+    records = []
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "images_per_second")}
+            epoch, step = int(row.pop("epoch")), int(row.pop("step"))
+            metrics = {name: float(cell) for name, cell in row.items() if cell}
+            records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
+    return records

@@ -1,0 +1,124 @@
+"""The learning rate as a pure function of the step. `learning_rate` puts it into the graph; tests call it as it is.
+
+Every schedule first warms up linearly from the base rate (of one rank) to the peak rate (base times the
+scale of the plan), per step, as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2;
+with one rank both are the same and the warm-up is flat. Being a function of the step alone, the rate is
+right after a resume without any state of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvtrain.errors import ConfigError
+
+
+class Scalars:
+    """The few functions a schedule uses, on Python numbers. keras.ops has the same names for tensors."""
+
+    minimum = staticmethod(min)
+    maximum = staticmethod(max)
+    cos = staticmethod(math.cos)
+
+    @staticmethod
+    def where(condition: bool, yes: float, no: float) -> float:
+        return yes if condition else no
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
+    """Warm-up over warmup_epochs, then the decay that a subclass gives, over the rest of num_steps.
+
+    base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
+    """
+
+    base: float
+    peak: float
+    steps_per_epoch: int
+    num_steps: int
+    warmup_epochs: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_epochs < math.inf:
+            raise ConfigError(f"schedule.warmup_epochs={self.warmup_epochs} is out of range; needed: 0 or more")
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.warmup_epochs * self.steps_per_epoch)
+
+    def __call__(self, step: Any, ops: Any = Scalars) -> Any:
+        """Learning rate of one step, a float (with the default ops) or a tensor (with keras.ops)."""
+        warmup = max(1, self.warmup_steps)
+        climbing = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)
+        decay_steps = max(1, self.num_steps - self.warmup_steps)
+        progress = ops.minimum(ops.maximum((step - self.warmup_steps) / decay_steps, 0.0), 1.0)
+        return ops.where(step < self.warmup_steps, climbing, self.peak * self.decay(step, progress, ops))
+
+    @abstractmethod
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        """Factor on the peak rate; progress goes from 0 at the end of the warm-up to 1 at the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """The peak rate to the end.
+
+    >>> Constant(base=0.1, peak=0.4, steps_per_epoch=10, num_steps=100, warmup_epochs=1)(5)
+    0.25
+    """
+
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Schedule):
+    """The rate times `factor` at each of the given epochs.
+
+    >>> rate = Step(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=90, at_epochs=[3, 6], factor=0.5)
+    >>> rate(29), rate(30), rate(60)
+    (1.0, 0.5, 0.25)
+    """
+
+    at_epochs: Sequence[float] = field(default=())
+    factor: float = 0.1
+
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        result: Any = 1.0
+        for epoch in self.at_epochs:
+            result = result * ops.where(step >= round(epoch * self.steps_per_epoch), self.factor, 1.0)
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Half a cosine from the peak rate to final_fraction of it (Loshchilov and Hutter 2017, eq. 5, no restarts).
+
+    >>> rate = Cosine(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=100)
+    >>> rate(0), round(rate(50), 6), round(rate(100), 6)
+    (1.0, 0.5, 0.0)
+    """
+
+    final_fraction: float = 0.0
+
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + ops.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(Schedule):
+    """(1 - progress) to the given power, from the peak rate to final_fraction of it; power 1 is a straight line.
+
+    >>> Polynomial(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=100, power=2.0)(50)
+    0.25
+    """
+
+    power: float = 1.0
+    final_fraction: float = 0.0
+
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        return self.final_fraction + (1 - self.final_fraction) * (1 - progress) ** self.power
