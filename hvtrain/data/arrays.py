@@ -92,7 +92,7 @@ class ArraySource(IndexedSource):
         self._shards = {}
         with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
             for name, part in parts.items():
-                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
+                rows = part.rows[np.asarray(range(len(part.rows) // topology.size), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
                 self._shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
         self._shards_of = place
@@ -121,6 +121,8 @@ class ArraySource(IndexedSource):
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
             raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was said")
+        if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
+            raise DataError(f"{where}: images hold NaN or infinite values; mend or drop those examples")
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):

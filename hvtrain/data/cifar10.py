@@ -5,11 +5,13 @@ The binary version needs no unpickling. Keras's copy is pickled: Keras checks th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from hvtrain.data.arrays import ArraySource, Arrays
+from hvtrain.data.arrays import Arrays, ArraySource
 from hvtrain.data.keras_cache import KerasFiles
 from hvtrain.errors import DataError
 
@@ -36,14 +38,11 @@ def cifar10(
     flip: bool = True,
 ) -> ArraySource:
     """`dir` holds the six .bin files, itself or in its folder cifar-10-batches-bin."""
+    load: Callable[[], Arrays]
     if dir is None:
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
     else:
-        folder, origin = _find(Path(dir).expanduser()), f"dataset.dir={dir}"
-
-        def load() -> Arrays:
-            return {split: read_files([folder / name for name in names]) for split, names in FILES.items()}
-
+        origin, load = f"dataset.dir={dir}", partial(_read_folder, _find(Path(dir).expanduser()))
     return ArraySource(
         "cifar10",
         load,
@@ -64,6 +63,10 @@ def _find(folder: Path) -> Path:
             return place
     missing = [name for name in names if not (folder / name).is_file()]
     raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
+
+
+def _read_folder(folder: Path) -> Arrays:
+    return {split: read_files([folder / name for name in names]) for split, names in FILES.items()}
 
 
 def read_files(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:

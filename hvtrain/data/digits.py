@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvtrain.data.arrays import SPLIT_SEED, ArraySource, Arrays
+from hvtrain.data.arrays import SPLIT_SEED, Arrays, ArraySource
 from hvtrain.errors import ConfigError
 
 NUM_DIGITS = 1797

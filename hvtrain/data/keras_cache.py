@@ -57,8 +57,8 @@ class KerasFiles:
     def load(self) -> dict:
         """Whole arrays of both parts, read (and if need be downloaded) by Keras, which checks its hashes."""
         folder = cache_folder()
-        timeout = socket.getdefaulttimeout()
         with _turn(folder):
+            timeout = socket.getdefaulttimeout()
             socket.setdefaulttimeout(PROBE_SECONDS)
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()

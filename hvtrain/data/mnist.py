@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from hvtrain.data.arrays import ArraySource, Arrays
+from hvtrain.data.arrays import Arrays, ArraySource
 from hvtrain.data.idx import find_idx, read_pair
 from hvtrain.data.keras_cache import KerasFiles
 from hvtrain.errors import DataError
@@ -26,41 +28,17 @@ FASHION_FILES = KerasFiles(
 )
 
 
-def mnist(dir: str | None = None, **options) -> ArraySource:
-    """Handwritten digits. Without `dir`: Keras's cache, then Keras's download."""
-    return _open(MNIST_FILES, dir, None, **options)
-
-
-def fashion_mnist(dir: str | None = None, **options) -> ArraySource:
-    """Articles of clothing. Without `dir`: the Debian package, then Keras's cache, then its download."""
-    return _open(FASHION_FILES, dir, DEBIAN_FOLDER, **options)
-
-
-def _open(
-    files: KerasFiles,
-    dir: str | None,
-    package_folder: Path | None,
+def mnist(
+    dir: str | None = None,
     num_validation: int = 5000,
     standardize: str = "per_pixel",
     shift_pixels: int = 0,
     flip: bool = False,
 ) -> ArraySource:
-    folder, origin = package_folder, f"Debian package dataset-fashion-mnist ({package_folder})"
-    if dir is not None:
-        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
-        missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
-        if missing:
-            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-
-    if folder is not None and all(find_idx(folder, name) for name in FILE_NAMES):
-
-        def load() -> Arrays:
-            return _read_folder(folder)
-    else:
-        origin, load = files.fetch(), files.load
-
+    """Handwritten digits. Without `dir`: Keras's cache, then Keras's download."""
+    origin, load = _find(MNIST_FILES, dir, None)
     return ArraySource(
-        files.name,
+        "mnist",
         load,
         (28, 28, 1),
         10,
@@ -70,6 +48,42 @@ def _open(
         shift_pixels=shift_pixels,
         flip=flip,
     )
+
+
+def fashion_mnist(
+    dir: str | None = None,
+    num_validation: int = 5000,
+    standardize: str = "per_pixel",
+    shift_pixels: int = 0,
+    flip: bool = False,
+) -> ArraySource:
+    """Articles of clothing. Without `dir`: the Debian package, then Keras's cache, then its download."""
+    origin, load = _find(FASHION_FILES, dir, DEBIAN_FOLDER)
+    return ArraySource(
+        "fashion_mnist",
+        load,
+        (28, 28, 1),
+        10,
+        origin=origin,
+        standardize=standardize,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        flip=flip,
+    )
+
+
+def _find(files: KerasFiles, dir: str | None, package_folder: Path | None) -> tuple[str, Callable[[], Arrays]]:
+    """Where the data lies, in words, and the function that reads it. A `dir` that lacks a file is an error."""
+    folder, origin = package_folder, f"Debian package dataset-fashion-mnist ({package_folder})"
+    if dir is not None:
+        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
+        missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
+        if missing:
+            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
+
+    if folder is not None and all(find_idx(folder, name) for name in FILE_NAMES):
+        return origin, partial(_read_folder, folder)
+    return files.fetch(), files.load
 
 
 def _read_folder(folder: Path) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -56,3 +57,12 @@ class Source(ABC):
         that catches tf.errors.OpError around fit or evaluate passes it here, after the fact.
         """
         return error
+
+
+def reason(error: tf.errors.OpError) -> str:
+    """TensorFlow's message without the names of nodes and devices around it.
+
+    >>> reason(tf.errors.DataLossError(None, None, "{{function_node f}} corrupted record at 9 [Op:Next] name: "))
+    'corrupted record at 9'
+    """
+    return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip()

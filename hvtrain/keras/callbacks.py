@@ -75,8 +75,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: a function of the epoch (a fraction of one too when staircase is false), or a number m,
             which stands for m ** (epoch - start_epoch).
         start_epoch, end_epoch: epochs in which it acts; the end is not included.
-        momentum_correction: scale the momentum with the change of rate, for the step of the change
-            (Goyal et al. 2017, section 2.2); only for an optimizer with a `momentum`, run eagerly.
+        momentum_correction: where the rate changes, scale the momentum of SGD and RMSprop by new / old rate
+            (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for that one step;
+            scaling the slots is the same product, and reaches a compiled step too.
         steps_per_epoch: needed where Keras does not know it.
     """
 
@@ -128,7 +129,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
     def _set(self, epoch: float) -> None:
-        self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        if self.momentum_correction and getattr(optimizer, "momentum", 0) and optimizer.built and old not in (0, new):
+            for slot in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []):
+                slot.assign(slot * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

@@ -1,4 +1,4 @@
-"""Horovod's collectives for Keras 3: on values, on Keras variables, and on whole models. All are collective (every rank).
+"""Horovod's collectives for Keras 3: on values, Keras variables and whole models. Every rank must enter each of them.
 
 Only numbers travel through Horovod's kernels; objects are pickled by Horovod itself between ranks of one job.
 """

@@ -1,0 +1,31 @@
+"""Where the run stands: steps and epochs done. The first callback; the others read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvtrain.plan import StepPlan
+
+
+class Position(keras.callbacks.Callback):
+    """Counts the run's optimizer steps, over all calls of fit and from the step of a resume on (every rank)."""
+
+    def __init__(self, plan: StepPlan, start_step: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.start_step = start_step
+        self.step = start_step
+        self.epoch = plan.position(start_step)[0]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True after a step that ends an epoch or the run."""
+        return self.plan.position(self.step)[1] == 0 or self.step == self.plan.num_steps
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step += 1

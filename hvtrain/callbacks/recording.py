@@ -1,0 +1,36 @@
+"""One row of history.csv for each epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvtrain.callbacks.position import Position
+from hvtrain.callbacks.throughput import Throughput
+from hvtrain.records import EpochRecord, read_history, write_history
+
+
+class Recording(keras.callbacks.Callback):
+    """Writes history.csv anew after each epoch (chief only); a resumed run keeps the rows up to its start."""
+
+    def __init__(self, folder: Path, position: Position, throughput: Throughput) -> None:
+        super().__init__()
+        self.folder = folder
+        self.position = position
+        self.throughput = throughput
+        self.records = [record for record in read_history(folder) if record.step <= position.start_step]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        record = EpochRecord(
+            epoch=epoch + 1,
+            step=self.position.step,
+            learning_rate=float(f"{float(optimizer.learning_rate):.7g}"),  # what float32 knows of it
+            seconds=round(self.throughput.epoch_seconds, 3),
+            images_per_second=round(self.throughput.epoch_images_per_second, 1),
+            metrics={name: float(value) for name, value in (logs or {}).items() if name != "images/s"},
+        )
+        self.records.append(record)
+        write_history(self.folder, self.records)

@@ -1,0 +1,92 @@
+"""What a rank says and where: rank 0 on the console, every rank in its own log file, TensorFlow nowhere. Pure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher says it, before Horovod starts; 0 without a launcher."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+
+
+def is_launched() -> bool:
+    """True when a launcher started this process."""
+    return any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def quiet_tensorflow() -> None:
+    """Keeps the notes of TensorFlow and CUDA off the console. Before the first import of TensorFlow."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+@contextmanager
+def native_notes_held(enabled: bool = True) -> Iterator[None]:
+    """Holds back what native code writes to the error output, and shows it only when the block fails.
+
+    TensorFlow's first notes come before it reads its own log level, so no variable can silence them.
+    """
+    if not enabled:
+        yield
+        return
+    sys.stderr.flush()
+    console = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(console, held.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(console, 2)
+            os.close(console)
+
+
+def start_log(is_chief: bool) -> None:
+    """Sends the log of hvtrain, and Python's warnings, to the chief's console."""
+    logging.captureWarnings(True)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
+    for name in ("hvtrain", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [handler]
+
+
+def log_to_file(folder: Path, rank: int) -> None:
+    """Adds this rank's own file, folder/rank-NNNN.log, on its own host; without one where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / f"rank-{rank:04d}.log", encoding="utf-8")
+    except OSError as error:
+        logging.getLogger("hvtrain").warning("rank %d keeps no log file: %s", rank, error)
+        return
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("hvtrain", "py.warnings"):
+        logging.getLogger(name).addHandler(handler)
+
+
+def say_error(message: str, rank: int) -> None:
+    """One line on the error output. Ranks above 0 wait first: where all ranks meet the same error, rank 0
+    says it and the launcher has ended the others by then; where one rank alone meets it, that one says it."""
+    if rank:
+        time.sleep(3)
+    where = f"rank {rank}: " if rank else ""
+    print(f"hvtrain: {where}{message}", file=sys.stderr, flush=True)

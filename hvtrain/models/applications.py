@@ -1,0 +1,99 @@
+"""Any network of keras.applications by its name, untrained, with a head for the classes at hand."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import layers
+
+from hvtrain.errors import ConfigError
+from hvtrain.models.ends import check_rate, image_input, logits
+
+# Options that this builder decides itself; what else a network takes (alpha, minimalistic ...) is the user's.
+OURS = {"include_top", "include_preprocessing", "weights", "input_tensor", "input_shape", "pooling", "classes"}
+OURS |= {"classifier_activation", "dropout", "dropout_rate", "name"}
+
+
+def application(
+    image_shape: Sequence[int], num_classes: int, name: str, dropout: float = 0.0, **options: Any
+) -> keras.Model:
+    """keras.applications.<name> with random weights, global average pooling, dropout and a dense layer of logits.
+
+    Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
+    - rescaling and normalisation that some networks (EfficientNet, ConvNeXt ...) begin with are taken out,
+      because images come normalised here;
+    - layers that Keras left unnamed get the names that a fresh process would give them (see _fresh_names).
+
+    options: passed on to the network, such as alpha=0.5 for MobileNet.
+
+    Raises:
+        ConfigError: no such network, an image smaller than the network takes (usually 32x32), unknown options.
+    """
+    builder = _find(name)
+    _check_options(name, builder, options)
+    check_rate(name, "dropout", dropout)
+
+    image = image_input(image_shape, num_classes, network=name)
+    try:
+        trunk = builder(include_top=False, weights=None, pooling="avg", input_shape=tuple(image_shape), **options)
+    except ValueError as error:
+        raise ConfigError(
+            f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options {options}, "
+            f"and answered: {error}; enlarge the images, mend the option or choose a smaller model (resnet20, cnn)"
+        ) from error
+
+    names = _fresh_names(trunk)
+
+    def rebuild(layer: Any) -> Any:
+        fresh = names.get(layer.name, layer.name)
+        if isinstance(layer, (layers.Rescaling, layers.Normalization)):
+            return layers.Identity(name=fresh)
+        return layer.__class__.from_config({**layer.get_config(), "name": fresh})
+
+    x = keras.models.clone_model(trunk, input_tensors=image, clone_function=rebuild).output
+    if dropout:
+        x = layers.Dropout(dropout, name="dropout")(x)
+    return keras.Model(image, logits(x, num_classes), name=trunk.name)
+
+
+def _find(name: str) -> Callable[..., keras.Model]:
+    networks = {key: value for key, value in vars(keras.applications).items() if inspect.isfunction(value)}
+    if name in networks:
+        return networks[name]
+    by_lower_case = {key.lower(): key for key in networks}
+    near = [by_lower_case[key] for key in difflib.get_close_matches(str(name).lower(), by_lower_case, n=4)]
+    raise ConfigError(
+        f"keras.applications has no network {name!r}; "
+        f"{'the nearest: ' + ', '.join(near) if near else 'it has ' + ', '.join(sorted(networks))}"
+    )
+
+
+def _check_options(name: str, builder: Callable[..., keras.Model], options: dict[str, Any]) -> None:
+    free = sorted(set(inspect.signature(builder).parameters) - OURS)
+    unknown = sorted(set(options) - set(free))
+    if unknown:
+        takes = ", ".join(free) if free else "none"
+        raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
+
+
+def _fresh_names(model: keras.Model) -> dict[str, str]:
+    """New names of the layers that Keras named itself: class name and a number, counted through the process.
+
+    A second InceptionV3 in one process begins at conv2d_94, where the first began at conv2d, and its
+    checkpoint would not fit. Counted within the model, both are called the same.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for layer in model.layers:
+        prefix, number = re.fullmatch(r"(.*?)(?:_(\d+))?", layer.name).groups()  # type: ignore[union-attr]
+        if prefix.replace("_", "") == type(layer).__name__.lower():
+            found.setdefault(prefix, []).append((int(number or 0), layer.name))
+    return {
+        old: prefix if i == 0 else f"{prefix}_{i}"
+        for prefix, numbered in found.items()
+        for i, (_, old) in enumerate(sorted(numbered))
+    }

@@ -1,0 +1,116 @@
+"""How strong the signal is in each layer of a fresh network: the first look at a network that does not train.
+
+    python -m hvtrain.models.variance separable_cnn depthwise_initializer=lecun_normal
+
+prints, layer by layer, the mean and variance of the output going forward and the size of the gradient coming
+back. Both should stay within a few powers of ten from end to end; docs/separable.md reads such tables. The
+images are standard-normal noise, or real ones with --idx FOLDER (MNIST's file format).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from omegaconf import OmegaConf
+
+from hvtrain import models
+from hvtrain.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class LayerSignal:
+    """Output of one layer over a batch, and the gradient of the loss in its weights."""
+
+    layer: str
+    mean: float
+    variance: float
+    gradient_rms: float | None  # root of the mean square over the layer's weights; None where it has none
+
+
+def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[LayerSignal]:
+    """Measures every layer of a functional model on one batch, in the order of its layers.
+
+    The model runs as it does in training (dropout drops, batch normalisation uses the batch), under
+    cross-entropy on its logits, the output of the last layer.
+    """
+    inner = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    probe = keras.Model(model.input, [layer.output for layer in inner])
+    weights = model.trainable_variables
+    with tf.GradientTape() as tape:
+        outputs = probe(images, training=True)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, outputs[-1])
+    gradients = tape.gradient(loss, [weight.value for weight in weights])
+    by_path = {weight.path: np.asarray(g) for weight, g in zip(weights, gradients, strict=True)}
+    return [
+        LayerSignal(
+            layer=layer.name,
+            mean=float(np.mean(output, dtype=np.float64)),
+            variance=float(np.var(output, dtype=np.float64)),
+            gradient_rms=_rms([by_path[weight.path] for weight in layer.trainable_variables]),
+        )
+        for layer, output in zip(inner, outputs, strict=True)
+    ]
+
+
+def _rms(arrays: Sequence[np.ndarray]) -> float | None:
+    if not arrays:
+        return None
+    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
+    return float(np.sqrt(np.mean(flat**2)))
+
+
+def _read_idx(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The training images and labels of a folder like MNIST's, each pixel brought to mean 0 and variance 1."""
+    try:
+        with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
+            size = np.frombuffer(file.read(16), ">u4")[1:]
+            images = np.frombuffer(file.read(), np.uint8).reshape(*size, 1).astype(np.float32)
+        with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
+            labels = np.frombuffer(file.read(), np.uint8, offset=8)
+    except OSError as error:
+        raise DataError(f"{folder} has no readable train-images-idx3-ubyte.gz and labels: {error}") from error
+    spread = images.std(axis=0)
+    return (images - images.mean(axis=0)) / np.where(spread > 0, spread, 1), labels
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hvtrain.models.variance", description=__doc__.split("\n")[0])
+    parser.add_argument("network", choices=models.__all__)
+    parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
+    parser.add_argument("--idx", type=Path, help="folder with train-images-idx3-ubyte.gz and its labels")
+    parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
+    parser.add_argument("--num-images", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    keras.utils.set_random_seed(given.seed)
+    try:
+        images, labels = _batch(given.idx, given.num_images, given.image_shape)
+        options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.options))
+        model = getattr(models, given.network)(image_shape=images.shape[1:], num_classes=10, **options)
+    except (UserError, TypeError) as error:
+        parser.error(str(error))
+    print(f"{'layer':<24}{'mean':>11}{'variance':>11}{'gradient rms':>14}")
+    print(f"{'(image)':<24}{images.mean():>11.3f}{images.var():>11.2e}")
+    for signal in signals(model, images, labels):
+        gradient = "" if signal.gradient_rms is None else f"{signal.gradient_rms:>14.1e}"
+        print(f"{signal.layer:<24}{signal.mean:>11.3f}{signal.variance:>11.2e}{gradient}")
+
+
+def _batch(idx: Path | None, num_images: int, image_shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    if idx is None:
+        return np.random.standard_normal((num_images, *image_shape)), np.random.randint(0, 10, num_images)
+    images, labels = _read_idx(idx)
+    chosen = np.random.permutation(len(images))[:num_images]
+    return images[chosen], labels[chosen]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a strategy is, and the single process: every verb's default.
+
+The runner calls these verbs and never asks which strategy it has. A verb is collective (every rank) unless
+its docstring says otherwise; with one process each of them is an identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.errors import UserError
+from hvtrain.plan import StepPlan
+from hvtrain.topology import Topology
+
+T = TypeVar("T")
+
+
+class Strategy:
+    """One process on its own: no exchange, no other rank."""
+
+    topology = Topology()
+
+    def start(self) -> Topology:
+        """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
+        return Topology()
+
+    def devices(self) -> list[str]:
+        """The device of each rank, by rank. After start; not collective."""
+        return []
+
+    def description(self) -> str:
+        """How the ranks talk, in a few words, for the header. Not collective."""
+        return "one process"
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context in which the model is built. Not collective."""
+        return nullcontext()
+
+    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """The optimizer that steps on all ranks' gradients. Not collective."""
+        return optimizer
+
+    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
+        """Reductions that ran so far. Not collective."""
+        return 0
+
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """What must run in every training of this strategy, before all other callbacks. Not collective."""
+        return []
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state of all ranks to those of the chief."""
+
+    def broadcast(self, value: Any) -> Any:
+        """The chief's value, on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """All ranks' values, by rank."""
+        return [value]
+
+    def on_chief(self, action: Callable[[], T]) -> T:
+        """The result of an action that the chief alone does; what it raises for the user is raised on all ranks."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.topology.is_chief:
+            outcome = _attempt(action)
+        value, error = self.broadcast(outcome)
+        if error is not None:
+            raise error
+        return value
+
+    def together(self, action: Callable[[], T]) -> T:
+        """The result of an action that every rank does; if it fails on one, all raise that error, with its rank."""
+        value, error = _attempt(action)
+        errors = self.gather(error)
+        failed = [rank for rank, found in enumerate(errors) if found is not None]
+        if failed:
+            first = errors[failed[0]]
+            where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
+            raise type(first)(f"{where}{first}")
+        return value
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Element-wise sums over the ranks, as float64."""
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int,
+    ) -> None:
+        """Trains from start_step to the end of the plan; batches_from(step) is endless and begins at that step."""
+        stretches = plan.stretches(start_step)
+        for stretch in stretches:
+            keeper = _keeper_of_weights(model) if stretch is not stretches[-1] else []
+            model.fit(
+                batches_from(stretch.first_step),
+                initial_epoch=stretch.initial_epoch,
+                epochs=stretch.epochs,
+                steps_per_epoch=stretch.steps_per_epoch,
+                callbacks=[*callbacks, *keeper],
+                verbose=verbose,
+                shuffle=False,
+            )
+            if model.stop_training:
+                break
+            for callback in keeper:
+                callback.restore()
+
+    def stop(self) -> None:
+        """Leaves the other ranks. Not collective."""
+
+
+class _WeightsAtEpochEnd(keras.callbacks.Callback):
+    """Keeps the weights as they are after an epoch; Keras's fit then overwrites them with their moving average."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.weights = self.model.get_weights()
+
+    def restore(self) -> None:
+        self.model.set_weights(self.weights)
+
+
+def _keeper_of_weights(model: keras.Model) -> list[_WeightsAtEpochEnd]:
+    """A run is one training though it may take several calls of fit: the average counts at its end alone."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return [_WeightsAtEpochEnd()] if optimizer.use_ema else []
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error

@@ -1,0 +1,86 @@
+"""Folders of image files: layout, splits, sizes, and files that are no images."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tiny_data import SHAPE, joined, random_images, write_folder
+
+from hvtrain.data.image_folder import ImageFolder
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.topology import Topology
+
+
+def test_jpeg_and_png_of_any_size_become_one_size(tmp_path):
+    image = np.full((20, 10, 3), 200, np.uint8)
+    for name, data in (("a.PNG", tf.io.encode_png(image)), ("b.jpeg", tf.io.encode_jpeg(image[:7]))):
+        (tmp_path / "train" / "cat").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / "cat" / name).write_bytes(data.numpy())
+    source = ImageFolder(str(tmp_path), [8, 8, 3])
+    assert source.class_names == ["cat"] and source.num_examples("train") == 2
+    images, _ = next(source.training(Topology(), 2, 1, 0, 1).as_numpy_iterator())
+    assert images.shape == (2, 8, 8, 3)
+    np.testing.assert_allclose(images, 200 / 255, atol=2 / 255)
+
+
+def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
+    write_folder(tmp_path / "train", *random_images(60))
+    options = {"image_shape": SHAPE, "validation_fraction": 0.2, "test_fraction": 0.1}
+    first, second = (ImageFolder(str(tmp_path), **options) for _ in range(2))
+    assert [first.num_examples(split) for split in first.SPLITS] == [42, 12, 6]
+    assert first._files == second._files
+    assert sorted(joined(paths for paths, _ in first._files.values())) == sorted(
+        map(str, tmp_path.glob("train/*/*.png"))
+    )
+    for (_, labels), per_class in zip((first._files[split] for split in first.SPLITS), (14, 4, 2), strict=True):
+        assert np.bincount(labels).tolist() == [per_class] * 3
+
+
+def test_layouts_that_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"train holds no class folders; files are needed as .*CLASS"):
+        ImageFolder(str(tmp_path))
+    write_folder(tmp_path / "train", *random_images(6))
+    (tmp_path / "train" / "empty").mkdir()
+    with pytest.raises(DataError, match=r"train/empty holds no images"):
+        ImageFolder(str(tmp_path))
+    (tmp_path / "train" / "empty").rmdir()
+    write_folder(tmp_path / "test", *(part[:2] for part in random_images(6)))
+    with pytest.raises(DataError, match=r"test and .*train differ in their classes: class_2"):
+        ImageFolder(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"validation_fraction=0.6 and dataset.test_fraction=0.5: each"):
+        ImageFolder(str(tmp_path), validation_fraction=0.6, test_fraction=0.5)
+    with pytest.raises(ConfigError, match=r"image_shape=\[8, 8\] is not \[height, width, channels\]"):
+        ImageFolder(str(tmp_path), image_shape=[8, 8])
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"\xff\xd8\xff\xe0 cut off"])
+def test_a_file_that_is_no_image_is_named(content, tmp_path):
+    write_folder(tmp_path / "train", *random_images(6))
+    culprit = tmp_path / "train" / "class_1" / "0001.png"
+    culprit.write_bytes(content)
+    source = ImageFolder(str(tmp_path), SHAPE)
+    with pytest.raises(tf.errors.OpError) as caught:
+        list(source.training(Topology(), 6, 1, 0, 1).take(1))
+    explained = source.explain(caught.value)
+    assert isinstance(explained, DataError)
+    assert str(explained).startswith(f"{culprit} cannot be decoded (")
+
+    with pytest.raises(DataError, match=f"{culprit} cannot be decoded"):
+        ImageFolder(str(tmp_path), SHAPE, cache=True).training(Topology(), 6, 1, 0, 1)
+
+
+def test_an_error_of_something_else_is_not_explained(tmp_path):
+    write_folder(tmp_path / "train", *random_images(6))
+    error = tf.errors.UnknownError(None, None, "HorovodAllreduce failed")
+    assert ImageFolder(str(tmp_path), SHAPE).explain(error) is error
+
+
+def test_the_cache_reads_each_file_once(tmp_path):
+    write_folder(tmp_path / "train", *random_images(6))
+    source = ImageFolder(str(tmp_path), SHAPE, cache=True)
+    stream = source.training(Topology(), 6, 1, 0, 1)
+    for path in tmp_path.glob("train/*/*.png"):
+        path.unlink()
+    assert len(list(stream.take(3))) == 3
+    assert len(list(source.training(Topology(), 2, 1, 0, 3).take(3))) == 3

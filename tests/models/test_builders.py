@@ -1,0 +1,115 @@
+"""Networks: sizes to the parameter, logits in float32, names that a second build repeats, arguments refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from hvtrain import models
+from hvtrain.errors import ConfigError
+
+SMALL_MOBILENET = {"name": "MobileNetV3Small"}
+
+
+def count(variables: list[keras.Variable]) -> int:
+    return sum(int(np.prod(variable.shape)) for variable in variables)
+
+
+@pytest.fixture
+def mixed_bfloat16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def test_known_sizes_are_met_to_the_parameter():
+    assert models.cnn((28, 28, 1), 10).count_params() == 1_199_882
+    assert models.separable_cnn((28, 28, 1), 10).count_params() == 2_887_306
+    assert models.mlp((28, 28, 1), 10, hidden=[]).count_params() == 784 * 10 + 10
+    resnet = models.resnet20((32, 32, 3), 10)
+    assert count(resnet.trainable_variables) == 272_474
+    assert resnet.count_params() == 272_474 + 2 * 784  # a moving mean and variance for each of 784 channels
+
+
+def test_resnet_depth_follows_its_blocks():
+    resnet = models.resnet20((32, 32, 3), 10, blocks_per_stage=9)
+    assert resnet.name == "resnet56"
+    assert count(resnet.trainable_variables) == 855_770  # "0.85M" in the paper's table 6
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", "separable_cnn", "resnet20"])
+@pytest.mark.parametrize("image_shape", [(8, 8, 1), (28, 28, 1), (33, 40, 3)])
+def test_any_image_shape_gives_one_logit_per_class(network, image_shape):
+    model = getattr(models, network)(image_shape, num_classes=7)
+    images = np.random.default_rng(0).standard_normal((2, *image_shape), dtype=np.float32)
+    logits = np.asarray(model(images))
+    assert logits.shape == (2, 7)
+    assert logits.min() < 0, "probabilities, not logits"
+    assert not getattr(model, "compiled", False)
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", "separable_cnn", "resnet20"])
+def test_logits_stay_float32_under_mixed_precision(network, mixed_bfloat16):
+    model = getattr(models, network)((16, 16, 1), num_classes=10)
+    assert model.output.dtype == "float32"
+    assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
+    assert model.layers[-2].compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        ("mlp", {"dropout": 0.5}),
+        ("cnn", {}),
+        ("separable_cnn", {}),
+        ("resnet20", {}),
+        ("application", SMALL_MOBILENET),
+    ],
+)
+def test_a_second_build_has_the_same_names(network, options):
+    first, second = (getattr(models, network)((32, 32, 3), 10, **options) for _ in range(2))
+    assert [layer.name for layer in first.layers] == [layer.name for layer in second.layers]
+    paths = [weight.path for weight in first.weights]
+    assert paths == [weight.path for weight in second.weights]
+    assert len(set(paths)) == len(paths)
+
+
+def test_an_application_takes_normalised_images_and_its_own_options():
+    model = models.application((32, 32, 3), 10, **SMALL_MOBILENET, alpha=0.5, dropout=0.2)
+    plain = keras.applications.MobileNetV3Small(weights=None, include_top=False, input_shape=(32, 32, 3))
+    assert "Rescaling" in {type(layer).__name__ for layer in plain.layers}
+    assert not {"Rescaling", "Normalization"} & {type(layer).__name__ for layer in model.layers}
+    assert [layer.name for layer in model.layers[-2:]] == ["dropout", "logits"]
+    assert model.count_params() < plain.count_params()
+
+
+def refuse(message: str, network: str, image_shape=(28, 28, 1), num_classes=10, **options) -> None:
+    with pytest.raises(ConfigError, match=message):
+        getattr(models, network)(image_shape, num_classes, **options)
+
+
+def test_impossible_images_and_classes_are_refused():
+    refuse("7x28; it needs 8x8 or more", "separable_cnn", image_shape=(7, 28, 1))
+    refuse("5x5; it needs 6x6 or more", "cnn", image_shape=(5, 5, 1))
+    refuse(r"image_shape \(28, 28\); it needs \(height, width, channels\)", "mlp", image_shape=(28, 28))
+    refuse("num_classes=1; it needs at least 2", "mlp", num_classes=1)
+    refuse("must be at least 32x32.*enlarge the images", "application", name="ResNet50")
+
+
+def test_impossible_options_are_refused():
+    refuse(r"hidden=\[128, 0\]; it needs whole numbers", "mlp", hidden=[128, 0])
+    refuse(r"dropout=1; it needs a share in \[0, 1\)", "mlp", dropout=1)
+    refuse("it needs two shares", "cnn", dropout=[0.5])
+    refuse("dropout=-0.1", "cnn", dropout=[0.5, -0.1])
+    refuse("blocks_per_stage=0; it needs at least 1", "resnet20", blocks_per_stage=0)
+    refuse("depthwise_initializer=lecun; it needs unit_gain or", "separable_cnn", depthwise_initializer="lecun")
+    refuse("initializer=unit_gain; it needs the name", "separable_cnn", initializer="unit_gain")
+
+
+def test_an_unknown_application_names_the_nearest():
+    refuse("no network 'resnet-50'; the nearest: .*ResNet50", "application", name="resnet-50")
+    refuse("no network 'zzz'; it has .*VGG16", "application", name="zzz")
+    refuse("options depth; those that can be set are: alpha", "application", name="MobileNetV2", depth=3)
+    refuse("options weights; those that can be set are: none", "application", name="ResNet50", weights="imagenet")

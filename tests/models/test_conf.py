@@ -1,0 +1,52 @@
+"""Every file of conf/model and conf/optimizer: a one-line comment first, and Hydra can build what it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+MODELS = sorted((CONF / "model").glob("*.yaml"))
+OPTIMIZERS = sorted((CONF / "optimizer").glob("*.yaml"))
+HEAVY = {"resnet50"}
+
+
+def names(paths: list[Path]) -> list:
+    return [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in HEAVY else ()) for p in paths]
+
+
+@pytest.mark.parametrize("path", MODELS + OPTIMIZERS, ids=lambda path: path.stem)
+def test_the_first_line_says_what_it_is(path):
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert len(first) > 15
+
+
+@pytest.mark.parametrize("path", names(MODELS))
+def test_a_model_file_builds(path):
+    config = OmegaConf.load(path)
+    if OmegaConf.is_missing(config, "name"):
+        config.name = "MobileNet"
+    model = instantiate(config, image_shape=(32, 32, 3), num_classes=10)
+    assert isinstance(model, keras.Model)
+    assert model.output.shape == (None, 10)
+
+
+@pytest.mark.parametrize("path", names(OPTIMIZERS))
+def test_an_optimizer_file_builds(path):
+    config = OmegaConf.load(path)
+    assert isinstance(config.learning_rate, float)
+    optimizer = instantiate(config)
+    assert isinstance(optimizer, keras.optimizers.Optimizer)
+    held = optimizer.get_config()
+    for name, value in config.items():
+        if name != "_target_":
+            assert held[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+def test_the_optimizers_offered_are_these():
+    assert {path.stem for path in OPTIMIZERS} == {"sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion"}

@@ -1,0 +1,52 @@
+"""The separable network: its signal dies under Keras's depthwise fan-in and lives under unit_gain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvtrain import models
+from hvtrain.models import variance
+
+
+def signals(**options) -> dict[str, variance.LayerSignal]:
+    numbers = np.random.default_rng(0)
+    images = numbers.standard_normal((16, 28, 28, 1), dtype=np.float32)
+    model = models.separable_cnn((28, 28, 1), 10, **options)
+    return {s.layer: s for s in variance.signals(model, images, numbers.integers(0, 10, 16))}
+
+
+def test_unit_gain_carries_the_signal_to_the_end():
+    found = signals()
+    assert all(0.1 < signal.variance < 10 for signal in found.values())
+    assert found["conv"].gradient_rms > 1e-3
+
+
+@pytest.mark.parametrize("initializer", ["glorot_uniform", "lecun_normal"])
+def test_fans_that_count_channels_kill_it(initializer):
+    found = signals(initializer=initializer, depthwise_initializer=initializer)
+    assert found["separable3_2"].variance < 1e-9
+    assert found["conv"].gradient_rms < 1e-4
+
+
+def test_each_depthwise_layer_weakens_the_signal_by_its_channels():
+    found = signals(depthwise_initializer="lecun_normal")
+    for before, after, channels in (("conv", "separable1_1", 128), ("separable2_1", "separable2_2", 256)):
+        loss = found[before].variance / found[after].variance
+        assert channels / 4 < loss < channels, "selu gives back about a factor of two"
+
+
+def test_a_layer_without_weights_has_no_gradient():
+    assert signals()["pool1"].gradient_rms is None
+
+
+def test_the_command_prints_a_table_and_refuses_what_it_does_not_know(capsys, tmp_path):
+    variance.main(["mlp", "hidden=[8]", "--image-shape", "4", "4", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+    with pytest.raises(SystemExit):
+        variance.main(["mlp", "hiden=[8]"])
+    assert "hiden" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        variance.main(["mlp", "--idx", str(tmp_path)])
+    assert "no readable train-images-idx3-ubyte.gz" in capsys.readouterr().err
