@@ -54,8 +54,9 @@ def _settings(schema: type, prefix: str) -> list[str]:
 
 
 def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").splitlines()[:1]
-    return first[0].lstrip("# ").strip() if first and first[0].startswith("#") else ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line.lstrip("# ").strip() for line in lines if line.startswith("#") and "@package" not in line]
+    return comments[0] if comments else ""
 
 
 def _defaults(path: Path) -> dict[str, str]:

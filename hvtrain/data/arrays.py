@@ -92,7 +92,7 @@ class ArraySource(IndexedSource):
         self._shards = {}
         with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
             for name, part in parts.items():
-                rows = part.rows[np.asarray(range(len(part.rows) // topology.size), np.int64)]
+                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
                 self._shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
         self._shards_of = place

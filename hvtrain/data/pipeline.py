@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
-from hvtrain.errors import DataError
+from hvtrain.errors import ConfigError
 from hvtrain.topology import Topology
 
 Read = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -56,7 +56,7 @@ def parallel_map(dataset: tf.data.Dataset, function: Callable) -> tf.data.Datase
 def check_epoch(num_local: int, batch_size: int, steps_per_epoch: int, topology: Topology) -> None:
     """Refuses an epoch that this rank's shard cannot fill with full batches."""
     if steps_per_epoch < 1 or steps_per_epoch * batch_size > num_local:
-        raise DataError(
+        raise ConfigError(
             f"{steps_per_epoch} steps of {batch_size} examples do not fit the {num_local} training examples "
             f"of rank {topology.rank} of {topology.size}; lower the steps per epoch or the batch size"
         )
@@ -94,7 +94,8 @@ class IndexedSource(Source):
     ) -> tf.data.Dataset:
         num_local = self.shard_sizes("train", topology.size)[topology.rank]
         indices = index_batches(num_local, topology, batch_size, seed, start_step, steps_per_epoch)
-        read, transform = self.reader("train", topology), self.transform
+        read = self.reader("train", topology)
+        transform = self.transform  # After reader(), which may fit it.
 
         def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels = read(indices)
@@ -105,7 +106,8 @@ class IndexedSource(Source):
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         num_local = self.shard_sizes(split, topology.size)[topology.rank]
-        read, transform = self.reader(split, topology), self.transform
+        read = self.reader(split, topology)
+        transform = self.transform
 
         def load(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels = read(indices)

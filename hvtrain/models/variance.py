@@ -4,16 +4,14 @@
 
 prints, layer by layer, the mean and variance of the output going forward and the size of the gradient coming
 back. Both should stay within a few powers of ten from end to end; docs/separable.md reads such tables. The
-images are standard-normal noise, or real ones with --idx FOLDER (MNIST's file format).
+images are standard-normal noise, or with --dataset the first training batch of real ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -22,7 +20,19 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from hvtrain import models
-from hvtrain.errors import DataError, UserError
+from hvtrain.data.cifar10 import cifar10
+from hvtrain.data.digits import digits
+from hvtrain.data.mnist import fashion_mnist, mnist
+from hvtrain.data.source import Source
+from hvtrain.errors import UserError
+from hvtrain.topology import Topology
+
+DATASETS: dict[str, Callable[..., Source]] = {
+    "cifar10": cifar10,
+    "digits": digits,
+    "fashion_mnist": fashion_mnist,
+    "mnist": mnist,
+}
 
 
 @dataclass(frozen=True)
@@ -67,32 +77,18 @@ def _rms(arrays: Sequence[np.ndarray]) -> float | None:
     return float(np.sqrt(np.mean(flat**2)))
 
 
-def _read_idx(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The training images and labels of a folder like MNIST's, each pixel brought to mean 0 and variance 1."""
-    try:
-        with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
-            size = np.frombuffer(file.read(16), ">u4")[1:]
-            images = np.frombuffer(file.read(), np.uint8).reshape(*size, 1).astype(np.float32)
-        with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
-            labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    except OSError as error:
-        raise DataError(f"{folder} has no readable train-images-idx3-ubyte.gz and labels: {error}") from error
-    spread = images.std(axis=0)
-    return (images - images.mean(axis=0)) / np.where(spread > 0, spread, 1), labels
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hvtrain.models.variance", description=__doc__.split("\n")[0])
     parser.add_argument("network", choices=models.__all__)
     parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
-    parser.add_argument("--idx", type=Path, help="folder with train-images-idx3-ubyte.gz and its labels")
+    parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; default: noise")
     parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     keras.utils.set_random_seed(given.seed)
     try:
-        images, labels = _batch(given.idx, given.num_images, given.image_shape)
+        images, labels = _batch(given.dataset, given.num_images, given.image_shape, given.seed)
         options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.options))
         model = getattr(models, given.network)(image_shape=images.shape[1:], num_classes=10, **options)
     except (UserError, TypeError) as error:
@@ -104,12 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{signal.layer:<24}{signal.mean:>11.3f}{signal.variance:>11.2e}{gradient}")
 
 
-def _batch(idx: Path | None, num_images: int, image_shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    if idx is None:
+def _batch(dataset: str | None, num_images: int, image_shape: Sequence[int], seed: int) -> Any:
+    if dataset is None:
         return np.random.standard_normal((num_images, *image_shape)), np.random.randint(0, 10, num_images)
-    images, labels = _read_idx(idx)
-    chosen = np.random.permutation(len(images))[:num_images]
-    return images[chosen], labels[chosen]
+    source = DATASETS[dataset]()
+    batches = source.training(Topology(), num_images, seed, start_step=0, steps_per_epoch=1)
+    return next(batches.as_numpy_iterator())
 
 
 if __name__ == "__main__":

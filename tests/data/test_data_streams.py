@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.framework import config as tensorflow_config
 from tiny_data import KINDS, images_of, joined, random_images, scaled
 
-from hvtrain.errors import DataError
+from hvtrain.errors import ConfigError
 from hvtrain.topology import Topology
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -102,7 +102,7 @@ def test_the_stream_is_the_same_under_another_global_seed_and_op_determinism(kin
 @every_kind
 def test_an_epoch_that_the_shard_cannot_fill_is_refused(kind, make_source):
     source = make_source(kind, 20)
-    with pytest.raises(DataError, match=r"4 steps of 6 examples do not fit the 20 training examples of rank 0"):
+    with pytest.raises(ConfigError, match=r"4 steps of 6 examples do not fit the 20 training examples of rank 0"):
         source.training(Topology(), 6, seed=1, start_step=0, steps_per_epoch=4)
 
 

@@ -40,13 +40,15 @@ def test_a_layer_without_weights_has_no_gradient():
     assert signals()["pool1"].gradient_rms is None
 
 
-def test_the_command_prints_a_table_and_refuses_what_it_does_not_know(capsys, tmp_path):
-    variance.main(["mlp", "hidden=[8]", "--image-shape", "4", "4", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
+    for images in (["--image-shape", "4", "4", "1"], ["--dataset", "digits"]):
+        variance.main(["mlp", "hidden=[8]", *images])
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+
+
+@pytest.mark.parametrize(("option", "complaint"), [("hiden=[8]", "hiden"), ("dropout=2", "needs a share")])
+def test_the_command_refuses_what_the_network_does_not_take(capsys, option, complaint):
     with pytest.raises(SystemExit):
-        variance.main(["mlp", "hiden=[8]"])
-    assert "hiden" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        variance.main(["mlp", "--idx", str(tmp_path)])
-    assert "no readable train-images-idx3-ubyte.gz" in capsys.readouterr().err
+        variance.main(["mlp", option])
+    assert complaint in capsys.readouterr().err
