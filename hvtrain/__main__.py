@@ -128,9 +128,8 @@ def _own_folders(words: list[str]) -> list[Path]:
 
 def _say_failure(error: BaseException, rank: int) -> None:
     """A defect: its traceback. On ranks that only lost the others, one line, after those had time to speak."""
-    text = str(error)
-    if "orovod" in text and ("shut down" in text or "HorovodInternalError" in type(error).__name__):
-        console.say_error("stopped because another rank did; its message stands above", rank or 1)
+    if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
+        console.say_error("stopped because another rank did; its message stands above", max(rank, 1))
         return
     print(f"hvtrain: rank {rank} failed:", file=sys.stderr)
     traceback.print_exc()

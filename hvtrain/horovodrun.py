@@ -35,7 +35,7 @@ def main() -> None:
             sys.exit(f"horovodrun: {' '.join(text.split())}")
         print(f"horovodrun: rank {name[1] if name else '?'} ended with exit code {code[1]}", file=sys.stderr)
         sys.exit(int(code[1]))
-    except ValueError as error:
+    except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
 
 

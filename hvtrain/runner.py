@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,27 @@ from hvtrain.learning_rate import LearningRate
 from hvtrain.plan import StepPlan, make_plan
 from hvtrain.records import RunRecord, write_result
 from hvtrain.strategies.base import Strategy
+from hvtrain.topology import Topology
 
 log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> RunRecord:
-    """Trains, evaluates and writes the results; returns the same record on every rank."""
-    began = time.monotonic()
+    """Trains, evaluates and writes the results; returns the same record on every rank.
+
+    Raises UserError, on all ranks at once where it can, for what the user can mend.
+    """
     strategy: Strategy = build("strategy", config.strategy)
+    try:
+        return run(config, strategy)
+    except BaseException:
+        leave(strategy)
+        raise
+
+
+def run(config: RunConfig, strategy: Strategy) -> RunRecord:
+    """The story of a run (every rank)."""
+    began = time.monotonic()
     topology = strategy.start()
     console.start_log(topology.is_chief)
     check_same_config(strategy, config)
@@ -44,7 +60,7 @@ def train(config: RunConfig) -> RunRecord:
     seed_everything(config, topology.rank)
 
     source: Source = strategy.together(lambda: build("dataset", config.dataset))
-    shards = source.shard_sizes("train", topology.size)
+    shards = strategy.together(lambda: source.shard_sizes("train", topology.size))
     plan = make_plan(config.train, config.optimizer["learning_rate"], shards, source.name)
     with strategy.scope():
         model = strategy.together(lambda: build_model(config, source, plan, strategy))
@@ -55,17 +71,18 @@ def train(config: RunConfig) -> RunRecord:
     position = Position(plan, start_step)
     throughput = Throughput(position)
     callbacks = make_callbacks(config, strategy, source, folder, position, throughput, rank_state)
-    if start_step < plan.num_steps:
-        strategy.fit(
-            model,
-            lambda step: source.training(topology, plan.batch_size, config.seed, step, plan.steps_per_epoch),
-            plan,
-            start_step,
-            callbacks,
-            verbosity(topology.is_chief),
-        )
-    test = source.evaluation("test", topology, config.train.evaluation_batch_size)
-    metrics = evaluate(model, test, strategy) if source.num_examples("test") else {}
+    with explained(source):
+        if start_step < plan.num_steps:
+            strategy.fit(
+                model,
+                lambda step: source.training(topology, plan.batch_size, config.seed, step, plan.steps_per_epoch),
+                plan,
+                start_step,
+                callbacks,
+                verbosity(topology.is_chief),
+            )
+        test = evaluation_data(config, source, "test", topology)
+        metrics = evaluate(model, test, strategy) if test is not None else {}
     record = RunRecord(
         test_accuracy=metrics.get("accuracy"),
         test_loss=metrics.get("loss"),
@@ -85,6 +102,36 @@ def train(config: RunConfig) -> RunRecord:
     strategy.on_chief(lambda: write_outcome(config, folder, record, model))
     strategy.stop()
     return record
+
+
+def leave(strategy: Strategy) -> None:
+    """Tells the other ranks that this one fails, so that none waits for it; gives up after two seconds."""
+    farewell = threading.Thread(target=strategy.stop, daemon=True)
+    farewell.start()
+    farewell.join(timeout=2.0)
+
+
+@contextmanager
+def explained(source: Source) -> Iterator[None]:
+    """Turns TensorFlow's error about unreadable data into one that names the file."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        # Horovod's errors come as OpErrors too; a search through all files would find nothing.
+        cause = error if "orovod" in str(error) else source.explain(error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def evaluation_data(config: RunConfig, source: Source, split: str, topology: Topology) -> tf.data.Dataset | None:
+    """This rank's part of a split, of known length; None when no rank has any."""
+    if not source.num_examples(split):
+        return None
+    batch_size = config.train.evaluation_batch_size
+    num_batches = -(-source.shard_sizes(split, topology.size)[topology.rank] // batch_size)
+    dataset = source.evaluation(split, topology, batch_size)
+    return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
 def check_same_config(strategy: Strategy, config: RunConfig) -> None:
@@ -200,8 +247,8 @@ def make_callbacks(
     plan = position.plan
     callbacks = [position, *strategy.callbacks(), throughput, ResumedMetrics(rank_state), EpochMetrics(strategy)]
     validation = None
-    if source.num_examples("validation"):
-        dataset = source.evaluation("validation", strategy.topology, config.train.evaluation_batch_size)
+    dataset = evaluation_data(config, source, "validation", strategy.topology)
+    if dataset is not None:
         every = (config.train.validate_every_epochs, config.train.validate_every_steps)
         validation = Validation(dataset, strategy, position, *every)
         callbacks.append(validation)

@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.errors import RankError
+
 # What Horovod's broadcast kernel takes (horovod/tensorflow/mpi_ops.cc); variables of other types go as objects.
 _BROADCAST_TYPES = frozenset(
     "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
@@ -52,18 +54,49 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank."""
+    """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank.
+
+    They go by position, packed into few messages: names that Keras makes up (dense_1, sgd_3) may differ
+    between ranks, and Horovod, which pairs tensors by name, would wait for ever.
+    Raises RankError when ranks hold variables of different shape or type.
+    """
     if hvd.size() == 1:
         return
     tensors = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    known = [tensor for tensor in tensors if tensor.dtype.name in _BROADCAST_TYPES]
-    if known:
-        hvd.broadcast_variables(known, root_rank=root_rank)
+    kinds = [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]
+    for rank, others in enumerate(hvd.allgather_object(kinds, name="hvtrain.broadcast.kinds")):
+        if others != kinds:
+            at = next(i for i in range(max(len(kinds), len(others))) if kinds[i : i + 1] != others[i : i + 1])
+            raise RankError(
+                f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
+                f"{kinds[at : at + 1]} and {others[at : at + 1]}; build the same model and optimizer on all ranks"
+            )
+    for number, chunk in enumerate(_chunks([tensor for tensor in tensors if tensor.dtype.name in _BROADCAST_TYPES])):
+        packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in chunk], axis=0)
+        received = hvd.broadcast(packed, root_rank, name=f"hvtrain.broadcast.{number}")
+        sizes = [tensor.shape.num_elements() for tensor in chunk]
+        for tensor, part in zip(chunk, tf.split(received, sizes)):
+            tensor.assign(tf.reshape(part, tensor.shape))
     other = [tensor for tensor in tensors if tensor.dtype.name not in _BROADCAST_TYPES]
     if other:
         values = hvd.broadcast_object([tensor.numpy() for tensor in other], root_rank, name="hvtrain.variables")
         for tensor, value in zip(other, values):
             tensor.assign(value)
+
+
+def _chunks(tensors: list[Any], most_bytes: int = 64 << 20) -> list[list[Any]]:
+    """Tensors of one type together, in their order, in runs of about most_bytes."""
+    chunks: list[list[Any]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        filled = most_bytes
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            num_bytes = tensor.shape.num_elements() * dtype.size
+            if filled + num_bytes > most_bytes:
+                chunks.append([])
+                filled = 0
+            chunks[-1].append(tensor)
+            filled += num_bytes
+    return chunks
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:

@@ -1,0 +1,66 @@
+"""Starts real ranks for tests: horovodrun on Gloo or MPI, mpirun, or no launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORKERS = Path(__file__).parent / "workers"
+BIN = Path(sys.executable).parent
+
+LAUNCHERS = {
+    "gloo": ["horovodrun", "--gloo"],
+    "mpi": ["horovodrun", "--mpi"],
+    "mpirun": ["mpirun", "--oversubscribe"],
+}
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The tests' environment without what a surrounding launcher left, with one thread a rank."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI", "PMIX_"))}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", **extra}
+
+
+def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra: str) -> subprocess.Popen[str]:
+    """Starts the command on num_ranks ranks, in a process group of its own."""
+    prefix = [*LAUNCHERS[launcher], "-np", str(num_ranks)] if launcher else []
+    return subprocess.Popen(
+        [*prefix, *command],
+        cwd=cwd,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
+    """All that the ranks printed; kills the whole group when they do not end."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise AssertionError(f"ranks did not end in {timeout} s; they printed:\n{process.communicate()[0]}") from None
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra: str) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    process = start(launcher, num_ranks, *command, cwd=cwd, **extra)
+    output = finish(process)
+    return process.returncode, output
+
+
+def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: str) -> tuple[int, str]:
+    """`python -m hvtrain` with these words."""
+    return run(launcher, num_ranks, "python", "-m", "hvtrain", *words, cwd=cwd, **extra)
