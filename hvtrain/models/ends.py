@@ -41,3 +41,13 @@ def check_rate(network: str, option: str, rate: float) -> None:
     """Raises ConfigError unless rate is a share in [0, 1), as dropout needs."""
     if not 0 <= rate < 1:
         raise ConfigError(f"{network} was given {option}={rate}; it needs a share in [0, 1), such as 0.5")
+
+
+def check_activation(network: str, name: str) -> None:
+    """Raises ConfigError unless Keras has an activation of that name."""
+    try:
+        keras.activations.get(name)
+    except ValueError:
+        raise ConfigError(
+            f"{network} was given activation={name}; it needs a Keras name, such as relu, selu, gelu or tanh"
+        ) from None

@@ -8,7 +8,7 @@ import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.ends import check_rate, image_input, logits
+from hvtrain.models.ends import check_activation, check_rate, image_input, logits
 
 
 def mlp(
@@ -22,6 +22,7 @@ def mlp(
     makes it logistic regression."""
     if any(not isinstance(units, int) or units < 1 for units in hidden):
         raise ConfigError(f"mlp was given hidden={list(hidden)}; it needs whole numbers from 1, such as [128, 64]")
+    check_activation("mlp", activation)
     check_rate("mlp", "dropout", dropout)
 
     image = image_input(image_shape, num_classes, network="mlp")

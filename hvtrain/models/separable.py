@@ -8,7 +8,7 @@ import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.ends import image_input, logits
+from hvtrain.models.ends import check_activation, image_input, logits
 
 KERNEL = 3  # pixels on a side, in every convolution
 BLOCKS = ((128,), (256, 256), (512, 512))  # filters of the separable convolutions; a pooling ends each block
@@ -27,14 +27,14 @@ def separable_cnn(
 
     initializer: of the plain, pointwise and dense kernels, a Keras name.
     depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees KERNEL**2 = 9
-        inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: every initializer that scales
-        by fan-in or fan-out (glorot, he, lecun) makes the signal about C times weaker in each such layer
-        (keras issue 11773), and after five of them nothing is left to train on. "unit_gain" draws from
-        a normal distribution with variance 1/9, so that a sum of 9 inputs keeps their variance.
+        inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under lecun, he and glorot the
+        variance of the signal falls by a factor near C in each such layer (keras issue 11773), and after
+        five of them nothing is left to train on. "unit_gain" draws from a normal distribution with
+        variance 1/9, so that a sum of 9 inputs keeps their variance.
     """
-    named = {"initializer": initializer, "depthwise_initializer": depthwise_initializer}
-    for option, name in named.items():
-        _check_initializer(option, name)
+    check_activation("separable_cnn", activation)
+    _check_initializer("initializer", initializer)
+    _check_initializer("depthwise_initializer", depthwise_initializer)
 
     image = image_input(image_shape, num_classes, network="separable_cnn", min_side=2 ** len(BLOCKS))
     x = layers.Conv2D(128, KERNEL, padding="same", activation=activation, kernel_initializer=initializer, name="conv")(

@@ -46,7 +46,7 @@ def test_any_image_shape_gives_one_logit_per_class(network, image_shape):
     images = np.random.default_rng(0).standard_normal((2, *image_shape), dtype=np.float32)
     logits = np.asarray(model(images))
     assert logits.shape == (2, 7)
-    assert logits.min() < 0, "probabilities, not logits"
+    assert model.layers[-1].activation is keras.activations.linear, "probabilities, not logits"
     assert not getattr(model, "compiled", False)
 
 
@@ -100,6 +100,7 @@ def test_impossible_images_and_classes_are_refused():
 
 def test_impossible_options_are_refused():
     refuse(r"hidden=\[128, 0\]; it needs whole numbers", "mlp", hidden=[128, 0])
+    refuse("activation=rellu; it needs a Keras name", "mlp", activation="rellu")
     refuse(r"dropout=1; it needs a share in \[0, 1\)", "mlp", dropout=1)
     refuse("it needs two shares", "cnn", dropout=[0.5])
     refuse("dropout=-0.1", "cnn", dropout=[0.5, -0.1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from hvtrain.models import variance
 
 
 def signals(**options) -> dict[str, variance.LayerSignal]:
+    keras.utils.set_random_seed(0)
     numbers = np.random.default_rng(0)
     images = numbers.standard_normal((16, 28, 28, 1), dtype=np.float32)
     model = models.separable_cnn((28, 28, 1), 10, **options)

@@ -1,0 +1,114 @@
+"""Promises of hvtrain.keras, each seen on real ranks."""
+
+import json
+
+import pytest
+from launch import WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def joint_batch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joint")
+    code, output = run("mpirun", 2, "python", str(WORKERS / "joint_batch.py"), str(folder / "found.json"), cwd=folder)
+    assert code == 0, output
+    return json.loads((folder / "found.json").read_text())
+
+
+CASES = [
+    "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion", "clipped", "clipnorm", "ema",
+    "loss_scale_factor", "schedule", "accumulate", "embedding", "embedding_adam",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
+    """2 ranks x 16 against 1 x 32, 20 steps, weights and slots; without the reduction it is another result."""
+    found = joint_batch["cases"][case]
+    assert joint_batch["size"] == 2
+    assert found["error"] < 1e-5
+    assert found["error_without_reduction"] > 1e-2
+    assert found["ranks_differ"] == 0
+    assert found["start_differs"] == 0, "ranks were seeded differently; the broadcast makes them equal"
+
+
+def test_one_reduction_for_each_step_that_changes_weights(joint_batch):
+    cases = joint_batch["cases"]
+    assert {name: case["reductions"] for name, case in cases.items() if name != "accumulate"} == dict.fromkeys(
+        [name for name in CASES if name != "accumulate"], 20
+    )
+    assert cases["accumulate"]["reductions"] == 5
+
+
+@pytest.fixture(scope="module", params=[("gloo", 2), ("mpirun", 3)], ids=["gloo-2", "mpi-3"])
+def library(request, tmp_path_factory):
+    launcher, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(launcher)
+    script = str(WORKERS / "library.py")
+    code, output = run(launcher, num_ranks, "python", script, str(folder / "found.json"), cwd=folder)
+    assert code == 0, output
+    ranks = json.loads((folder / "found.json").read_text())
+    assert [found["size"] for found in ranks] == [num_ranks] * num_ranks
+    return ranks
+
+
+def test_collectives(library):
+    size = len(library)
+    total = size * (size - 1) / 2
+    for found in library:
+        values = found["collectives"]
+        assert values["mean"] == pytest.approx(total / size)
+        assert values["sum"] == total
+        assert values["gathered_rows"] == [size * (size + 1) // 2, 2]
+        assert values["broadcast"] == 7
+        assert values["object"] == {"from": 0}
+        assert values["objects"] == list(range(size))
+        assert values["sums"] == [[size, total], 2.5 * size]
+
+
+def test_ranks_with_different_models_are_told(library):
+    assert all("hold different variables at position 0" in found["other_models"] for found in library)
+
+
+def test_metrics_over_uneven_shards_equal_one_process(library):
+    for found in library:
+        metrics = found["metrics"]
+        assert metrics["together"] == pytest.approx(metrics["alone"], abs=1e-6)
+        assert metrics["lonely"] == pytest.approx(metrics["alone"], abs=1e-6)
+
+
+def test_all_ranks_skip_an_overflow_together(library):
+    size = len(library)
+    for found in library:
+        overflow = found["overflow"]
+        assert overflow["type"] == "LossScaleOptimizer"
+        assert overflow["skipped"] == [1.0, 2.0]
+        assert overflow["scale"] == 2.0**14
+        step = 0.1 * (size + 1) / 2
+        assert overflow["after"] == pytest.approx([1.0 - step, 2.0 - step], rel=1e-3)
+
+
+def test_wrapped_inside_a_loss_scale_is_refused(library):
+    assert all("wrap the outer one" in found["inside"] for found in library)
+
+
+def test_a_saved_model_loads_as_a_plain_optimizer(library):
+    for found in library:
+        assert found["saved"] == {"plain": True, "equal_slots": True, "iterations": 4, "distributed": True}
+
+
+def test_training_that_reduces_nothing_is_stopped(library):
+    assert all("the first step reduced no gradient" in found["unreduced"] for found in library)
+
+
+def test_callbacks_of_upstream(library):
+    size = len(library)
+    for found in library:
+        logs = found["callbacks"]["logs"]
+        assert all(other == logs[0] for other in logs), "averaged over ranks, so equal on all"
+        assert found["callbacks"]["equal_weights"]
+        rates = found["callbacks"]["rates"]
+        # 4 steps an epoch, 2 epochs of warm-up from base to base x size, upstream's formula.
+        expected = [0.1 * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)] + [0.1 * size] * 4
+        assert rates == pytest.approx(expected, rel=1e-5)
