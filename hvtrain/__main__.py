@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -131,8 +132,10 @@ def _say_failure(error: BaseException, rank: int) -> None:
     if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
         console.say_error("stopped because another rank did; its message stands above", max(rank, 1))
         return
-    print(f"hvtrain: rank {rank} failed:", file=sys.stderr)
     traceback.print_exc()
+    summary = str(error).strip().partition("\n")[0]
+    place = f"rank {rank} on {socket.gethostname()}"
+    print(f"hvtrain: {place} failed: {type(error).__name__}: {summary}; its traceback stands above", file=sys.stderr)
 
 
 if __name__ == "__main__":

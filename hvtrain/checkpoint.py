@@ -116,17 +116,17 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
     """Sets weights and optimizer, which must be built. Raises CheckpointError naming the first difference."""
-    saved = {key: array for key, array in checkpoint.arrays.items() if not key.startswith("rank/")}
-    wanted = _variables(model)
-    for (ours, variable), (theirs, array) in zip_longest(wanted.items(), saved.items(), fillvalue=(None, None)):
+    saved = sorted(item for item in checkpoint.arrays.items() if not item[0].startswith("rank/"))
+    wanted = sorted(_variables(model).items())
+    for (ours, variable), (theirs, array) in zip_longest(wanted, saved, fillvalue=(None, None)):
         if ours != theirs or tuple(variable.shape) != tuple(array.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint.path.name} is of another model or optimizer: it holds "
                 f"{_described(theirs, array)} where this run has {_described(ours, variable)}; "
                 "use the settings it was made with, or another run.dir"
             )
-    for key, variable in wanted.items():
-        variable.assign(saved[key])
+    for (_, variable), (_, array) in zip(wanted, saved):
+        variable.assign(array)
 
 
 def rank_state(model: keras.Model) -> dict[str, np.ndarray]:

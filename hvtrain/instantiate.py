@@ -27,4 +27,5 @@ def build(group: str, settings: dict[str, Any], **values: Any) -> Any:
                 f"{group}._target_={settings['_target_']} cannot be used: {reason}; "
                 f"mend the settings of {group}, or see --help"
             ) from error
-        raise
+        # A defect in the target's own code: its traceback, without Hydra's around it.
+        raise cause from None

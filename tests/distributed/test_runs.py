@@ -1,0 +1,126 @@
+"""The same command under each launcher and under none: what it trains, prints and writes."""
+
+import csv
+import json
+import re
+
+import keras
+import pytest
+from launch import ROOT, train
+
+pytestmark = pytest.mark.distributed
+
+# Notes every file that Python opens for writing inside the run folder, by rank.
+WATCH = """
+import os, sys
+folder, rank = os.environ.get("WATCHED"), os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0"))
+if folder:
+    notes = os.open(f"{folder}.rank{rank}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    def hook(event, args):
+        if event == "open" and isinstance(args[0], (str, bytes)) and str(args[0]).startswith(folder + "/"):
+            if args[2] & (os.O_WRONLY | os.O_RDWR):
+                os.write(notes, (str(args[0]) + chr(10)).encode())
+        elif event in ("os.mkdir", "os.rename", "os.remove") and str(args[0]).startswith(folder + "/"):
+            os.write(notes, (str(args[0]) + chr(10)).encode())
+    sys.addaudithook(hook)
+"""
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """The README's first command: the defaults on two ranks."""
+    folder = tmp_path_factory.mktemp("default")
+    (folder / "sitecustomize.py").write_text(WATCH)
+    run = folder / "run"
+    code, output = train("mpi", 2, f"run.dir={run}", cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
+    assert code == 0, output
+    return run, output
+
+
+def test_defaults_reach_97_percent(default_run):
+    result = json.loads((default_run[0] / "result.json").read_text())
+    assert result["test_accuracy"] >= 0.97
+    assert result["num_ranks"] == 2
+    assert result["global_batch"] == 64
+    assert result["num_parameters"] == 53_002
+    assert result["num_steps"] == 12 * (718 // 32)
+    assert result["reductions"] == result["num_steps"], "one for each step, counted in the graph"
+    assert result["images_per_second"] == pytest.approx(64 / result["step_seconds"])
+    assert result["test_loss"] > 0
+
+
+def test_history_has_a_row_for_each_epoch(default_run):
+    with (default_run[0] / "history.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [int(row["epoch"]) for row in rows] == list(range(1, 13))
+    assert [int(row["step"]) for row in rows] == [22 * epoch for epoch in range(1, 13)]
+    assert float(rows[-1]["accuracy"]) > float(rows[0]["accuracy"])
+    assert float(rows[-1]["learning_rate"]) == pytest.approx(0.002)
+
+
+def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
+    output = default_run[1]
+    for expected in [
+        r"ranks +2 \(Horovod on MPI\)",
+        r"devices +0-1 \S+ CPU",
+        r"53,002 parameters",
+        r"digits: 1,437 train, 360 test",
+        r"2 x 32 = 64",
+        r"0.001 x 2 = 0.002 \(base x linear scale\)",
+        r"264 \(22 an epoch\)",
+        r"Epoch 12/12",
+        r"images/s",
+        r"test: test_loss 0\.\d+, test_accuracy 0\.9\d+",
+        r"results in ",
+    ]:
+        assert re.search(expected, output), expected
+    assert "[1,1]<stdout>" not in output
+    assert not re.search("oneDNN|cuda|WARNING|Traceback", output, re.IGNORECASE)
+
+
+def test_rank_0_alone_writes(default_run):
+    run, _ = default_run
+    written = [sorted(set(run.with_name(f"run.rank{rank}").read_text().split())) for rank in (0, 1)]
+    assert written[1] == [str(run / "logs" / "rank-0001.log")], "rank 1 writes its own log and nothing else"
+    assert str(run / "history.csv") in " ".join(written[0]).replace(".history.csv.tmp", "history.csv")
+    assert any("checkpoints" in path for path in written[0])
+    assert (run / "logs" / "rank-0000.log").exists()
+
+
+def test_the_trained_model_loads_in_plain_keras(default_run):
+    from sklearn.datasets import load_digits
+
+    model = keras.models.load_model(default_run[0] / "model.keras")
+    images, labels = load_digits(return_X_y=True)
+    accuracy = model.evaluate(images.reshape(-1, 8, 8, 1) / 16, labels, verbose=0, return_dict=True)["accuracy"]
+    assert accuracy > 0.97
+
+
+OWN = ["--config-dir", str(ROOT / "tests/distributed/own/conf"), "model=tiny", "dataset=leaves"]
+OWN_PATH = str(ROOT / "tests/distributed/own")
+
+
+def test_uneven_shards_give_the_single_process_metrics(tmp_path):
+    """A user's own model and data set; 51 test and 51 validation examples over 2 and over 1 rank, no training effect."""
+    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51"]
+    results = {}
+    for launcher, num_ranks in (("gloo", 2), (None, 1)):
+        run = tmp_path / str(num_ranks)
+        code, output = train(launcher, num_ranks, *words, f"run.dir={run}", cwd=tmp_path, PYTHONPATH=OWN_PATH)
+        assert code == 0, output
+        result = json.loads((run / "result.json").read_text())
+        with (run / "history.csv").open() as stream:
+            row = next(csv.DictReader(stream))
+        results[num_ranks] = [result["test_loss"], result["test_accuracy"], row["val_loss"], row["val_accuracy"]]
+    assert [float(x) for x in results[2]] == pytest.approx([float(x) for x in results[1]], rel=1e-6)
+
+
+def test_ranks_agree_on_one_run_folder(tmp_path):
+    """Without run.dir each rank's clock would give another name; under mpirun, without horovodrun."""
+    words = [*OWN, "train.steps=7", "train.validate_every_steps=3", "dataset.num_validation=20", "train.epochs=1"]
+    code, output = train("mpirun", 2, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    assert code == 0, output
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in (run / "logs").iterdir()} == {"rank-0000.log", "rank-0001.log"}
+    assert re.search(r"step 3: val_loss", output) and re.search(r"step 6: val_loss", output)
+    assert json.loads((run / "result.json").read_text())["num_steps"] == 7
