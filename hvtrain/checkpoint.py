@@ -55,7 +55,7 @@ def write(
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     arrays.update({key: arrays[key].view(np.uint16) for key in halves})
     files = {
-        _ARRAYS: save({key: np.ascontiguousarray(array) for key, array in arrays.items()}),
+        _ARRAYS: save({key: np.asarray(array, order="C") for key, array in arrays.items()}),
         _META: json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode(),
     }
     files[_SUMS] = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
@@ -78,7 +78,8 @@ def write(
 def read(path: Path) -> Checkpoint:
     """Reads one checkpoint after its checksums were found right. Raises CheckpointError otherwise."""
     try:
-        sums = dict(reversed(line.split("  ", 1)) for line in (path / _SUMS).read_text().splitlines())
+        lines = (path / _SUMS).read_text().splitlines()
+        sums = {name: found for found, name in (line.split("  ", 1) for line in lines)}
         files = {name: (path / name).read_bytes() for name in (_ARRAYS, _META)}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {error}") from error
@@ -101,7 +102,7 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Raises CheckpointError when there are checkpoints and all of them are damaged.
     """
-    damaged = []
+    damaged: list[str] = []
     for path in reversed(_listed(folder)):
         try:
             return read(path), damaged
@@ -119,7 +120,7 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
     saved = sorted(item for item in checkpoint.arrays.items() if not item[0].startswith("rank/"))
     wanted = sorted(_variables(model).items())
     for (ours, variable), (theirs, array) in zip_longest(wanted, saved, fillvalue=(None, None)):
-        if ours != theirs or tuple(variable.shape) != tuple(array.shape):
+        if ours != theirs or tuple(variable.shape) != tuple(array.shape):  # type: ignore[union-attr]
             raise CheckpointError(
                 f"checkpoint {checkpoint.path.name} is of another model or optimizer: it holds "
                 f"{_described(theirs, array)} where this run has {_described(ours, variable)}; "

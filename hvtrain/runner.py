@@ -7,28 +7,34 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvtrain import checkpoint, console
-from hvtrain.callbacks.checkpointing import Checkpointing, ResumedMetrics
-from hvtrain.callbacks.metrics import EpochMetrics, evaluate
+from hvtrain import console
+from hvtrain.callbacks.checkpointing import Checkpointing
+from hvtrain.callbacks.metrics import EpochMetrics, build_metrics, evaluate
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.progress import Progress, verbosity
 from hvtrain.callbacks.recording import Recording
+from hvtrain.callbacks.resumed_metrics import ResumedMetrics
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.callbacks.validation import Validation
-from hvtrain.config import RunConfig, flatten, to_dict
+from hvtrain.config import RunConfig, to_dict
 from hvtrain.data.source import Source
-from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.header import header, versions
 from hvtrain.instantiate import build
-from hvtrain.learning_rate import LearningRate
-from hvtrain.plan import StepPlan, make_plan
+from hvtrain.plan import make_plan
+from hvtrain.prepare import (
+    build_model,
+    check_same_config,
+    compile_model,
+    open_run_folder,
+    resume,
+    seed_everything,
+)
 from hvtrain.records import RunRecord, write_result
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology
@@ -71,16 +77,15 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     position = Position(plan, start_step)
     throughput = Throughput(position)
     callbacks = make_callbacks(config, strategy, source, folder, position, throughput, rank_state)
+
+    def batches_from(step: int) -> tf.data.Dataset:
+        return source.training(topology, plan.batch_size, config.seed, step, plan.steps_per_epoch)
+
     with explained(source):
         if start_step < plan.num_steps:
-            strategy.fit(
-                model,
-                lambda step: source.training(topology, plan.batch_size, config.seed, step, plan.steps_per_epoch),
-                plan,
-                start_step,
-                callbacks,
-                verbosity(topology.is_chief),
-            )
+            if position.in_epoch:
+                build_metrics(model, batches_from(start_step))
+            strategy.fit(model, batches_from, plan, start_step, callbacks, verbosity(topology.is_chief))
         test = evaluation_data(config, source, "test", topology)
         metrics = evaluate(model, test, strategy) if test is not None else {}
     record = RunRecord(
@@ -134,104 +139,6 @@ def evaluation_data(config: RunConfig, source: Source, split: str, topology: Top
     return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
-def check_same_config(strategy: Strategy, config: RunConfig) -> None:
-    """Raises ConfigError on all ranks when their settings differ, naming settings and ranks."""
-    all_settings = strategy.gather(flatten(to_dict(config)))
-    first = all_settings[0]
-    for rank, settings in enumerate(all_settings):
-        different = [name for name in {**first, **settings} if settings.get(name) != first.get(name)]
-        if different:
-            shown = "; ".join(f"{name} is {first.get(name)} and {settings.get(name)}" for name in different[:5])
-            raise ConfigError(
-                f"ranks 0 and {rank} were started with different settings: {shown}; start all ranks with the same line"
-            )
-
-
-def open_run_folder(config: RunConfig) -> Path:
-    """Makes the run folder and sees that it can be written (chief only)."""
-    names = [str(config.model["_target_"]).split(".")[-1], str(config.dataset["_target_"]).split(".")[-1]]
-    default = Path("runs") / "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])
-    folder = Path(config.run.dir or default).absolute()
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
-    if config.resume == "never" and any((folder / "checkpoints").glob("step-*")):
-        raise ConfigError(
-            f"run.dir={folder} holds checkpoints of an earlier run; go on with resume=auto or choose another run.dir"
-        )
-    return folder
-
-
-def seed_everything(config: RunConfig, rank: int) -> None:
-    """Each rank its own seed: weights are broadcast anyway, and dropout shall differ."""
-    keras.utils.set_random_seed(config.seed + rank)
-    if config.train.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    keras.config.set_dtype_policy(config.train.precision)
-
-
-def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
-    """The compiled model with its optimizer built, so that its slots exist before restore and broadcast."""
-    if config.train.jit_compile and plan.size > 1:
-        raise ConfigError("train.jit_compile=true works with one rank only: XLA cannot compile the reduction")
-    model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
-    schedule = build(
-        "schedule",
-        config.schedule,
-        base=plan.base_learning_rate,
-        peak=plan.peak_learning_rate,
-        steps_per_epoch=plan.steps_per_epoch,
-        num_steps=plan.num_steps,
-    )
-    optimizer = strategy.distribute(build("optimizer", config.optimizer, learning_rate=LearningRate(schedule)))
-    compile_model(model, optimizer, config.train.jit_compile)
-    model.optimizer.build(model.trainable_variables)
-    return model
-
-
-def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False) -> None:
-    """Classification: logits against class indices."""
-    # Never "auto", which is on where there is a GPU: XLA cannot compile a Horovod op (horovod#2590).
-    model.compile(
-        optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        jit_compile=jit_compile,
-    )
-
-
-def resume(
-    config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, strategy: Strategy
-) -> tuple[str | None, int, dict[str, Any]]:
-    """Restores on the chief; returns, on every rank, the checkpoint's name, its step and this rank's own state."""
-
-    def restore() -> tuple[str | None, int, dict[int, dict[str, Any]]]:
-        newest, damaged = checkpoint.read_newest(folder / "checkpoints")
-        for line in damaged:
-            log.warning("%s; the one before is taken", line)
-        if newest is None:
-            return None, 0, {}
-        same = {name: newest.meta[name] for name in ("num_ranks", "batch_size", "steps_per_epoch")}
-        wanted = {"num_ranks": plan.size, "batch_size": plan.batch_size, "steps_per_epoch": plan.steps_per_epoch}
-        different = [f"{name} {same[name]}, now {wanted[name]}" for name in wanted if same[name] != wanted[name]]
-        if different:
-            raise CheckpointError(
-                f"checkpoint {newest.path.name} was made with {'; '.join(different)}; "
-                "start with the same numbers, or choose another run.dir"
-            )
-        checkpoint.restore(newest, model)
-        return newest.path.name, newest.step, {rank: newest.rank_state(rank) for rank in range(plan.size)}
-
-    name, step, states = strategy.on_chief(restore)
-    state = states.get(strategy.topology.rank, {})
-    checkpoint.restore_seeds(state, model)
-    return name, step, state
-
-
 def make_callbacks(
     config: RunConfig,
     strategy: Strategy,
@@ -245,7 +152,9 @@ def make_callbacks(
     ranks, then validate, so that whoever reads the logs after that reads the truth; save; and record."""
     is_chief = strategy.topology.is_chief
     plan = position.plan
-    callbacks = [position, *strategy.callbacks(), throughput, ResumedMetrics(rank_state), EpochMetrics(strategy)]
+    callbacks = [position, *strategy.callbacks(), throughput, EpochMetrics(strategy)]
+    if position.in_epoch:
+        callbacks.append(ResumedMetrics(rank_state))
     validation = None
     dataset = evaluation_data(config, source, "validation", strategy.topology)
     if dataset is not None:

@@ -90,18 +90,3 @@ class Checkpointing(keras.callbacks.Callback):
             return True
         lower_is_better = "loss" in self.config.best or "error" in self.config.best
         return value < best["value"] if lower_is_better else value > best["value"]
-
-
-class ResumedMetrics(keras.callbacks.Callback):
-    """Gives the metrics of an epoch that was begun before a resume their state back (every rank)."""
-
-    def __init__(self, state: dict[str, np.ndarray]) -> None:
-        super().__init__()
-        self._values = [state[name] for name in sorted(state) if name.startswith("metric/")]
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        variables = self.model.metrics_variables
-        if len(variables) == len(self._values):
-            for variable, value in zip(variables, self._values):
-                variable.assign(value)
-        self._values = []

@@ -34,17 +34,21 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -
     """
     training = [variable.numpy() for variable in model.metrics_variables]
     if int(dataset.cardinality().numpy()) == 0:
-        # Keras cannot evaluate nothing; one blank batch builds the metrics, which then count nothing.
-        images, labels = dataset.element_spec
-        blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
-        model.evaluate(*blank, verbose=0)
-        model.reset_metrics()
+        build_metrics(model, dataset)
     else:
         model.evaluate(dataset, verbose=0)
     results = metrics_over_ranks(model, strategy)
     for variable, value in zip(model.metrics_variables, training):
         variable.assign(value)
     return results
+
+
+def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
+    """Makes the state of the model's metrics, which Keras defers to the first batch; they count nothing yet."""
+    images, labels = dataset.element_spec
+    blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
+    model.evaluate(*blank, verbose=0)
+    model.reset_metrics()
 
 
 class EpochMetrics(keras.callbacks.Callback):

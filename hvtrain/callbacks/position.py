@@ -20,9 +20,14 @@ class Position(keras.callbacks.Callback):
         self.epoch = plan.position(start_step)[0]
 
     @property
+    def in_epoch(self) -> bool:
+        """True when an epoch was begun and is not ended."""
+        return self.plan.position(self.step)[1] > 0 and self.step < self.plan.num_steps
+
+    @property
     def ends_epoch(self) -> bool:
         """True after a step that ends an epoch or the run."""
-        return self.plan.position(self.step)[1] == 0 or self.step == self.plan.num_steps
+        return not self.in_epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch

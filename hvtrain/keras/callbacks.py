@@ -132,7 +132,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
-        if self.momentum_correction and getattr(optimizer, "momentum", 0) and optimizer.built and old not in (0, new):
+        has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
+        if self.momentum_correction and has_momentum and old not in (0, new):
             for slot in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []):
                 slot.assign(slot * (new / old))
 

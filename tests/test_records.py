@@ -1,0 +1,27 @@
+"""Records come back as they were written."""
+
+from hvtrain.records import EpochRecord, RunRecord, read_history, read_result, write_history, write_result
+
+
+def test_history_comes_back(tmp_path):
+    records = [
+        EpochRecord(1, 22, 0.1, 1.5, 900.25, {"loss": 2.25, "accuracy": 0.1}),
+        EpochRecord(2, 44, 1e-7, 1.25, 1000.0, {"loss": 1 / 3, "accuracy": 0.5, "val_loss": 0.7}),
+    ]
+    write_history(tmp_path, records)
+    assert read_history(tmp_path) == records
+    header = (tmp_path / "history.csv").read_text().splitlines()[0]
+    assert header == "epoch,step,learning_rate,seconds,images_per_second,loss,accuracy,val_loss"
+    assert [path.name for path in tmp_path.iterdir()] == ["history.csv"], "no temporary file stays"
+
+
+def test_no_history_is_empty(tmp_path):
+    assert read_history(tmp_path) == []
+
+
+def test_result_comes_back(tmp_path):
+    record = RunRecord(
+        0.98, 0.06, 2567.0, 0.025, 2, 53_002, 264, 64, 33.0, 264, 0, {"test_loss": 0.06}, {}, {"seed": 1}
+    )
+    write_result(tmp_path, record)
+    assert read_result(tmp_path) == record
