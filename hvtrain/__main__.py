@@ -135,7 +135,7 @@ def _say_failure(error: BaseException, rank: int) -> None:
     traceback.print_exc()
     summary = str(error).strip().partition("\n")[0]
     place = f"rank {rank} on {socket.gethostname()}"
-    print(f"hvtrain: {place} failed: {type(error).__name__}: {summary}; its traceback stands above", file=sys.stderr)
+    sys.stderr.write(f"hvtrain: {place} failed: {type(error).__name__}: {summary}; its traceback stands above\n")
 
 
 if __name__ == "__main__":

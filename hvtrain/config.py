@@ -179,6 +179,9 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
         raise ConfigError(
             f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
         )
+    for key, value in flatten(group, f"{name}.").items():
+        if value == "???":
+            raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
 
 
 def _base_learning_rate(optimizer: dict[str, Any]) -> float:

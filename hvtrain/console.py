@@ -89,4 +89,6 @@ def say_error(message: str, rank: int) -> None:
     if rank:
         time.sleep(3)
     where = f"rank {rank}: " if rank else ""
-    print(f"hvtrain: {where}{message}", file=sys.stderr, flush=True)
+    # One write: launchers set Python's output unbuffered and put their mark before each piece.
+    sys.stderr.write(f"hvtrain: {where}{message}\n")
+    sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
@@ -10,6 +11,8 @@ import keras
 
 from hvtrain.callbacks.position import Position
 from hvtrain.console import is_launched
+
+log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -42,4 +45,4 @@ class Progress(keras.callbacks.Callback):
             return
         self._last = now
         numbers = " - ".join(f"{name}: {value:.4g}" for name, value in (logs or {}).items())
-        print(f"{batch + 1}/{self.params['steps']} - {numbers}", flush=True)
+        log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)

@@ -1,0 +1,72 @@
+"""What the command line takes, says and refuses, each in a process of its own; nothing here reaches TensorFlow."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+
+def door(*words, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", "hvtrain", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
+        (["trian.epochs=3"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'?"),
+        (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
+        (
+            ["optimizer.learningrate=3"],
+            "unknown setting 'optimizer.learningrate'; did you mean 'optimizer.learning_rate'?",
+        ),
+        (["+train.foo=1"], "unknown setting 'train.foo'; known: batch_size, "),
+        (["model=resnext"], "model=resnext is not one of application, cnn, mlp, resnet20, resnet50, separable_cnn"),
+        (["experiment=foo"], "experiment=foo is not one of fashion_separable, mnist_classic"),
+        (["train.epochs=many"], "train.epochs=many is not a whole number"),
+        (["train.epochs=0"], "train.epochs=0 is out of range; it must be at least 1"),
+        (["train.precision=float8"], "train.precision=float8 is not one of float32, mixed_bfloat16, mixed_float16"),
+        (["model=null"], "Config group override must be a string or a list"),
+        (["train.epochs=[1"], "no viable alternative at input"),
+        (["optimizer.learning_rate=-1"], "optimizer.learning_rate=-1 is out of range; it must be above 0"),
+        (["model._target_=cnn"], "model._target_='cnn' names nothing to call"),
+        (["--multirun", "seed=1,2"], "--multirun asks for several runs in one process"),
+        (["dataset=image_folder"], "dataset.dir is not set and has no default; give dataset.dir=VALUE"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_gets_one_line(words, message, tmp_path):
+    code, output, errors = door(*words, cwd=tmp_path)
+    assert code == 2, errors
+    assert message in errors
+    assert errors.count("\n") == 1, errors
+    assert errors.startswith("hvtrain: ")
+    assert output == ""
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_help_lists_groups_choices_and_settings(tmp_path):
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "model" / "mine.yaml").write_text("# A model of mine\n_target_: my.model\n")
+    code, output, _ = door("--help", "--config-dir", "own", cwd=tmp_path)
+    assert code == 0
+    for expected in ["* cnn", "fashion_mnist", "* horovod", "fashion_separable", "train.epochs=12", "A model of mine"]:
+        assert expected in output
+    assert all(len(line) < 160 for line in output.splitlines())
+
+
+def test_cfg_job_shows_the_composed_run(tmp_path):
+    code, output, _ = door("--cfg", "job", "experiment=mnist_classic", "train.steps=50", cwd=tmp_path)
+    assert code == 0
+    composed = yaml.safe_load(output)
+    assert composed["train"]["steps"] == 50
+    assert composed["train"]["batch_size"] == 100
+    assert (
+        composed["optimizer"] | {"_target_": "keras.optimizers.RMSprop", "learning_rate": 0.001}
+        == composed["optimizer"]
+    )
+    assert list(tmp_path.iterdir()) == []
