@@ -8,7 +8,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hvtrain import console
 from hvtrain.config import GROUPS, RunConfig, flatten, from_dict, nearest, to_dict
@@ -107,9 +107,9 @@ def _in_one_line(error: Exception) -> str:
 def _known_settings(name: str) -> list[str]:
     from omegaconf import OmegaConf
 
-    keys = [
-        f"{name.partition('.')[0]}.{key}" for path in _choices(name.partition(".")[0]) for key in OmegaConf.load(path)
-    ]
+    group = name.partition(".")[0]
+    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group)]
+    keys = [f"{group}.{key}" for tree in trees for key in tree]
     return [*flatten(_schema()), *keys, *(folder.name for folder in CONFIGS.iterdir() if folder.is_dir())]
 
 

@@ -89,7 +89,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     wider = model(units=5)
     before = values(wider)
     with pytest.raises(
-        CheckpointError, match=r"holds model/0000/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
+        CheckpointError, match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
     ):
         checkpoint.restore(newest, wider)
     assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"

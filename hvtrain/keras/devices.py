@@ -8,6 +8,7 @@ refuses to change what it sees once a device was used. `choose_gpu` is the rule,
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from dataclasses import dataclass
 
@@ -68,14 +69,14 @@ def _index(view: View, on_host: list[View], share: bool) -> int | None:
     )
 
 
-def pin_gpu(host: str, share: bool = False) -> list[str]:
+def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
     Call it after init and before TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
     """
     gpus = tf.config.list_physical_devices("GPU")
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
-    views: list[View] = _gather(View(host, hvd.local_rank(), names))
+    views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names))
     index = choose_gpu(hvd.rank(), views, share)
     if index is not None:
         tf.config.set_visible_devices(gpus[index], "GPU")
