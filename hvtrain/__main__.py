@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,8 @@ from hvtrain import console
 from hvtrain.config import GROUPS, RunConfig, flatten, from_dict, nearest, to_dict
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.help import help_text
+
+SECONDS_TO_EXIT = 4.0
 
 # conf/ stands beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
@@ -46,8 +49,11 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        # Not sys.exit: at an ordinary exit Horovod waits for ranks that may be waiting for this one.
-        os._exit(code)
+        # At exit Horovod may wait for ranks that wait for this one; not for longer than this.
+        last_resort = threading.Timer(SECONDS_TO_EXIT, os._exit, [code])
+        last_resort.daemon = True
+        last_resort.start()
+        sys.exit(code)
 
 
 def compose_and_run() -> None:

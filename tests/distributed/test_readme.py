@@ -13,8 +13,9 @@ from launch import ROOT, environment, run
 pytestmark = pytest.mark.distributed
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+BLOCKS = [text.removeprefix("# ").split("\n", 1) for language, text in FENCED if language in ("python", "yaml")]
+COMMANDS = [text for language, text in FENCED if not language]
 
 
 def command(start):
