@@ -1,5 +1,6 @@
 """Checkpoints: whole or damaged and named, never half; of this model or refused."""
 
+import functools
 import json
 import os
 import resource
@@ -23,8 +24,14 @@ def model(units=3, seed=0, dtype="float32"):
     return net
 
 
+@functools.cache
+def trained():
+    """One model for the tests that do not change it."""
+    return model()
+
+
 def written(folder, *steps, net=None):
-    net = net or model()
+    net = net or trained()
     for step in steps:
         checkpoint.write(folder, step, net, {"epoch": step // 10}, [checkpoint.rank_state(net)])
     return net

@@ -1,10 +1,13 @@
-"""What the command line takes, says and refuses, each in a process of its own; nothing here reaches TensorFlow."""
+"""What the command line takes, says and refuses; nothing here reaches TensorFlow."""
 
 import subprocess
 import sys
 
 import pytest
 import yaml
+
+from hvtrain.__main__ import compose_and_run
+from hvtrain.errors import ConfigError
 
 
 def door(*words, cwd):
@@ -39,14 +42,28 @@ def door(*words, cwd):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_bad_input_gets_one_line(words, message, tmp_path):
-    code, output, errors = door(*words, cwd=tmp_path)
-    assert code == 2, errors
-    assert message in errors
-    assert errors.count("\n") == 1, errors
-    assert errors.startswith("hvtrain: ")
-    assert output == ""
+def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hvtrain", *words])
+    with pytest.raises(ConfigError) as caught:
+        compose_and_run()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.parametrize("words", [["train.epoch=3"], ["train.epochs=0"], ["model=resnext"]])
+def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(words, tmp_path):
+    code, output, errors = door(*words, cwd=tmp_path)
+    assert code == 2
+    assert output == ""
+    assert errors.startswith("hvtrain: ") and errors.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    code, _, errors = door("train.epoch=3", "debug=true", cwd=tmp_path)
+    assert code == 2
+    assert "Traceback" in errors and errors.endswith("did you mean 'train.epochs'?\n")
 
 
 def test_help_lists_groups_choices_and_settings(tmp_path):
