@@ -1,0 +1,74 @@
+# Images of hvtrain: gpu (the default) and cpu. Both build the environment with scripts/run, as everywhere.
+#
+#   docker build -t hvtrain .
+#   docker build -t hvtrain:cpu --target cpu .
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 hvtrain horovodrun -np 4 python -m hvtrain
+#
+# Several hosts: on the others `docker run --network=host -v KEYS:/home/hvtrain/.ssh ... hvtrain worker`, on the
+# first `docker run --network=host -v KEYS:/home/hvtrain/.ssh ... hvtrain horovodrun --ssh-port 2222 -H s1:4,s2:4 ...`.
+
+# ---- what both images hold besides the environment
+FROM debian:bookworm-slim AS base-cpu
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+      ca-certificates openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --shell /bin/bash hvtrain
+
+# ---- build: compilers here, and only here
+FROM base-cpu AS build-cpu
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+      g++ make python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/hvtrain
+# The environment first: it depends on these files alone, and a change of the code does not build it anew.
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts scripts
+COPY hvtrain/__init__.py hvtrain/horovodrun.py hvtrain/
+COPY conf conf
+ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# Ends with two processes that sum on Gloo and on MPI, or fails.
+RUN UV_NO_CACHE=1 ./scripts/run true
+COPY . .
+
+FROM base-cpu AS cpu
+COPY --from=build-cpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
+ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
+USER hvtrain
+WORKDIR /home/hvtrain
+ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
+CMD ["python", "-m", "hvtrain", "--help"]
+
+# ---- the same for GPUs: nvcc and CUDA's headers to build; at run time TensorFlow brings CUDA, cuDNN and NCCL itself
+FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS build-gpu
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+      g++ make openssh-client python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/hvtrain
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts scripts
+COPY hvtrain/__init__.py hvtrain/horovodrun.py hvtrain/
+COPY conf conf
+ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 HVTRAIN_VARIANT=gpu
+RUN UV_NO_CACHE=1 ./scripts/run true
+COPY . .
+
+FROM ubuntu:24.04 AS gpu
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+      ca-certificates openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --shell /bin/bash hvtrain
+COPY --from=build-gpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
+# The driver's libraries come from the host through NVIDIA's container runtime, which reads these two.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
+USER hvtrain
+WORKDIR /home/hvtrain
+ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
+CMD ["python", "-m", "hvtrain", "--help"]
