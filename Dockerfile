@@ -14,7 +14,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update && apt-get install --yes --no-install-recommends \
       ca-certificates openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --shell /bin/bash hvtrain
+RUN useradd --uid 10001 --create-home --shell /bin/bash hvtrain
 
 # ---- build: compilers here, and only here
 FROM base-cpu AS build-cpu
@@ -36,7 +36,7 @@ COPY . .
 FROM base-cpu AS cpu
 COPY --from=build-cpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
 ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
-USER hvtrain
+USER 10001
 WORKDIR /home/hvtrain
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
 CMD ["python", "-m", "hvtrain", "--help"]
@@ -63,12 +63,12 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update && apt-get install --yes --no-install-recommends \
       ca-certificates openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --shell /bin/bash hvtrain
+    && useradd --uid 10001 --create-home --shell /bin/bash hvtrain
 COPY --from=build-gpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
 # The driver's libraries come from the host through NVIDIA's container runtime, which reads these two.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
-USER hvtrain
+USER 10001
 WORKDIR /home/hvtrain
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
 CMD ["python", "-m", "hvtrain", "--help"]
