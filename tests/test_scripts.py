@@ -32,22 +32,8 @@ def clone(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in [
-        "bash",
-        "env",
-        "cat",
-        "cksum",
-        "flock",
-        "dirname",
-        "readlink",
-        "rm",
-        "awk",
-        "sort",
-        "head",
-        "cut",
-        "grep",
-    ]:
-        (tools / tool).symlink_to(shutil.which(name))
+    for name in "bash env cat cksum flock dirname readlink rm awk sort head cut grep".split():  # noqa: SIM905
+        (tools / name).symlink_to(shutil.which(name))
     return tmp_path
 
 
@@ -81,8 +67,8 @@ def test_each_thing_that_is_missing_is_one_line_with_the_package(clone):
     make = "no make, needed to build Horovod; install it (Debian, Ubuntu: apt-get install make)"
     assert run(clone, "true") == (1, "", f"hvtrain: {make}\n")
     tool(clone, "make", "exit 0")
-    code, _, errors = run(clone, "true", HVTRAIN_VARIANT="gpu")
-    assert code == 1 and "no nvcc on PATH" in errors and errors.count("\n") == 1
+    code, _, errors = run(clone, "true", HVTRAIN_VARIANT="gpu", CUDA_HOME="/nowhere")
+    assert code == 1 and "no /nowhere/bin/nvcc, needed" in errors and errors.count("\n") == 1
 
 
 def test_a_python_without_venv_is_named(clone):
