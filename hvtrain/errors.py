@@ -23,5 +23,9 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, or does not fit the model that is to go on from it."""
 
 
+class StorageError(UserError, RuntimeError):
+    """Results that cannot be written."""
+
+
 class RankError(UserError, RuntimeError):
     """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hvtrain.errors import StorageError
+
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
 
@@ -50,13 +52,22 @@ class RunRecord:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file as a whole: readers see the old text or the new one, also after a crash."""
+    """Replaces a file as a whole: readers see the old text or the new one, also after a crash.
+
+    Raises StorageError; the old file then stays.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} was not written: {error.strerror}; make room there or choose another run.dir"
+        ) from error
 
 
 def write_result(folder: Path, record: RunRecord) -> None:

@@ -24,6 +24,7 @@ from hvtrain.callbacks.throughput import Throughput
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig, to_dict
 from hvtrain.data.source import Source
+from hvtrain.errors import StorageError
 from hvtrain.header import header, versions
 from hvtrain.instantiate import build
 from hvtrain.plan import make_plan
@@ -35,7 +36,7 @@ from hvtrain.prepare import (
     resume,
     seed_everything,
 )
-from hvtrain.records import RunRecord, write_result
+from hvtrain.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology
 
@@ -150,7 +151,6 @@ def make_callbacks(
 ) -> list[keras.callbacks.Callback]:
     """In this order: count the step; see that it was reduced; time it; make the epoch's metrics those of all
     ranks, then validate, so that whoever reads the logs after that reads the truth; save; and record."""
-    is_chief = strategy.topology.is_chief
     plan = position.plan
     callbacks = [position, *strategy.callbacks(), throughput, EpochMetrics(strategy)]
     if position.in_epoch:
@@ -169,21 +169,31 @@ def make_callbacks(
         "config": to_dict(config),
     }
     callbacks.append(Checkpointing(folder / "checkpoints", config.checkpoint, meta, strategy, position, validation))
-    if is_chief:
-        callbacks += [Recording(folder, position, throughput), Progress(position)]
+    callbacks.append(Recording(folder, strategy, position, throughput))
+    if verbosity(strategy.topology.is_chief) == 2:
+        callbacks.append(Progress(position))
     return callbacks
 
 
 def write_outcome(config: RunConfig, folder: Path, record: RunRecord, model: keras.Model) -> None:
     """result.json and model.keras, which plain Keras loads and evaluates anywhere (chief only).
 
-    The optimizer's slots are in the last checkpoint; the model gets a plain optimizer at the base rate.
+    The optimizer's slots are in the last checkpoint; the model gets a plain optimizer at the base rate. A run
+    that was finished already keeps what it wrote then, with its speed.
     """
-    compile_model(model, build("optimizer", config.optimizer))
-    temporary = folder / ".model.tmp.keras"
-    model.save(temporary)
-    temporary.replace(folder / "model.keras")
-    write_result(folder, record)
+    finished_before = record.first_step == record.num_steps and (folder / RESULT_FILE).exists()
+    if not finished_before:
+        compile_model(model, build("optimizer", config.optimizer))
+        temporary = folder / ".model.tmp.keras"
+        try:
+            model.save(temporary)
+            temporary.replace(folder / "model.keras")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StorageError(
+                f"{folder / 'model.keras'} was not written: {error}; make room, then start again"
+            ) from error
+        write_result(folder, record)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
     log.info("test: %s", shown or "no test data")

@@ -29,7 +29,7 @@ def verbosity(is_chief: bool) -> int:
 
 
 class Progress(keras.callbacks.Callback):
-    """A line every 30 seconds within long epochs where there is no moving bar (chief only)."""
+    """A line every 30 seconds within long epochs where Keras shows no moving bar (chief only)."""
 
     def __init__(self, position: Position) -> None:
         super().__init__()

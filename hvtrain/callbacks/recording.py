@@ -10,13 +10,18 @@ import keras
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.records import EpochRecord, read_history, write_history
+from hvtrain.strategies.base import Strategy
 
 
 class Recording(keras.callbacks.Callback):
-    """Writes history.csv anew after each epoch (chief only); a resumed run keeps the rows up to its start."""
+    """Writes history.csv anew after each epoch (chief only, but an error is everyone's).
 
-    def __init__(self, folder: Path, position: Position, throughput: Throughput) -> None:
+    A resumed run keeps the rows up to its start.
+    """
+
+    def __init__(self, folder: Path, strategy: Strategy, position: Position, throughput: Throughput) -> None:
         super().__init__()
+        self.strategy = strategy
         self.folder = folder
         self.position = position
         self.throughput = throughput
@@ -33,4 +38,4 @@ class Recording(keras.callbacks.Callback):
             metrics={name: float(value) for name, value in (logs or {}).items() if name != "images/s"},
         )
         self.records.append(record)
-        write_history(self.folder, self.records)
+        self.strategy.on_chief(lambda: write_history(self.folder, self.records))

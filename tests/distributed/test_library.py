@@ -18,8 +18,11 @@ def joint_batch(tmp_path_factory):
 
 CASES = [
     "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion", "clipped", "clipnorm", "ema",
-    "loss_scale_factor", "schedule", "accumulate", "embedding", "embedding_adam",
+    "loss_scale_factor", "schedule", "accumulate", "none_gradient", "embedding", "embedding_adam",
+    "mixed_bfloat16", "mixed_float16",
 ]  # fmt: skip
+# Half precision rounds the activations of 16 examples otherwise than those of 32.
+TOLERANCE = {"mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -27,8 +30,8 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     """2 ranks x 16 against 1 x 32, 20 steps, weights and slots; without the reduction it is another result."""
     found = joint_batch["cases"][case]
     assert joint_batch["size"] == 2
-    assert found["error"] < 1e-5
-    assert found["error_without_reduction"] > 1e-2
+    assert found["error"] < TOLERANCE.get(case, 1e-5)
+    assert found["error_without_reduction"] > 0.1
     assert found["ranks_differ"] == 0
     assert found["start_differs"] == 0, "ranks were seeded differently; the broadcast makes them equal"
 
@@ -96,6 +99,14 @@ def test_wrapped_inside_a_loss_scale_is_refused(library):
 def test_a_saved_model_loads_as_a_plain_optimizer(library):
     for found in library:
         assert found["saved"] == {"plain": True, "equal_slots": True, "iterations": 4, "distributed": True}
+
+
+def test_shards_are_disjoint_and_complete(library):
+    size = len(library)
+    for split, count in (("training", 37), ("test", 11)):
+        read = [found["shards"][split] for found in library]
+        assert sorted(number for ids in read for number in ids) == list(range(count))
+        assert [len(ids) for ids in read] == [len(range(rank, count, size)) for rank in range(size)]
 
 
 def test_training_that_reduces_nothing_is_stopped(library):

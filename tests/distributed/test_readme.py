@@ -68,10 +68,12 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in environment().items() if key != "VIRTUAL_ENV"}
     kept["PATH"] = ":".join(part for part in kept["PATH"].split(":") if not part.startswith(str(ROOT)))
-    line = command("./scripts/run horovodrun -np 2")
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=clone, env=kept, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    line = ["bash", "-c", command("./scripts/run horovodrun -np 2")]
+    options = {"cwd": clone, "capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    # Offline, uv takes the library that it has built already; where its cache holds none, it is built here.
+    done = subprocess.run(line, env={**kept, "UV_OFFLINE": "1"}, **options)
+    if done.returncode:
+        done = subprocess.run(line, env=kept, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hvtrain: Gloo: allreduce over 2 processes is right" in done.stderr
     assert "hvtrain: MPI: allreduce over 2 processes is right" in done.stderr

@@ -125,3 +125,18 @@ def test_ranks_agree_on_one_run_folder(tmp_path):
     assert {path.name for path in (run / "logs").iterdir()} == {"rank-0000.log", "rank-0001.log"}
     assert re.search(r"step 3: val_loss", output) and re.search(r"step 6: val_loss", output)
     assert json.loads((run / "result.json").read_text())["num_steps"] == 7
+
+
+def test_checkpoints_by_the_clock_and_the_best(tmp_path):
+    """By the chief's clock, on all ranks at the same steps; the best by a metric stays when newer ones come."""
+    words = [*OWN, "train.epochs=12", "dataset.num_validation=64", "checkpoint.every_minutes=0.0001"]
+    words += ["checkpoint.every_epochs=null", "checkpoint.keep=1", "checkpoint.best=val_loss", "schedule=cosine"]
+    run = tmp_path / "run"
+    code, output = train("mpirun", 2, *words, f"run.dir={run}", cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    assert code == 0, output
+    with (run / "history.csv").open() as stream:
+        losses = {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(stream)}
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    assert best["value"] == min(losses.values()) == losses[best["step"]]
+    kept = {path.name for path in (run / "checkpoints").glob("step-*")}
+    assert kept == {f"step-{best['step']:08d}", f"step-{max(losses):08d}"}

@@ -24,12 +24,25 @@ def data(kind, size):
     return generator.normal(size=(count, 12)).astype("float32"), generator.integers(0, 3, count)
 
 
+class Unused(keras.layers.Layer):
+    """Holds a weight that the loss does not depend on: its gradient is None."""
+
+    def build(self, input_shape):
+        self.weight = self.add_weight(shape=(2,), name="unused")
+
+    def call(self, inputs):
+        return inputs
+
+
 def model(kind, seed):
     keras.utils.set_random_seed(seed)
     if kind == "embedding":
         layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, name="e"), keras.layers.Flatten(name="f")]
     else:
-        layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d")]
+        # kind is "dense", "unused", or the dtype policy of a dense one.
+        policy = kind if kind.startswith("mixed") else "float32"
+        layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
+        layers += [Unused(name="u")] if kind == "unused" else []
     return keras.Sequential([*layers, keras.layers.Dense(3, name="o", dtype="float32")], name="m")
 
 
@@ -69,6 +82,9 @@ CASES = {
     "loss_scale_factor": ("dense", lambda: keras.optimizers.SGD(0.05, loss_scale_factor=128.0)),
     "schedule": ("dense", lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, STEPS))),
     "accumulate": ("dense", lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=4)),
+    "none_gradient": ("unused", lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
+    "mixed_bfloat16": ("mixed_bfloat16", lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
+    "mixed_float16": ("mixed_float16", lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))),
     "embedding": ("embedding", lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
     "embedding_adam": ("embedding", lambda: keras.optimizers.Adam(0.003)),
 }

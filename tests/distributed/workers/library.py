@@ -10,8 +10,10 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.callbacks.metrics import evaluate
+from hvtrain.data import from_arrays
 from hvtrain.errors import RankError
 from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.topology import Topology
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -137,8 +139,23 @@ def callbacks():
     return {"rates": rates, "logs": logs, "equal_weights": equal}
 
 
+def shards():
+    """Which of 37 training and 11 test images this rank reads; each image holds its number."""
+    x, x_test = (np.arange(count, dtype="uint8").reshape(-1, 1, 1, 1) for count in (37, 11))
+    source = from_arrays(x, x[:, 0, 0, 0] % 3, x_test, x_test[:, 0, 0, 0] % 3, standardize="none")
+    topology = Topology(RANK, SIZE)
+    steps = len(topology.share(37))
+    training = source.training(topology, 1, seed=4, start_step=0, steps_per_epoch=steps).take(steps)
+    test = source.evaluation("test", topology, 4)
+    return {
+        name: [int(i) for images, _ in dataset for i in images.numpy().ravel()]
+        for name, dataset in (("training", training), ("test", test))
+    }
+
+
 found = {
     "size": SIZE,
+    "shards": shards(),
     "collectives": collectives(),
     "other_models": other_models_are_refused(),
     "metrics": metrics_over_uneven_shards(),
