@@ -38,6 +38,8 @@ def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extr
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that starts the tests in the background has them ignore Ctrl-C, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
