@@ -10,11 +10,14 @@
 # ---- what both images hold besides the environment
 FROM debian:bookworm-slim AS base-cpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# openssh-server makes host keys as it is installed: out in the same layer, or every container would share them. Each
+# worker makes its own as it starts, so the client cannot know them (Horovod's launcher does not check them either).
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends \
       ca-certificates openssh-client openssh-server python3 \
-    && rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 10001 --create-home --shell /bin/bash hvtrain
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && printf 'StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n' >/etc/ssh/ssh_config.d/hvtrain.conf \
+    && useradd --uid 10001 --create-home --shell /bin/bash hvtrain
 
 # ---- build: compilers here, and only here
 FROM base-cpu AS build-cpu
@@ -35,7 +38,8 @@ COPY . .
 
 FROM base-cpu AS cpu
 COPY --from=build-cpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
-ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
+# Open MPI on the other hosts finds its parts by OPAL_PREFIX; without it MPI_Init fails there.
+ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH OPAL_PREFIX=/opt/hvtrain/.venv
 USER 10001
 WORKDIR /home/hvtrain
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
@@ -59,15 +63,19 @@ COPY . .
 
 FROM ubuntu:24.04 AS gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# openssh-server makes host keys as it is installed: out in the same layer, or every container would share them. Each
+# worker makes its own as it starts, so the client cannot know them (Horovod's launcher does not check them either).
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends \
       ca-certificates openssh-client openssh-server python3 \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && printf 'StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n' >/etc/ssh/ssh_config.d/hvtrain.conf \
     && useradd --uid 10001 --create-home --shell /bin/bash hvtrain
 COPY --from=build-gpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
 # The driver's libraries come from the host through NVIDIA's container runtime, which reads these two.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH
+# Open MPI on the other hosts finds its parts by OPAL_PREFIX; without it MPI_Init fails there.
+ENV HVTRAIN_VARIANT=gpu VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH OPAL_PREFIX=/opt/hvtrain/.venv
 USER 10001
 WORKDIR /home/hvtrain
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]

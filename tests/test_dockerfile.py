@@ -62,3 +62,19 @@ def test_no_key_is_baked_in():
     assert "ssh-keygen" not in TEXT, "host keys are made when a container starts"
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[0] == "*", "only what is named goes into the image"
+
+
+def test_host_keys_of_the_package_leave_in_the_layer_that_made_them():
+    runs = [rest for stage in stages().values() for word, rest in stage["instructions"] if word == "RUN"]
+    installs = [rest for rest in runs if "openssh-server" in rest]
+    assert len(installs) == 2, "one in each image"
+    for rest in installs:
+        assert re.search(r"rm -rf [^&]*/etc/ssh/ssh_host_\*", rest), rest
+
+
+def test_the_environment_of_each_image_is_the_one_that_was_made():
+    for name, variant in (("cpu", None), ("gpu", "gpu")):
+        text = " ".join(rest for word, rest in stages()[name]["instructions"] if word == "ENV")
+        chosen = re.search(r"HVTRAIN_VARIANT=(\w+)", text)
+        assert (chosen and chosen[1]) == variant, "or scripts/run would make another one in the container"
+        assert "OPAL_PREFIX=/opt/hvtrain/.venv" in text, "or MPI does not start on a second host"
