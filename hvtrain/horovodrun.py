@@ -23,6 +23,9 @@ def main() -> None:
     launch.mpi_built = lambda verbose=False: b"MPI_Allreduce" in library
     launch.gloo_built = lambda verbose=False: b"GlooContext" in library
     os.environ.setdefault("OMPI_MCA_orte_execute_quiet", "1")
+    if list((Path(sys.prefix) / "lib").glob("libmpi.so*")):
+        # The environment's own Open MPI, which on other hosts would look for its parts where it was built.
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
     try:
         launch.run_commandline()
     except KeyboardInterrupt:

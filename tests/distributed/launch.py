@@ -21,7 +21,8 @@ LAUNCHERS = {
 
 def environment(**extra: str) -> dict[str, str]:
     """The tests' environment without what a surrounding launcher left, with one thread a rank."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI", "PMIX_"))}
+    left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", **extra}
 
