@@ -129,7 +129,7 @@ def test_ranks_agree_on_one_run_folder(tmp_path):
 
 def test_checkpoints_by_the_clock_and_the_best(tmp_path):
     """By the chief's clock, on all ranks at the same steps; the best by a metric stays when newer ones come."""
-    words = [*OWN, "train.epochs=12", "dataset.num_validation=64", "checkpoint.every_minutes=0.0001"]
+    words = [*OWN, "train.epochs=12", "dataset.num_validation=64", "checkpoint.every_minutes=0.001"]
     words += ["checkpoint.every_epochs=null", "checkpoint.keep=1", "checkpoint.best=val_loss", "schedule=cosine"]
     run = tmp_path / "run"
     code, output = train("mpirun", 2, *words, f"run.dir={run}", cwd=tmp_path, PYTHONPATH=OWN_PATH)
