@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields
@@ -82,15 +83,12 @@ def write_history(folder: Path, records: list[EpochRecord]) -> None:
     """Writes history.csv anew: the columns of EpochRecord, then one column for each metric met so far."""
     own = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
-    rows = [[*(getattr(record, name) for name in own), *map(record.metrics.get, metrics)] for record in records]
-    lines = [[*own, *metrics], *rows]
-    text = "".join(",".join("" if cell is None else repr_cell(cell) for cell in row) + "\n" for row in lines)
-    write_atomic(folder / HISTORY_FILE, text)
-
-
-def repr_cell(cell: Any) -> str:
-    """Numbers with the digits that bring the same number back."""
-    return cell if isinstance(cell, str) else repr(cell)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*own, *metrics])
+    for record in records:
+        writer.writerow([*(getattr(record, name) for name in own), *map(record.metrics.get, metrics)])
+    write_atomic(folder / HISTORY_FILE, text.getvalue())
 
 
 def read_history(folder: Path) -> list[EpochRecord]:

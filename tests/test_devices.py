@@ -3,11 +3,7 @@
 import pytest
 
 from hvtrain.errors import RankError
-from hvtrain.keras.devices import View, choose_gpu, visible_names
-
-
-def chosen(views, share=False):
-    return [choose_gpu(rank, views, share) for rank in range(len(views))]
+from hvtrain.keras.devices import View, choose_gpus, visible_names
 
 
 def host(name, gpus, ranks):
@@ -15,34 +11,34 @@ def host(name, gpus, ranks):
 
 
 def test_no_gpu_is_fine():
-    assert chosen(host("s1", "", 2)) == [None, None]
+    assert choose_gpus(host("s1", "", 2)) == [None, None]
 
 
 def test_one_each_on_every_host():
-    assert chosen([*host("s1", "0123", 4), *host("s2", "0123", 4)]) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert choose_gpus([*host("s1", "0123", 4), *host("s2", "0123", 4)]) == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_visible_devices_set_for_the_host():
-    assert chosen(host("s1", "57", 2)) == [0, 1]
+    assert choose_gpus(host("s1", "57", 2)) == [0, 1]
 
 
 def test_visible_devices_set_for_each_rank():
-    assert chosen([View("s1", 0, ("3",)), View("s1", 1, ("6",))]) == [0, 0]
+    assert choose_gpus([View("s1", 0, ("3",)), View("s1", 1, ("6",))]) == [0, 0]
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_asked_for():
     with pytest.raises(RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks; start fewer ranks"):
-        chosen(host("s1", "0", 2))
-    assert chosen(host("s1", "01", 4), share=True) == [0, 1, 0, 1]
+        choose_gpus(host("s1", "0", 2))
+    assert choose_gpus(host("s1", "01", 4), share=True) == [0, 1, 0, 1]
 
 
 def test_the_same_first_gpu_in_different_lists_is_refused():
     with pytest.raises(RankError, match="2 ranks on host s1 would use GPU 0"):
-        chosen([View("s1", 0, ("0", "1")), View("s1", 1, ("0",))])
+        choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0",))])
 
 
 def test_the_same_number_on_two_hosts_is_two_gpus():
-    assert chosen([View("s1", 0, ("0",)), View("s2", 0, ("0",))]) == [0, 0]
+    assert choose_gpus([View("s1", 0, ("0",)), View("s2", 0, ("0",))]) == [0, 0]
 
 
 def test_names_of_the_visible():

@@ -28,11 +28,10 @@ class Recording(keras.callbacks.Callback):
         self.records = [record for record in read_history(folder) if record.step <= position.start_step]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         record = EpochRecord(
             epoch=epoch + 1,
             step=self.position.step,
-            learning_rate=float(f"{float(optimizer.learning_rate):.7g}"),  # what float32 knows of it
+            learning_rate=float(f"{float(self.model.optimizer.learning_rate):.7g}"),  # what float32 knows of it
             seconds=round(self.throughput.epoch_seconds, 3),
             images_per_second=round(self.throughput.epoch_images_per_second, 1),
             metrics={name: float(value) for name, value in (logs or {}).items() if name != "images/s"},

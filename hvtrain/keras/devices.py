@@ -1,7 +1,7 @@
 """One GPU for each local rank, chosen before TensorFlow touches a device.
 
 Every process that a launcher starts sees all GPUs of its host until told otherwise, and TensorFlow
-refuses to change what it sees once a device was used. `choose_gpu` is the rule, a pure function;
+refuses to change what it sees once a device was used. `choose_gpus` is the rule, a pure function;
 `pin_gpu` asks all ranks and applies it.
 """
 
@@ -27,22 +27,23 @@ class View:
     gpus: tuple[str, ...]
 
 
-def choose_gpu(rank: int, views: list[View], share: bool = False) -> int | None:
-    """Index, among the GPUs that this rank sees, of the one it is to use; None when it sees none.
+def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
+    """For each rank the index, among the GPUs that it sees, of the one it is to use; None when it sees none.
 
     views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES
     unset, or set for the host) take them by local rank; ranks that see different ones (set for each rank)
     take the first of their own. Raises RankError when two ranks of a host would get the same GPU, or
     there is none left, unless share is true: then they share, round robin.
 
-    >>> host = [View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))]
-    >>> choose_gpu(0, host), choose_gpu(1, host)
-    (0, 1)
-    >>> own = [View("s1", 0, ("2",)), View("s1", 1, ("3",))]
-    >>> choose_gpu(0, own), choose_gpu(1, own)
-    (0, 0)
+    >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
+    [0, 1]
+    >>> choose_gpus([View("s1", 0, ("2",)), View("s1", 1, ("3",))])
+    [0, 0]
     """
-    chosen = [_index(view, [other for other in views if other.host == view.host], share) for view in views]
+    hosts: dict[str, list[View]] = {}
+    for view in views:
+        hosts.setdefault(view.host, []).append(view)
+    chosen = [_index(view, hosts[view.host], share) for view in views]
     if not share:
         taken = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
         for (host, gpu), ranks in taken.items():
@@ -51,7 +52,7 @@ def choose_gpu(rank: int, views: list[View], share: bool = False) -> int | None:
                     f"{ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
                     "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
                 )
-    return chosen[rank]
+    return chosen
 
 
 def _index(view: View, on_host: list[View], share: bool) -> int | None:
@@ -77,11 +78,11 @@ def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
     gpus = tf.config.list_physical_devices("GPU")
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names))
-    index = choose_gpu(hvd.rank(), views, share)
+    chosen = choose_gpus(views, share)
+    index = chosen[hvd.rank()]
     if index is not None:
         tf.config.set_visible_devices(gpus[index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[index], True)
-    chosen = [choose_gpu(rank, views, share) for rank in range(len(views))]
     return [
         f"{view.host} CPU" if mine is None else f"{view.host} GPU {view.gpus[mine]}"
         for view, mine in zip(views, chosen)
