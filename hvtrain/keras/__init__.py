@@ -1,7 +1,7 @@
 """Horovod's Keras interface, made to work on Keras 3: `import hvtrain.keras as hvd`.
 
-Names and arguments are those of horovod.tensorflow.keras. The core (start, ranks, collectives) is Horovod's;
-what Keras 3 broke (optimizer, callbacks, broadcast of variables) is written anew here.
+Names and arguments are those of horovod.tensorflow.keras and horovod.keras. The core (start, ranks, collectives)
+is Horovod's; what Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is written anew here.
 """
 
 from horovod.tensorflow import (
@@ -14,6 +14,7 @@ from horovod.tensorflow import (
     Sum,
     add_process_set,
     allgather_object,
+    alltoall,
     broadcast_object,
     ccl_built,
     cross_rank,
@@ -23,7 +24,12 @@ from horovod.tensorflow import (
     global_process_set,
     gloo_built,
     gloo_enabled,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     mpi_built,
@@ -42,44 +48,69 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 
 from hvtrain.keras import callbacks
 from hvtrain.keras.callbacks import (
+    BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
     ReductionCheckCallback,
+    StopTogetherCallback,
+    WeightCheckCallback,
 )
 from hvtrain.keras.collectives import (
     allgather,
     allreduce,
     broadcast,
+    broadcast_global_variables,
     broadcast_model,
     broadcast_variables,
+    reducescatter,
     sum_arrays,
 )
 from hvtrain.keras.devices import pin_gpu
-from hvtrain.keras.optimizer import DistributedOptimizer, is_distributed, num_reductions
+from hvtrain.keras.equality import WeightCheck, fingerprint
+from hvtrain.keras.finite import MARK as NOT_FINITE
+from hvtrain.keras.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    is_distributed,
+    num_reductions,
+    ranks_at_fault,
+)
 from hvtrain.keras.process import init
+from hvtrain.keras.saving import load_model
+from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
 
 __all__ = [
+    "NOT_FINITE",
     "Adasum",
     "Average",
+    "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "Compression",
+    "DistributedGradientTape",
     "DistributedOptimizer",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "Max",
     "MetricAverageCallback",
     "Min",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "ReductionCheckCallback",
+    "StopTogetherCallback",
     "Sum",
+    "WeightCheck",
+    "WeightCheckCallback",
     "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "broadcast",
+    "broadcast_global_variables",
     "broadcast_model",
     "broadcast_object",
     "broadcast_variables",
@@ -89,12 +120,19 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "fingerprint",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_distributed",
+    "is_homogeneous",
     "is_initialized",
+    "join",
+    "load_model",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -102,8 +140,11 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "num_reductions",
+    "num_tape_reductions",
     "pin_gpu",
     "rank",
+    "ranks_at_fault",
+    "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",

@@ -29,6 +29,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     op: int | None = None,
     compression: Any = hvd.Compression.none,
+    process_set: Any = hvd.global_process_set,
 ) -> Any:
     """The value reduced over all ranks (default: Average); a NumPy array outside of graphs, a tensor inside."""
     result = hvd.allreduce(
@@ -39,18 +40,39 @@ def allreduce(
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
         name=name,
+        process_set=process_set,
     )
     return _plain(result)
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
+def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
     """All ranks' values joined along the first dimension, in which alone they may differ."""
-    return _plain(hvd.allgather(tf.convert_to_tensor(value), name=name))
+    return _plain(hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set))
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
     """The value of root_rank, on every rank; shapes must be the same."""
-    return _plain(hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name))
+    return _plain(hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set))
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: int = hvd.Average, process_set: Any = hvd.global_process_set
+) -> Any:
+    """The value reduced over all ranks, cut along the first dimension; each rank gets its part."""
+    return _plain(hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set))
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Inside a tf.compat.v1 graph: the operation that broadcasts all its variables.
+
+    Keras 3 keeps no list of all variables, so elsewhere this raises RuntimeError, as Horovod does.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables finds no global variables in TensorFlow 2; use broadcast_model(model) "
+            "or BroadcastGlobalVariablesCallback(0)"
+        )
+    return hvd.broadcast_global_variables(root_rank)
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:

@@ -8,16 +8,26 @@ on the reduced gradient (checked against one process on the joint batch, see tes
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
 
+from hvtrain.keras.ballot import Ballot
+from hvtrain.keras.finite import FiniteCheck
+from hvtrain.keras.hooks import (
+    AgreesOnOverflow,
+    ReducesAccumulated,
+    ReducesInside,
+    ReducesOutside,
+    finite_check_of,
+    make,
+    reducer_of,
+)
 from hvtrain.keras.reduction import Reducer
-
-_REDUCER = "_hvtrain_reducer"
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -32,29 +42,37 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: int | None = None,
+    groups: int | list[list[Any]] | None = None,
     process_set: Any = None,
+    scale_local_gradients: bool = True,
+    check_finite: bool = False,
 ) -> keras.optimizers.Optimizer:
     """The same optimizer object, which from now on reduces gradients over all ranks before it steps.
 
     Its class becomes a subclass of its own that keeps the name, so slots and iterations it already has
-    stay, and a saved model loads as the plain Keras optimizer anywhere. After `load_model` wrap the loaded
-    optimizer again: `DistributedOptimizer(model.optimizer)`.
+    stay, and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model` wrap
+    the loaded optimizer again, `DistributedOptimizer(model.optimizer)`, or use hvtrain.keras.load_model.
 
     Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is wrapped:
     an overflow on one rank is then seen by all of them, and all skip the step together.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
-        op: Average, Sum or Adasum, over the ranks.
+        op: Average, Sum or Adasum, over the ranks. Adasum (Maleki et al. 2020) needs MPI and 2, 4, 8, ... ranks.
         compression: Compression.none or Compression.fp16 on the wire.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.
         backward_passes_per_step: accumulate that many batches for each step (Keras's
             gradient_accumulation_steps); their gradients are summed, or averaged where
-            average_aggregated_gradients is true.
-        num_groups, groups: number of fused messages; 0 is one for each type of gradient.
-        device_dense, device_sparse, process_set: as in Horovod.
+            average_aggregated_gradients is true. Either way there is one reduction for each step.
+        num_groups, groups: number of fused messages for each type of gradient (default: one), or lists of
+            variables whose gradients travel together.
+        process_set: ranks that exchange gradients; the others step on their own.
+        scale_local_gradients: divide the gradients of local variables (see register_local_var on the result,
+            and PartialDistributedOptimizer) by the number of ranks, as the averaged ones are.
+        device_dense, device_sparse: as in Horovod.
+        check_finite: fail the step on all ranks, before it changes weights, where a reduced gradient is not
+            finite (not in Horovod; costs one pass over the gradients).
 
     Raises:
         TypeError: not a Keras 3 optimizer.
@@ -64,10 +82,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         raise TypeError(f"{type(optimizer).__name__} came where a keras.optimizers.Optimizer was needed")
     if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
-    if gradient_predivide_factor != 1.0 and op != hvd.Average:
-        raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
-    if isinstance(groups, list):
-        raise ValueError("groups as lists of variables is not supported; give the number of groups")
+    options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
+    options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
         optimizer = LossScaleOptimizer(optimizer)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -75,63 +91,79 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         _accumulate(inner, backward_passes_per_step)
     if name:
         optimizer.name = name
-    scale = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     reducer = Reducer(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
-        num_groups=groups or num_groups,
+        groups=groups or num_groups or None,
         predivide_factor=gradient_predivide_factor,
-        scale=scale,
+        scale=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
         device_dense=device_dense,
         device_sparse=device_sparse,
         process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
     )
-    # Past Keras's __setattr__, which would track the counter as state of the optimizer and save it.
-    object.__setattr__(optimizer, _REDUCER, reducer)
-    mixin = _ReducesOutside if isinstance(optimizer, LossScaleOptimizer) else _ReducesInside
-    base = type(optimizer)
-    # The base's own names: Keras writes them into saved models, which then load as the plain class.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (mixin, base), names)
+    if check_finite and process_set is not None:
+        raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
+    finite = FiniteCheck() if check_finite else None
+    wrap = partial(DistributedOptimizer, **options)
+    if not isinstance(optimizer, LossScaleOptimizer):
+        make(optimizer, ReducesInside, reducer, finite, wrap)
+    elif inner.gradient_accumulation_steps:
+        make(inner, ReducesAccumulated, reducer, finite, wrap)
+        make(optimizer, AgreesOnOverflow, reducer, finite, wrap)
+    else:
+        make(optimizer, ReducesOutside, reducer, finite, wrap)
     return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> keras.optimizers.Optimizer:
+    """A DistributedOptimizer that leaves the gradients of local_layers on their rank.
+
+    The layers must be built. Keep them out of the broadcast too:
+    BroadcastGlobalVariablesCallback(0, local_variables=layer.trainable_weights).
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
+        if not layer.built:
+            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
+    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
+    for weight in (weight for layer in layers for weight in layer.trainable_weights):
+        wrapped.register_local_var(weight)
+    return wrapped
 
 
 def is_distributed(optimizer: Any) -> bool:
     """True for what DistributedOptimizer returned."""
-    return hasattr(optimizer, _REDUCER)
+    return reducer_of(optimizer) is not None
 
 
 def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
-    return getattr(optimizer, _REDUCER).num_reductions if is_distributed(optimizer) else 0
+    reducer = reducer_of(optimizer)
+    return reducer.num_reductions if reducer else 0
 
 
-class _ReducesInside:
-    """Reduces once for each step that changes weights, just before clipping."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let each
-        # rank decide alone whether to step, and the ranks that step would wait for those that skip.
-        if _called_from("loss_scale_optimizer.py"):
-            raise ValueError(
-                "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
-                "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"
-            )
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def _clip_gradients(self, grads: Any) -> Any:
-        return super()._clip_gradients(getattr(self, _REDUCER)(grads))  # type: ignore[misc]
+def ranks_at_fault(optimizer: Any) -> list[int]:
+    """After a step failed for a gradient that was not finite: the ranks whose own it was."""
+    check = finite_check_of(optimizer)
+    return check.ranks if check else []
 
 
-class _ReducesOutside:
-    """For LossScaleOptimizer: reduces the scaled gradients first, so that all ranks see the same overflow.
-
-    With gradient accumulation inside it, that is one reduction for each micro-step.
-    """
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        return super().apply(getattr(self, _REDUCER)(grads), trainable_variables)  # type: ignore[misc]
+def add_ballot(optimizer: Any, num_questions: int) -> Ballot:
+    """A ballot whose votes travel with this optimizer's gradients; for functions that are traced after this."""
+    reducer = reducer_of(optimizer)
+    if reducer is None:
+        raise TypeError("a DistributedOptimizer is needed, whose messages carry the votes")
+    reducer.ballot = Ballot(num_questions)
+    return reducer.ballot
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
@@ -141,15 +173,3 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
             "gradient_accumulation_steps of its own; set one of the two, before the first step"
         )
     optimizer.gradient_accumulation_steps = steps
-
-
-def _called_from(filename: str, depth: int = 12) -> bool:
-    """True when one of the nearest callers is code of that file."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame.f_code.co_filename.endswith(filename):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

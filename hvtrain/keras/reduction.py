@@ -1,4 +1,4 @@
-"""The mean of the gradients over all ranks, counted inside the graph. DistributedOptimizer calls it.
+"""The mean of the gradients over all ranks, counted inside the graph. DistributedOptimizer and the tape call it.
 
 A Python counter inside a tf.function counts traces; ours is a variable that the graph itself increments,
 after the reduced values are there, so it says what really ran.
@@ -7,11 +7,13 @@ after the reduced values are there, so it says what really ran.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+
+from hvtrain.keras.ballot import Ballot
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
@@ -23,10 +25,12 @@ _numbers = itertools.count()
 
 
 class Reducer:
-    """Reduces lists of gradients over the ranks; calling it is collective (every rank).
+    """Reduces lists of gradients over the ranks; calling it is collective (every rank of the process set).
 
-    Dense gradients travel in groups, one for each type and part, so that they are fused into few messages;
-    an IndexedSlices goes by itself as an allgather of its rows; None stays None, at the same position.
+    Dense gradients travel in groups, so that they are fused into few messages: one for each type and each of
+    num_groups parts, or as `groups`, lists of variables, says (others then go by themselves). An IndexedSlices
+    goes as an allgather of its rows; None stays None, at the same position. Gradients of local variables are
+    not exchanged, only divided by the number of ranks where scale_local_gradients is true (horovod#3695).
     """
 
     def __init__(
@@ -34,76 +38,114 @@ class Reducer:
         op: int = hvd.Average,
         compression: Any = hvd.Compression.none,
         sparse_as_dense: bool = False,
-        num_groups: int = 1,
+        groups: int | list[list[Any]] | None = None,
         predivide_factor: float = 1.0,
         scale: float = 1.0,
         device_dense: str = "",
         device_sparse: str = "",
         process_set: Any = None,
+        scale_local_gradients: bool = True,
+        name: str | None = None,
+        count: tf.Variable | None = None,
     ) -> None:
+        self.process_set = process_set or hvd.global_process_set
+        check_arguments(op, predivide_factor, groups, self.process_set)
         self.op = op
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
-        self.num_groups = max(1, num_groups)
+        self.groups = groups
         self.predivide_factor = predivide_factor
         self.scale = scale
         self.device_dense = device_dense
         self.device_sparse = device_sparse
-        self.process_set = process_set or hvd.global_process_set
-        self._name = f"hvtrain_gradients_{next(_numbers)}"
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")
+        self.scale_local_gradients = scale_local_gradients
+        self.variables: Sequence[Any] = ()
+        self.ballot: Ballot | None = None
+        self._local: set[int] = set()
+        self.name = name or f"hvtrain_gradients_{next(_numbers)}"
+        self._count = new_count() if count is None else count
 
     @property
     def num_reductions(self) -> int:
         """Reductions that ran so far on this rank."""
         return int(self._count.numpy())
 
-    def __call__(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients reduced over the ranks, in the same order; unchanged when there is one rank."""
+    @property
+    def is_alone(self) -> bool:
+        """True where there is nobody to exchange with: one rank, or a rank outside the process set."""
+        return not self.process_set.included() or self.process_set.size() == 1
+
+    def register_local(self, variables: Iterable[Any]) -> None:
+        """Leaves the gradients of these variables on their rank."""
+        self._local.update(identity(variable) for variable in variables)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+        """The gradients reduced over the ranks, in the same order; unchanged when there is one rank.
+
+        variables, one for each gradient, are needed where some are local or grouped by variables.
+        """
         reduced = list(gradients)
-        if self.process_set.size() == 1:
+        if self.is_alone:
             return reduced
+        keys = [identity(variable) for variable in variables or ()] or [-1] * len(reduced)
+        for index in [i for i, key in enumerate(keys) if key in self._local and reduced[i] is not None]:
+            reduced[index] = self._kept_local(reduced[index])
         if self.sparse_as_dense:
             reduced = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in reduced]
-        dense = [i for i, g in enumerate(reduced) if g is not None and not isinstance(g, tf.IndexedSlices)]
-        sparse = [i for i, g in enumerate(reduced) if isinstance(g, tf.IndexedSlices)]
-        for number, group in enumerate(self._groups(reduced, dense)):
-            values = self._reduce_group([reduced[i] for i in group], f"{self._name}_{number}")
+        shared = [i for i, g in enumerate(reduced) if g is not None and keys[i] not in self._local]
+        sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
+        dense = [i for i in shared if i not in sparse]
+        done = []
+        for number, group in enumerate(self._groups(reduced, dense, keys)):
+            tensors = [reduced[i] for i in group]
+            wishes = [self.ballot.wishes(tensors[0].dtype)] if self.ballot and number == 0 else []
+            values = self._reduce_group([*tensors, *wishes], f"{self.name}_{number}")
+            if self.ballot and wishes:
+                done.append(self.ballot.count(values.pop()))
             for index, value in zip(group, values):
                 reduced[index] = value
         for index in sparse:
-            reduced[index] = self._reduce_sparse(reduced[index], f"{self._name}_sparse_{index}")
-        if dense or sparse:
-            done = [reduced[i] for i in dense] + [reduced[i].values for i in sparse]
+            reduced[index] = self._reduce_sparse(reduced[index], f"{self.name}_sparse_{index}")
+        done += [reduced[i] for i in dense] + [reduced[i].values for i in sparse]
+        if done:
             with tf.control_dependencies(done):
                 self._count.assign_add(1)
         return reduced
 
-    def _groups(self, gradients: list[Any], dense: list[int]) -> list[list[int]]:
-        """Positions of the dense gradients, by type and then cut into num_groups runs of equal length."""
+    def _groups(self, gradients: list[Any], dense: list[int], keys: list[int]) -> list[list[int]]:
+        """Positions of the dense gradients that travel together; those of one group have one type."""
+        parts = [dense]
+        if isinstance(self.groups, list):
+            wanted = [{identity(variable) for variable in group} for group in self.groups]
+            named = [[i for i in dense if keys[i] in group] for group in wanted]
+            parts = [*named, *([i] for i in dense if not any(keys[i] in group for group in wanted))]
         groups = []
-        for dtype in dict.fromkeys(gradients[i].dtype for i in dense):
-            same = [i for i in dense if gradients[i].dtype == dtype]
-            length = -(-len(same) // self.num_groups)
-            groups += [same[start : start + length] for start in range(0, len(same), length)]
+        for part in parts:
+            for dtype in dict.fromkeys(gradients[i].dtype for i in part):
+                same = [i for i in part if gradients[i].dtype == dtype]
+                count = self.groups if isinstance(self.groups, int) else 1
+                length = -(-len(same) // count)
+                groups += [same[start : start + length] for start in range(0, len(same), length)]
         return groups
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype
         if dtype not in _KERNEL_TYPES:
             tensors = [tf.cast(tensor, tf.float32) for tensor in tensors]
-        values = hvd.grouped_allreduce(
-            tensors,
-            op=self.op,
-            compression=self.compression,
-            prescale_factor=1.0 / self.predivide_factor,
-            postscale_factor=self.predivide_factor * self.scale,
-            process_set=self.process_set,
-            device_dense=self.device_dense,
-            name=name,
-            ignore_name_scope=True,
-        )
+        options = {
+            "op": self.op,
+            "compression": self.compression,
+            "prescale_factor": 1.0 / self.predivide_factor,
+            "postscale_factor": self.predivide_factor * self.scale,
+            "process_set": self.process_set,
+            "device_dense": self.device_dense,
+            "ignore_name_scope": True,
+        }
+        if self.op == hvd.Adasum:
+            # Horovod's grouped one fails on Adasum (an unbound name in horovod/tensorflow/__init__.py).
+            values = [hvd.allreduce(tensor, name=f"{name}_{i}", **options) for i, tensor in enumerate(tensors)]
+        else:
+            values = hvd.grouped_allreduce(tensors, name=name, **options)
         return [value if value.dtype == dtype else tf.cast(value, dtype) for value in values]
 
     def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
@@ -115,3 +157,37 @@ class Reducer:
             indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
         factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
+
+    def _kept_local(self, gradient: Any) -> Any:
+        factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+        return gradient * tf.cast(factor, gradient.dtype)
+
+
+def check_arguments(op: int, predivide_factor: float, groups: Any, process_set: Any) -> None:
+    """Raises ValueError for arguments that exclude each other, before the first step could hang on them."""
+    if predivide_factor != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
+    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        raise ValueError("gradients are reduced by Average, Sum or Adasum; another op came")
+    if op == hvd.Adasum and process_set.process_set_id not in (None, 0):
+        raise ValueError("Adasum works over all ranks only; leave process_set out")
+    if op == hvd.Adasum and hvd.size() & (hvd.size() - 1):
+        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {hvd.size()}; use op=Average, or other ranks")
+    if op == hvd.Adasum and hvd.size() > 1 and not hvd.mpi_enabled():
+        raise ValueError("Adasum needs MPI and the ranks talk over Gloo; start them with horovodrun --mpi or mpirun")
+    is_number = isinstance(groups, int) and groups > 0
+    if groups is not None and not is_number and not isinstance(groups, list):
+        raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
+
+
+def identity(variable: Any) -> int:
+    """What makes a Keras variable and the TensorFlow variable inside it the same."""
+    return id(getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable)
+
+
+def new_count() -> tf.Variable:
+    """A counter that the graph increments; on the CPU, so that reading it waits for no GPU."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")

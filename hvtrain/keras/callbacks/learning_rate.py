@@ -1,70 +1,12 @@
-"""Horovod's Keras callbacks, on Keras 3, and the check that gradients really were reduced."""
+"""Learning rates by the epoch: schedules and the warm-up from one rank's rate to all ranks'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-
-from hvtrain.errors import RankError
-from hvtrain.keras.collectives import broadcast_variables, sum_arrays
-from hvtrain.keras.optimizer import num_reductions
-
-
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
-
-    Before the first step where the model is built, as one with an Input is; else right after it, when its
-    variables exist. local_variables are left as they are on each rank.
-    """
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        if device:
-            raise ValueError(f"device={device!r} is not supported; variables travel from where they are")
-        self.root_rank = root_rank
-        self.broadcast_done = False
-        listed = local_variables if isinstance(local_variables, Iterable) else [local_variables]
-        self._local = {id(getattr(variable, "value", variable)) for variable in listed if variable is not None}
-
-    def register_local_var(self, var: Any) -> None:
-        """Leaves this variable as it is on each rank."""
-        self._local.add(id(getattr(var, "value", var)))
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self.model.built and not self.broadcast_done:
-            optimizer = self.model.optimizer
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            self._broadcast()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self.broadcast_done:
-            self._broadcast()
-
-    def _broadcast(self) -> None:
-        variables = [*self.model.weights, *self.model.optimizer.variables]
-        broadcast_variables([v for v in variables if id(v.value) not in self._local], self.root_rank)
-        self.broadcast_done = True
-
-
-class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces the numbers in an epoch's logs by their means over all ranks (every rank).
-
-    Each rank counts the same, as upstream has it. Put it before callbacks that act on the logs.
-    """
-
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
-        self.device = device
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        names = sorted(logs or {})
-        sums = sum_arrays([(logs or {})[name] for name in names])
-        for name, total in zip(names, sums):
-            (logs or {})[name] = float(total) / hvd.size()
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -172,34 +114,3 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished the learning rate warm-up to {rate:g}.")
-
-
-class ReductionCheckCallback(keras.callbacks.Callback):
-    """Stops training when the first steps changed weights without reducing a gradient (every rank).
-
-    Raises RankError after the first step that changed weights if there are several ranks and the count in
-    the graph still stands where it stood before.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: int | None = None
-        self._checked = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self._before is None:
-            self._before = num_reductions(self.model.optimizer)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._checked or hvd.size() == 1:
-            return
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        # With accumulation only each k-th batch changes weights; iterations count batches.
-        if int(optimizer.iterations.numpy()) % (optimizer.gradient_accumulation_steps or 1):
-            return
-        self._checked = True
-        if num_reductions(self.model.optimizer) == self._before:
-            raise RankError(
-                f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
-                "wrap the optimizer that is given to compile in hvtrain.keras.DistributedOptimizer"
-            )

@@ -1,0 +1,42 @@
+"""The proof that gradients are reduced, at the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvtrain.errors import RankError
+from hvtrain.keras.optimizer import num_reductions
+
+
+class ReductionCheckCallback(keras.callbacks.Callback):
+    """Stops training when the first steps changed weights without reducing a gradient (every rank).
+
+    Raises RankError after the first step that changed weights if there are several ranks and the count in
+    the graph still stands where it stood before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: int | None = None
+        self._checked = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._before is None:
+            self._before = num_reductions(self.model.optimizer)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._checked or hvd.size() == 1:
+            return
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        # With accumulation only each k-th batch changes weights; iterations count batches.
+        if int(optimizer.iterations.numpy()) % (optimizer.gradient_accumulation_steps or 1):
+            return
+        self._checked = True
+        if num_reductions(self.model.optimizer) == self._before:
+            raise RankError(
+                f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
+                "wrap the optimizer that is given to compile in hvtrain.keras.DistributedOptimizer"
+            )

@@ -1,0 +1,265 @@
+"""Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
+
+    import hvtrain.keras as hvd
+
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(optimizer), loss)
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        first = state.epoch * steps + state.batch
+        model.fit(
+            batches.skip(first),
+            steps_per_epoch=steps,
+            initial_epoch=state.epoch,
+            epochs=epochs,
+            callbacks=[
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.elastic.UpdateBatchStateCallback(state),
+                hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+            ],
+        )
+
+    train(state)
+
+    horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh python train.py
+
+`run` calls train again from the last commit after a rank was lost, and from where it was after ranks joined.
+Nothing that all ranks must enter may come before it in a new rank alone: leave BroadcastGlobalVariablesCallback
+out (KerasState.sync does its work), and make models and optimizers before `run`, not in train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+
+from hvtrain.keras.collectives import broadcast_variables
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+# What TensorFlow says when a message between ranks broke: the name of the operation, or Horovod's own words.
+# Not the bare word Horovod: a traceback out of the user's data function may hold it in the name of a folder.
+_LOST = re.compile(r"Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)|Horovod has been shut down")
+
+# Set as model.stop_training to end an epoch early. True to Keras, and no other callback sets this very object.
+_END_OF_EPOCH = "end of the epoch that was begun before the reset"
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """func(state, *args, **kwargs), called again after each loss or gain of ranks until it returns (every rank).
+
+    Errors of Horovod's operations lead back to the last commit; every other error is raised as it is.
+    """
+
+    @functools.wraps(func)
+    def converted(state: Any, *args: Any, **kwargs: Any) -> Any:
+        with _lost_ranks_told():
+            return func(state, *args, **kwargs)
+
+    return run_fn(converted, _restart)
+
+
+def _restart() -> None:
+    # Not hvtrain's init: it compares with the number of ranks at the launch, which is no longer the one wanted.
+    hvd.shutdown()
+    hvd.init()
+
+
+@contextlib.contextmanager
+def _lost_ranks_told() -> Iterator[None]:
+    """TensorFlow's error for a broken message becomes the one that Horovod's elastic loop waits for.
+
+    Only UnknownError: Horovod's kernels raise others for what each retry would meet again, as tensors whose
+    shapes differ between ranks.
+    """
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if _LOST.search(error.message):
+            raise HorovodInternalError(error.message) from error
+        raise
+
+
+class KerasState(ObjectState):
+    """All that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
+
+    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions anew, because
+    the number of ranks is written into the graph; a tf.function of your own you must make anew yourself.
+
+    Args:
+        model: a built Keras model.
+        optimizer: default: the one that the model is compiled with.
+        kwargs: further values to keep and to sync, attributes of this object from now on, such as batch=0,
+            epoch=0. They are copied at each commit, so a list that grew since is cut back by restore.
+
+    Raises:
+        ValueError: the model has no weights yet.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError(f"{model.name} is not built and has no weights to keep; call model.build(input_shape)")
+        self.model = model
+        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
+        self.save()
+
+    def save(self) -> None:
+        """Copies everything to host memory."""
+        values = [variable.numpy() for variable in self._variables()]
+        attributes = copy.deepcopy(self._attributes())
+        # At once, after all that can fail: never half of one commit and half of another.
+        self._saved_values, self._saved_state = values, attributes
+
+    def restore(self) -> None:
+        """Undoes all changes since the last commit, to the bit."""
+        for variable, value in zip(self._variables(), self._saved_values, strict=True):
+            variable.assign(value)
+        self._set(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        """Sets everything to what rank 0 has now, and saves it (every rank)."""
+        with _lost_ranks_told():
+            broadcast_variables(self._variables(), root_rank=0)
+            self._set(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
+        self.save()
+
+    def reset(self) -> None:
+        """Has Keras trace its functions anew, for another number of ranks."""
+        self.model.train_function = self.model.test_function = self.model.predict_function = None
+
+    def _variables(self) -> list[tf.Variable]:
+        optimizer = [] if self.optimizer is None else self.optimizer.variables
+        return [variable.value for variable in [*self.model.weights, *optimizer]]
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
+
+    It does so just before what comes next, the following batch or epoch or the end of fit: then all callbacks,
+    in whatever order, have written into the state, and a commit never lies between an epoch's last batch
+    and its end, from where an epoch would be left without batches.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+        self._epoch_ended = False
+
+    def commit(self) -> None:
+        self.state.commit()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # After each reset, so that all ranks count alike.
+        self.batches_remaining = self.batches_per_commit
+        self._epoch_ended = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches_remaining -= 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.batches_remaining <= 0:
+            self.batches_remaining = self.batches_per_commit
+            self.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_ended = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._commit_epoch()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._commit_epoch()
+
+    def _commit_epoch(self) -> None:
+        if self._epoch_ended:
+            self._epoch_ended = False
+            self.batches_remaining = self.batches_per_commit
+            self.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keeps state.batch: how many batches of this epoch are done, 0 again at the end of the epoch.
+
+    (Upstream keeps the index of the last batch since the reset: one batch would be repeated, and a second reset
+    in the same epoch would forget what was done before the first.)
+
+    The first epoch after a reset ends after the batches that it has left, at least one. Give fit the
+    steps_per_epoch of a whole epoch; the data it gets must begin at batch number state.batch. Where the new
+    number of ranks means other steps in an epoch, scale state.batch before fit.
+
+    Raises ValueError at the start of fit where Keras does not know the steps in an epoch.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done_before = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self.params.get("steps"):
+            raise ValueError(
+                "Keras does not know the number of steps in an epoch, so an epoch could not go on after a reset; "
+                "pass steps_per_epoch to fit"
+            )
+        self._done_before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = self._done_before + batch + 1
+        # fit reads its number of steps once, before callbacks could change it. But it looks at stop_training
+        # after each batch and again after the epoch, so that a stop that is taken back ends the epoch alone.
+        if self._done_before and self.state.batch >= self.params["steps"] and not self.model.stop_training:
+            self.model.stop_training = _END_OF_EPOCH
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = self._done_before = 0
+        if self.model.stop_training is _END_OF_EPOCH:
+            self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keeps state.epoch: how many epochs are done, those before resets included.
+
+    Right for both ways to go on: fit(epochs=all - state.epoch), and fit(initial_epoch=state.epoch, epochs=all),
+    with which other callbacks see the true epoch too.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.initial_epoch = self.state.epoch
+        self._first = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1

@@ -1,0 +1,119 @@
+"""DistributedGradientTape: the gradients of all ranks, for training loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvtrain.keras.reduction import Reducer, identity, new_count
+
+_count: list[tf.Variable] = []
+
+
+def DistributedGradientTape(  # noqa: N802  (Horovod's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """The same tape, whose gradient() from now on reduces over all ranks (every rank must call it).
+
+    Arguments are those of DistributedOptimizer. Sources may be Keras or TensorFlow variables. Use it with a
+    plain optimizer: with a DistributedOptimizer the gradients would be reduced twice.
+    """
+    options = {
+        "op": op,
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "groups": groups or num_groups or None,
+        "predivide_factor": gradient_predivide_factor,
+        "device_dense": device_dense,
+        "device_sparse": device_sparse,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
+    gradtape._hvtrain_options = options
+    gradtape._hvtrain_local = {}
+    return gradtape
+
+
+def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
+    gradtape: tf.GradientTape,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> tf.GradientTape:
+    """A DistributedGradientTape that leaves the gradients of local_layers on their rank."""
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ValueError("local_layers holds something that is not a Keras layer; Keras layers are needed")
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for weight in (weight for layer in layers for weight in layer.trainable_weights):
+        tape.register_local_source(weight)
+    return tape
+
+
+def num_tape_reductions() -> int:
+    """Reductions that this rank's tapes ran so far, counted in the graph."""
+    return int(_counter().numpy())
+
+
+class _ReducesGradients:
+    """Put before tf.GradientTape; reduces what it computes."""
+
+    _hvtrain_options: dict[str, Any]
+    _hvtrain_local: dict[int, Any]
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves the gradient of this source on its rank."""
+        self._hvtrain_local[identity(source)] = source
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("use_generic_names", None)  # Upstream's; names here never depend on those of variables.
+        flat = [s.value if isinstance(s, keras.Variable) else s for s in tf.nest.flatten(sources)]
+        gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
+        reducer = Reducer(name=_name(), count=_counter(), **self._hvtrain_options)
+        reducer.register_local(self._hvtrain_local.values())
+        return tf.nest.pack_sequence_as(sources, reducer(gradients, flat))
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """(source, gradient) pairs of the local sources, and of the others."""
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
+        local = [pair for pair in pairs if identity(pair[0]) in self._hvtrain_local]
+        return local, [pair for pair in pairs if identity(pair[0]) not in self._hvtrain_local]
+
+
+def _counter() -> tf.Variable:
+    """One for all tapes, since a tape lives for one step only."""
+    if not _count:
+        _count.append(new_count())
+    return _count[0]
+
+
+def _name() -> str:
+    """By the tape's place in its graph: the same in each trace, on ranks that trace more often too.
+
+    Operations outside of graphs run one after the other and can share a name.
+    """
+    if tf.executing_eagerly():
+        return "hvtrain_tape"
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+        graph = graph.outer_graph
+    number = getattr(graph, "_hvtrain_tapes", 0)
+    graph._hvtrain_tapes = number + 1
+    return f"hvtrain_tape_{number}"
