@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvtrain import console
-from hvtrain.config import GROUPS, RunConfig, flatten, from_dict, nearest, to_dict
+from hvtrain.config import GROUPS, UNEVEN, RunConfig, flatten, from_dict, nearest, to_dict
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.help import help_text
 
@@ -94,7 +94,8 @@ def compose() -> list[dict[str, Any]]:
 def _schema() -> dict[str, Any]:
     """The declared settings with their defaults, for Hydra to compose on; the groups bring their own."""
     empty: dict[str, Any] = {group: {} for group in GROUPS}
-    return {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    settings = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    return {**settings, "dataset": {"uneven": UNEVEN[0]}}
 
 
 def _in_one_line(error: Exception) -> str:

@@ -45,10 +45,16 @@ class Checkpoint:
 
 
 def write(
-    folder: Path, step: int, model: keras.Model, meta: dict[str, Any], rank_states: list[dict[str, np.ndarray]]
+    folder: Path,
+    step: int,
+    model: keras.Model,
+    meta: dict[str, Any],
+    rank_states: list[dict[str, np.ndarray]],
+    more: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes folder/step-NNNNNNNN and returns it. Raises CheckpointError; older checkpoints stay as they are."""
     arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
+    arrays.update(more or {})
     for rank, state in enumerate(rank_states):
         arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
     # safetensors knows no bfloat16 in NumPy: such arrays go as their bits, and meta says which they are.
@@ -117,7 +123,7 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
     """Sets weights and optimizer, which must be built. Raises CheckpointError naming the first difference."""
-    saved = sorted(item for item in checkpoint.arrays.items() if not item[0].startswith("rank/"))
+    saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(("model/", "optimizer/")))
     wanted = sorted(_variables(model).items())
     for (ours, variable), (theirs, array) in zip_longest(wanted, saved, fillvalue=(None, None)):
         if ours != theirs or tuple(variable.shape) != tuple(array.shape):  # type: ignore[union-attr]
@@ -131,14 +137,23 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
 
 
 def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """What differs from rank to rank: seeds of dropout and the like, and the metrics of the epoch begun."""
+    """What differs from rank to rank: seeds of dropout and the like, and the metrics of the epoch begun.
+
+    And the factor on the learning rate, which is no variable of the optimizer.
+    """
     state = {f"seed/{index:04d}": variable.numpy() for index, variable in enumerate(_seeds(model))}
     state.update({f"metric/{index:04d}": v.numpy() for index, v in enumerate(model.metrics_variables)})
+    factor = _rate_factor(model)
+    if factor is not None:
+        state["rate/factor"] = factor.numpy()
     return state
 
 
-def restore_seeds(state: dict[str, np.ndarray], model: keras.Model) -> None:
-    """Sets the seeds that rank_state saved; those of layers that it does not know stay."""
+def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
+    """Sets the seeds and the factor on the learning rate that rank_state saved; seeds that it does not know stay."""
+    factor = _rate_factor(model)
+    if factor is not None and "rate/factor" in state:
+        factor.assign(state["rate/factor"])
     for index, variable in enumerate(_seeds(model)):
         if f"seed/{index:04d}" in state:
             variable.assign(state[f"seed/{index:04d}"])
@@ -178,6 +193,12 @@ def _variables(model: keras.Model) -> dict[str, Any]:
 def _seeds(model: keras.Model) -> list[Any]:
     weights = {id(variable) for variable in model.weights}
     return [variable for variable in model.variables if id(variable) not in weights]
+
+
+def _rate_factor(model: keras.Model) -> Any:
+    """The variable by which callbacks change the scheduled rate, if the optimizer's rate has one."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return getattr(optimizer._learning_rate, "factor", None)
 
 
 def _described(key: str | None, value: Any) -> str:

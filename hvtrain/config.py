@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from hvtrain.errors import ConfigError
 
 GROUPS = ("model", "dataset", "optimizer", "schedule", "strategy")
+UNEVEN = ("trim", "pad", "error")
 
 
 def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -31,13 +33,16 @@ class TrainConfig:
     epochs: int = setting(12, "passes over the training data", low=1)
     steps: int | None = setting(None, "total optimizer steps; where it is set, epochs does not count", low=1)
     divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks (same samples seen)")
-    batch_size: int = setting(32, "training examples a step of one rank; global batch = ranks x this", low=1)
+    batch_size: int | list[int] = setting(  # noqa: RUF009
+        32, "training examples a step of one rank; a list: one for each rank, or each host, of unlike speed", low=1
+    )
     evaluation_batch_size: int = setting(256, "examples a step of one rank in validation and test", low=1)
     learning_rate_scale: str = setting(
         "linear", "peak = base x size, base x sqrt(size), or base", choices=("linear", "sqrt", "none")
     )
     validate_every_epochs: int | None = setting(1, "validate after every N epochs; null: not by epochs", low=1)
     validate_every_steps: int | None = setting(None, "validate after every N steps too", low=1)
+    max_time: str | None = setting(None, "stop after this time (11h50m, 90s), saved, to go on later")
     precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
     deterministic: bool = setting(False, "TensorFlow's deterministic operations: same run, same bits (slower)")
     jit_compile: bool = setting(False, "compile the step with XLA (only where nothing is reduced: one process)")
@@ -62,6 +67,15 @@ class CheckpointConfig:
 
 
 @dataclass
+class GuardConfig:
+    """What is proved while training; `guard.every=0 guard.finite=false guard.batches=false` turns all of it off."""
+
+    every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
+    finite: bool = setting(True, "stop all ranks before a gradient that is not finite reaches the weights")
+    batches: bool = setting(True, "refuse two ranks that read the same first batch")
+
+
+@dataclass
 class RunConfig:
     """A whole run, as the runner is given it."""
 
@@ -73,6 +87,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
     resume: str = setting(
         "auto",
         "go on from the newest valid checkpoint in run.dir, or never",
@@ -91,8 +107,28 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     config = _section(RunConfig, tree, path="")
     for group in GROUPS:
         _check_group(group, getattr(config, group))
+    for name, callback in config.callbacks.items():
+        _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
     config.optimizer["learning_rate"] = _base_learning_rate(config.optimizer)
+    uneven = config.dataset.setdefault("uneven", UNEVEN[0])
+    if uneven not in UNEVEN:
+        raise ConfigError(f"dataset.uneven={uneven} is not one of {', '.join(UNEVEN)}")
+    if config.train.max_time is not None:
+        seconds(config.train.max_time)
     return config
+
+
+def seconds(duration: str) -> float:
+    """Seconds of a duration such as 1d2h, 11h50m or 90s. Raises ConfigError.
+
+    >>> seconds("1h30m"), seconds("90s")
+    (5400.0, 90.0)
+    """
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
+    total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0.0
+    if total <= 0:
+        raise ConfigError(f"train.max_time={duration} is no duration; write it as 11h50m, 45m or 90s")
+    return total
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -156,6 +192,8 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
+    if isinstance(value, list) and list[int] in options:
+        return [_value(name, item, int, rule) for item in value]
     kind = next(option for option in options if option is not type(None))
     if typing.get_origin(kind) is dict:
         kind = dict

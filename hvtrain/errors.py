@@ -23,6 +23,10 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, or does not fit the model that is to go on from it."""
 
 
+class TrainingError(UserError, ArithmeticError):
+    """A training that cannot go on: a loss or gradient that is not finite."""
+
+
 class StorageError(UserError, RuntimeError):
     """Results that cannot be written."""
 

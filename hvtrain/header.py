@@ -39,7 +39,9 @@ def header(
     """The header, some ten lines without the closing newline."""
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    batch = f"{plan.size} x {plan.batch_size} = {plan.global_batch}"
+    sizes = plan.batch_sizes
+    same = len(set(sizes)) == 1
+    batch = f"{plan.size} x {sizes[0]}" if same else " + ".join(map(str, sizes))
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
@@ -47,7 +49,7 @@ def header(
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
-        "global batch": f"{batch} (ranks x batch)",
+        "global batch": f"{batch} = {plan.global_batch} ({'ranks x batch' if same else 'by rank'})",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",

@@ -20,6 +20,8 @@ Trains a Keras model, on one process or, under a launcher, on as many as it star
 
 MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
+Every data set takes dataset.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
+pad (short batches at its end, weighted) or error. Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
   --cfg job          print the composed run and stop
   --config-dir DIR   add a folder of your own with the same groups
 """
@@ -29,7 +31,7 @@ def help_text(folders: list[Path]) -> str:
     """The help of a run; the groups' choices are the YAML files in the given folders of configs."""
     lines = [USAGE, "GROUPS (the choice after * is the default)"]
     defaults = _defaults(folders[0] / "config.yaml")
-    for group in (*GROUPS, "experiment"):
+    for group in (*GROUPS, "callbacks", "experiment"):
         lines.append(f"  {group}=")
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):
@@ -45,7 +47,7 @@ def _settings(schema: type, prefix: str) -> list[str]:
         section = typing.get_type_hints(schema)[item.name]
         if dataclasses.is_dataclass(section):
             lines += _settings(typing.cast(type, section), f"{prefix}{item.name}.")
-        elif item.name not in GROUPS:
+        elif item.name not in (*GROUPS, "callbacks"):
             choices = item.metadata.get("choices")
             doc = item.metadata["doc"] + (f" ({', '.join(choices)})" if choices else "")
             default = "null" if item.default is None else str(item.default).lower()

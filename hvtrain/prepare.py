@@ -1,8 +1,9 @@
-"""What stands before the first step: settings compared, folder made, seeds set, model built, checkpoint restored."""
+"""What stands before the first step: folder made, seeds set, model and callbacks built, checkpoint restored."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,18 @@ import keras
 import tensorflow as tf
 
 from hvtrain import checkpoint
-from hvtrain.config import RunConfig, flatten, to_dict
+from hvtrain.callbacks.callback_state import saved_state
+from hvtrain.config import RunConfig, to_dict
 from hvtrain.data.source import Source
 from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.header import versions
 from hvtrain.instantiate import build
 from hvtrain.learning_rate import LearningRate
 from hvtrain.plan import StepPlan
 from hvtrain.strategies.base import Strategy
+from hvtrain.weighting import RankWeighted
 
 log = logging.getLogger(__name__)
-
-
-def check_same_config(strategy: Strategy, config: RunConfig) -> None:
-    """Raises ConfigError on all ranks when their settings differ, naming settings and ranks."""
-    all_settings = strategy.gather(flatten(to_dict(config)))
-    first = all_settings[0]
-    for rank, settings in enumerate(all_settings):
-        different = [name for name in {**first, **settings} if settings.get(name) != first.get(name)]
-        if different:
-            shown = "; ".join(f"{name} is {first.get(name)} and {settings.get(name)}" for name in different[:5])
-            raise ConfigError(
-                f"ranks 0 and {rank} were started with different settings: {shown}; start all ranks with the same line"
-            )
 
 
 def open_run_folder(config: RunConfig) -> Path:
@@ -75,46 +66,96 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
         steps_per_epoch=plan.steps_per_epoch,
         num_steps=plan.num_steps,
     )
-    optimizer = strategy.distribute(build("optimizer", config.optimizer, learning_rate=LearningRate(schedule)))
-    compile_model(model, optimizer, config.train.jit_compile)
+    rate = LearningRate(schedule)
+    optimizer = build("optimizer", config.optimizer, learning_rate=rate)
+    rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
+    optimizer = strategy.distribute(optimizer, check_finite=config.guard.finite)
+    compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
     model.optimizer.build(model.trainable_variables)
     return model
 
 
-def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False) -> None:
-    """Classification: logits against class indices."""
+def compile_model(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False, weighted: bool = False
+) -> None:
+    """Classification: logits against class indices; weighted: for batches that carry their rank's weight."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # Never "auto", which is on where there is a GPU: XLA cannot compile a Horovod op (horovod#2590).
     model.compile(
         optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=RankWeighted(loss) if weighted else loss,
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         jit_compile=jit_compile,
     )
 
 
-def resume(
-    config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, strategy: Strategy
-) -> tuple[str | None, int, dict[str, Any]]:
-    """Restores on the chief; returns, on every rank, the checkpoint's name, its step and this rank's own state."""
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint. rank_state is this rank's own."""
 
-    def restore() -> tuple[str | None, int, dict[int, dict[str, Any]]]:
+    name: str | None = None
+    step: int = 0
+    ended: bool = False
+    rank_state: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def resume(config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, strategy: Strategy) -> Start:
+    """Restores on the chief; returns, on every rank, where the run stands."""
+
+    def restore() -> tuple[Start, list[dict[str, Any]]]:
         newest, damaged = checkpoint.read_newest(folder / "checkpoints")
         for line in damaged:
             log.warning("%s; the one before is taken", line)
         if newest is None:
-            return None, 0, {}
-        same = {name: newest.meta[name] for name in ("num_ranks", "batch_size", "steps_per_epoch")}
-        wanted = {"num_ranks": plan.size, "batch_size": plan.batch_size, "steps_per_epoch": plan.steps_per_epoch}
-        different = [f"{name} {same[name]}, now {wanted[name]}" for name in wanted if same[name] != wanted[name]]
+            return Start(), [{}] * plan.size
+        wanted = checkpoint_meta(config, plan)
+        names = ("num_ranks", "batch_sizes", "steps_per_epoch", "uneven")
+        different = [
+            f"{name} {newest.meta[name]}, now {wanted[name]}" for name in names if newest.meta[name] != wanted[name]
+        ]
         if different:
             raise CheckpointError(
                 f"checkpoint {newest.path.name} was made with {'; '.join(different)}; "
                 "start with the same numbers, or choose another run.dir"
             )
         checkpoint.restore(newest, model)
-        return newest.path.name, newest.step, {rank: newest.rank_state(rank) for rank in range(plan.size)}
+        callbacks = saved_state(newest.meta, newest.arrays)
+        start = Start(newest.path.name, newest.step, newest.meta["ended"], callbacks=callbacks)
+        return start, [newest.rank_state(rank) for rank in range(plan.size)]
 
-    name, step, states = strategy.on_chief(restore)
-    state = states.get(strategy.topology.rank, {})
-    checkpoint.restore_seeds(state, model)
-    return name, step, state
+    start, states = strategy.on_chief(restore)
+    start = replace(start, rank_state=states[strategy.topology.rank])
+    checkpoint.restore_rank(start.rank_state, model)
+    return start
+
+
+def checkpoint_meta(config: RunConfig, plan: StepPlan) -> dict[str, Any]:
+    """What every checkpoint of the run says about it."""
+    return {
+        "num_ranks": plan.size,
+        "batch_sizes": plan.batch_sizes,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "uneven": config.dataset["uneven"],
+        "versions": versions(),
+        "config": to_dict(config),
+    }
+
+
+# They only write, and ranks would write over each other.
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
+
+
+def own_callbacks(config: RunConfig, is_chief: bool) -> dict[str, keras.callbacks.Callback]:
+    """The user's callbacks by name: on every rank, but those of Keras's that only write on the chief alone."""
+    built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
+    for name, callback in built.items():
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
+    return {name: built[name] for name in built if is_chief or not isinstance(built[name], _WRITERS)}

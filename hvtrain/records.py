@@ -47,6 +47,7 @@ class RunRecord:
     seconds: float
     reductions: int
     first_step: int
+    proof: dict[str, Any]
     metrics: dict[str, float]
     versions: dict[str, str]
     config: dict[str, Any]

@@ -7,38 +7,46 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvtrain import console
+from hvtrain.callbacks.callback_state import CallbackState
 from hvtrain.callbacks.checkpointing import Checkpointing
+from hvtrain.callbacks.guard import ADVICE, Guard, named
+from hvtrain.callbacks.max_time import MaxTime
 from hvtrain.callbacks.metrics import EpochMetrics, build_metrics, evaluate
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.progress import Progress, verbosity
+from hvtrain.callbacks.proof import Proof, in_words
 from hvtrain.callbacks.recording import Recording
 from hvtrain.callbacks.resumed_metrics import ResumedMetrics
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig, to_dict
 from hvtrain.data.source import Source
-from hvtrain.errors import StorageError
+from hvtrain.errors import StorageError, TrainingError
 from hvtrain.header import header, versions
 from hvtrain.instantiate import build
-from hvtrain.plan import make_plan
+from hvtrain.plan import StepPlan, make_plan, size_of_each_rank
 from hvtrain.prepare import (
+    Start,
     build_model,
-    check_same_config,
+    checkpoint_meta,
     compile_model,
     open_run_folder,
+    own_callbacks,
     resume,
     seed_everything,
 )
 from hvtrain.records import RESULT_FILE, RunRecord, write_result
+from hvtrain.sameness import check_first_batches, check_same_run
 from hvtrain.strategies.base import Strategy
-from hvtrain.topology import Topology
+from hvtrain.topology import Topology, reduced
+from hvtrain.weighting import weigh
 
 log = logging.getLogger(__name__)
 
@@ -61,33 +69,44 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     began = time.monotonic()
     topology = strategy.start()
     console.start_log(topology.is_chief)
-    check_same_config(strategy, config)
+    check_same_run(strategy, config)
     folder = strategy.on_chief(lambda: open_run_folder(config))
     console.log_to_file(folder / "logs", topology.rank)
     seed_everything(config, topology.rank)
 
-    source: Source = strategy.together(lambda: build("dataset", config.dataset))
-    shards = strategy.together(lambda: source.shard_sizes("train", topology.size))
-    plan = make_plan(config.train, config.optimizer["learning_rate"], shards, source.name)
+    source, plan = open_data(config, strategy)
+    topology = strategy.topology = replace(topology, weights=reduced(plan.batch_sizes))
     with strategy.scope():
         model = strategy.together(lambda: build_model(config, source, plan, strategy))
-    saved, start_step, rank_state = resume(config, folder, model, plan, strategy)
+    start = resume(config, folder, model, plan, strategy)
     strategy.broadcast_model(model)
-    log.info("%s", header(config, strategy, source, model, plan, folder, saved))
+    weights = strategy.weight_check(model, enabled=config.guard.every > 0)
+    weights("at the start", everything=True)
+    log.info("%s", header(config, strategy, source, model, plan, folder, start.name))
 
-    position = Position(plan, start_step)
+    position = Position(plan, start.step)
     throughput = Throughput(position)
-    callbacks = make_callbacks(config, strategy, source, folder, position, throughput, rank_state)
+    accumulate = getattr(model.optimizer, "inner_optimizer", model.optimizer).gradient_accumulation_steps
+    proof = Proof(strategy, position, weights, accumulate or 1)
+    max_time = MaxTime(config.train.max_time, began, topology.is_chief)
+    callbacks = make_callbacks(config, strategy, source, folder, start, throughput, proof, max_time)
 
     def batches_from(step: int) -> tf.data.Dataset:
-        return source.training(topology, plan.batch_size, config.seed, step, plan.steps_per_epoch)
+        share = plan.shares[topology.rank]
+        cut = {} if share.is_full else {"num_examples": share.num_examples}
+        batches = source.training(topology, share.batch_size, config.seed, step, share.steps, **cut)
+        return batches if plan.is_even else weigh(batches, plan, topology.rank, step)
 
-    with explained(source):
-        if start_step < plan.num_steps:
+    with explained(source, strategy, model, position):
+        if start.step < plan.num_steps and not start.ended:
+            if config.guard.batches:
+                check_first_batches(strategy, source, batches_from(start.step))
             if position.in_epoch:
-                build_metrics(model, batches_from(start_step))
-            strategy.fit(model, batches_from, plan, start_step, callbacks, verbosity(topology.is_chief))
-        test = evaluation_data(config, source, "test", topology)
+                build_metrics(model, batches_from(start.step))
+            strategy.fit(model, batches_from, plan, start.step, callbacks, verbosity(topology.is_chief))
+        cut_short = strategy.broadcast(max_time.reached)
+        test = evaluation_data(config, source, "test", topology) if not cut_short else None
+        weights.level()
         metrics = evaluate(model, test, strategy) if test is not None else {}
     record = RunRecord(
         test_accuracy=metrics.get("accuracy"),
@@ -96,18 +115,39 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
         step_seconds=throughput.step_seconds,
         num_ranks=topology.size,
         num_parameters=model.count_params(),
-        num_steps=plan.num_steps,
+        num_steps=position.step,
         global_batch=plan.global_batch,
         seconds=time.monotonic() - began,
         reductions=strategy.num_reductions(model.optimizer),
-        first_step=start_step,
+        first_step=start.step,
+        proof=proof.numbers(strategy.num_reductions(model.optimizer)),
         metrics={f"test_{name}": value for name, value in metrics.items()},
         versions=versions(),
         config=to_dict(config),
     )
-    strategy.on_chief(lambda: write_outcome(config, folder, record, model))
+    if cut_short:
+        log.info(
+            "stopped by train.max_time=%s after step %s of %s; the same line with run.dir=%s goes on",
+            config.train.max_time,
+            f"{position.step:,}",
+            f"{plan.num_steps:,}",
+            folder,
+        )
+    else:
+        strategy.on_chief(lambda: write_outcome(config, folder, record, model))
     strategy.stop()
     return record
+
+
+def open_data(config: RunConfig, strategy: Strategy) -> tuple[Source, StepPlan]:
+    """The data set, and the plan that its size makes (every rank)."""
+    settings = {name: value for name, value in config.dataset.items() if name != "uneven"}
+    source: Source = strategy.together(lambda: build("dataset", settings))
+    batch_sizes = size_of_each_rank(config.train.batch_size, strategy.gather(strategy.topology.host))
+    weights = reduced(batch_sizes)
+    shards = strategy.together(lambda: source.shard_sizes("train", strategy.topology.size, weights))
+    rate = config.optimizer["learning_rate"]
+    return source, make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
 
 
 def leave(strategy: Strategy) -> None:
@@ -118,11 +158,17 @@ def leave(strategy: Strategy) -> None:
 
 
 @contextmanager
-def explained(source: Source) -> Iterator[None]:
-    """Turns TensorFlow's error about unreadable data into one that names the file."""
+def explained(source: Source, strategy: Strategy, model: keras.Model, position: Position) -> Iterator[None]:
+    """Turns TensorFlow's error about unreadable data, or a gradient that is not finite, into one that helps."""
     try:
         yield
     except tf.errors.OpError as error:
+        ranks = strategy.ranks_at_fault(error, model.optimizer)
+        if ranks:
+            raise TrainingError(
+                f"the gradient of step {position.step + 1:,} is not finite on {named(ranks)}; "
+                f"nothing of it reached the weights; {ADVICE}"
+            ) from error
         # Horovod's errors come as OpErrors too; a search through all files would find nothing.
         cause = error if "orovod" in str(error) else source.explain(error)
         if cause is error:
@@ -135,7 +181,7 @@ def evaluation_data(config: RunConfig, source: Source, split: str, topology: Top
     if not source.num_examples(split):
         return None
     batch_size = config.train.evaluation_batch_size
-    num_batches = -(-source.shard_sizes(split, topology.size)[topology.rank] // batch_size)
+    num_batches = -(-source.shard_sizes(split, topology.size, topology.weights)[topology.rank] // batch_size)
     dataset = source.evaluation(split, topology, batch_size)
     return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
@@ -145,30 +191,31 @@ def make_callbacks(
     strategy: Strategy,
     source: Source,
     folder: Path,
-    position: Position,
+    start: Start,
     throughput: Throughput,
-    rank_state: dict[str, Any],
+    proof: Proof,
+    max_time: MaxTime,
 ) -> list[keras.callbacks.Callback]:
-    """In this order: count the step; see that it was reduced; time it; make the epoch's metrics those of all
-    ranks, then validate, so that whoever reads the logs after that reads the truth; save; and record."""
-    plan = position.plan
-    callbacks = [position, *strategy.callbacks(), throughput, EpochMetrics(strategy)]
+    """In this order: count the step; see that it was reduced; time it; make the epoch's metrics those of all ranks,
+    look at them and validate, so that whoever reads the logs after that reads the truth; let the user's callbacks
+    act, and all ranks stop if one of them wishes to; then save, and record."""
+    position, weights = proof.position, proof.weights
+    callbacks = [position, *strategy.callbacks(), throughput, proof, EpochMetrics(strategy)]
+    callbacks.append(Guard(weights, config.guard.every, strategy, position))
     if position.in_epoch:
-        callbacks.append(ResumedMetrics(rank_state))
+        callbacks.append(ResumedMetrics(start.rank_state))
     validation = None
     dataset = evaluation_data(config, source, "validation", strategy.topology)
     if dataset is not None:
         every = (config.train.validate_every_epochs, config.train.validate_every_steps)
-        validation = Validation(dataset, strategy, position, *every)
+        validation = Validation(dataset, strategy, position, *every, weights)
         callbacks.append(validation)
-    meta = {
-        "num_ranks": plan.size,
-        "batch_size": plan.batch_size,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "versions": versions(),
-        "config": to_dict(config),
-    }
-    callbacks.append(Checkpointing(folder / "checkpoints", config.checkpoint, meta, strategy, position, validation))
+    own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief))
+    state = CallbackState(own, start.callbacks)
+    callbacks += [*own.values(), max_time, state, *strategy.agreement()]
+    meta = checkpoint_meta(config, position.plan)
+    saving = (folder / "checkpoints", config.checkpoint, meta, strategy, position, validation, weights, state, max_time)
+    callbacks.append(Checkpointing(*saving))
     callbacks.append(Recording(folder, strategy, position, throughput))
     if verbosity(strategy.topology.is_chief) == 2:
         callbacks.append(Progress(position))
@@ -197,4 +244,5 @@ def write_outcome(config: RunConfig, folder: Path, record: RunRecord, model: ker
     shown = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
     log.info("test: %s", shown or "no test data")
+    log.info("proof: %s", in_words(record.proof))
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)

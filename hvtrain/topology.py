@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -10,7 +12,8 @@ from dataclasses import dataclass, field
 class Topology:
     """Place of one process (rank) in a job; the default is a job of one.
 
-    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host.
+    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights, one for each
+    rank, say how much of the data each gets; empty: all the same.
 
     >>> Topology(rank=1, size=4).is_chief
     False
@@ -23,6 +26,7 @@ class Topology:
     local_rank: int = 0
     local_size: int = 1
     host: str = field(default_factory=socket.gethostname)
+    weights: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -35,10 +39,26 @@ class Topology:
         """True on rank 0, the only one that writes checkpoints and records and speaks on the console."""
         return self.rank == 0
 
-    def share(self, num_items: int) -> range:
-        """Indices of this rank's share of num_items: rank, rank + size, ...; shares differ by at most one.
+    def share(self, num_items: int) -> Sequence[int]:
+        """Indices of this rank's share of num_items: rank, rank + size, ...; equal shares differ by at most one.
 
         >>> list(Topology(rank=1, size=3).share(8))
         [1, 4, 7]
+        >>> [list(Topology(rank, 2, weights=(6, 2)).share(9)) for rank in (0, 1)]
+        [[0, 1, 2, 4, 5, 6, 8], [3, 7]]
         """
-        return range(self.rank, num_items, self.size)
+        weights = reduced(self.weights) or (1,) * self.size
+        period, first = sum(weights), sum(weights[: self.rank])
+        if weights[self.rank] == 1:
+            return range(first, num_items, period)
+        return [i for i in range(num_items) if first <= i % period < first + weights[self.rank]]
+
+
+def reduced(weights: Sequence[int]) -> tuple[int, ...]:
+    """The same proportions in the smallest whole numbers.
+
+    >>> reduced((48, 16))
+    (3, 1)
+    """
+    divisor = math.gcd(*weights) or 1
+    return tuple(weight // divisor for weight in weights)

@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FLOORS = [
     {"__init__", "config", "console", "errors", "help", "plan", "records", "schedule", "topology"},
-    {"data", "models", "checkpoint", "learning_rate"},
+    {"data", "models", "checkpoint", "learning_rate", "weighting"},
     {"keras"},
-    {"strategies", "callbacks", "instantiate", "header", "prepare", "runner", "report"},
+    {"strategies", "callbacks", "instantiate", "header", "prepare", "sameness", "runner", "report"},
     {"__main__", "horovodrun"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -10,10 +10,12 @@ import keras
 import numpy as np
 
 from hvtrain import checkpoint
+from hvtrain.callbacks.callback_state import CallbackState
+from hvtrain.callbacks.max_time import MaxTime
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import CheckpointConfig
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.base import Strategy, WeightCheck
 
 # The minutes are the chief's clock, so the ranks must ask it; not at each step.
 STEPS_BETWEEN_CLOCK_LOOKS = 20
@@ -30,6 +32,9 @@ class Checkpointing(keras.callbacks.Callback):
         strategy: Strategy,
         position: Position,
         validation: Validation | None,
+        weights: WeightCheck,
+        callback_state: CallbackState,
+        max_time: MaxTime,
     ) -> None:
         super().__init__()
         self.folder = folder
@@ -38,6 +43,9 @@ class Checkpointing(keras.callbacks.Callback):
         self.strategy = strategy
         self.position = position
         self.validation = validation
+        self.weights = weights
+        self.callback_state = callback_state
+        self.max_time = max_time
         self._last_seconds = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -53,7 +61,7 @@ class Checkpointing(keras.callbacks.Callback):
         last = step == self.position.plan.num_steps
         by_epochs = config.every_epochs and (epoch + 1) % config.every_epochs == 0
         by_steps = config.every_steps and step % config.every_steps == 0
-        if last or by_epochs or by_steps or self._minutes_due():
+        if last or by_epochs or by_steps or self.model.stop_training or self._minutes_due():
             metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
@@ -70,6 +78,8 @@ class Checkpointing(keras.callbacks.Callback):
         return self.strategy.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 
     def _write(self, metrics: dict[str, float]) -> None:
+        self.weights.level()
+        self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
         states = self.strategy.gather(checkpoint.rank_state(self.model))
         self.strategy.on_chief(lambda: self._write_on_chief(states, metrics))
         self._last_seconds = time.monotonic()
@@ -78,7 +88,9 @@ class Checkpointing(keras.callbacks.Callback):
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
         meta = {**self.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "metrics": metrics}
-        checkpoint.write(self.folder, step, self.model, meta, states)
+        meta["callbacks"] = self.callback_state.numbers()
+        meta["ended"] = self.model.stop_training and not self.max_time.reached
+        checkpoint.write(self.folder, step, self.model, meta, states, self.callback_state.arrays())
         name = self.config.best
         if name in metrics and self._is_best(metrics[name]):
             checkpoint.mark_best(self.folder, step, name, metrics[name])

@@ -45,7 +45,7 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -
 
 def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
     """Makes the state of the model's metrics, which Keras defers to the first batch; they count nothing yet."""
-    images, labels = dataset.element_spec
+    images, labels = dataset.element_spec[:2]
     blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
     model.evaluate(*blank, verbose=0)
     model.reset_metrics()

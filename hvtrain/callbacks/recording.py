@@ -28,6 +28,8 @@ class Recording(keras.callbacks.Callback):
         self.records = [record for record in read_history(folder) if record.step <= position.start_step]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.position.in_epoch:
+            return  # Stopped in the middle; the row comes when a resume has finished the epoch.
         record = EpochRecord(
             epoch=epoch + 1,
             step=self.position.step,

@@ -23,6 +23,7 @@ class Throughput(keras.callbacks.Callback):
     def __init__(self, position: Position) -> None:
         super().__init__()
         self.position = position
+        self._examples_per_step = position.plan.examples_per_epoch / position.plan.steps_per_epoch
         remaining = position.plan.num_steps - position.start_step
         self._first = position.start_step + min(WARMUP_STEPS, remaining // 2)
         self._seconds = 0.0
@@ -38,12 +39,12 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def images_per_second(self) -> float | None:
-        return self.position.plan.global_batch * self._steps / self._seconds if self._steps else None
+        return self._examples_per_step * self._steps / self._seconds if self._steps else None
 
     @property
     def epoch_images_per_second(self) -> float:
         """Images a second over the steps of the epoch so far, warm-up included."""
-        return self.position.plan.global_batch * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
+        return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_begin = time.perf_counter()

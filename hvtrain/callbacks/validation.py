@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvtrain.callbacks.metrics import evaluate
 from hvtrain.callbacks.position import Position
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.base import Strategy, WeightCheck
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Validation(keras.callbacks.Callback):
         position: Position,
         every_epochs: int | None,
         every_steps: int | None,
+        weights: WeightCheck,
     ) -> None:
         super().__init__()
         self.dataset = dataset
@@ -35,6 +36,7 @@ class Validation(keras.callbacks.Callback):
         self.position = position
         self.every_epochs = every_epochs
         self.every_steps = every_steps
+        self.weights = weights
         self.latest: dict[str, float] = {}
         self.latest_step = -1
 
@@ -45,6 +47,8 @@ class Validation(keras.callbacks.Callback):
             log.info("step %s: %s", f"{self.position.step:,}", shown)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.position.in_epoch:
+            return  # Stopped in the middle.
         last = self.position.step == self.position.plan.num_steps
         due = self.every_epochs and ((epoch + 1) % self.every_epochs == 0 or last)
         if due and self.latest_step != self.position.step:
@@ -53,6 +57,7 @@ class Validation(keras.callbacks.Callback):
             logs.update(self.latest)
 
     def _validate(self) -> None:
+        self.weights.level()  # One model on all ranks, or the parts of the result would be of different ones.
         results = evaluate(self.model, self.dataset, self.strategy)
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

@@ -66,7 +66,7 @@ class ArraySource(IndexedSource):
         self._counts: dict[str, int] = {}
         self._parts: dict[str, Part] | None = None  # Whole arrays: only between counting and cutting.
         self._shards: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
-        self._shards_of: tuple[int, int] | None = None  # The (rank, size) that _shards was cut for.
+        self._shards_of: Topology | None = None  # The place that _shards was cut for.
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -82,8 +82,7 @@ class ArraySource(IndexedSource):
 
     def _cut(self, topology: Topology) -> None:
         """Makes _shards this rank's, and drops the whole arrays."""
-        place = (topology.rank, topology.size)
-        if self._shards_of == place:
+        if self._shards_of == topology:
             return
         parts, self._parts = self._parts or self._open(), None
         train = parts["train"]
@@ -95,7 +94,7 @@ class ArraySource(IndexedSource):
                 rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
                 self._shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
-        self._shards_of = place
+        self._shards_of = topology
 
     def _open(self) -> dict[str, Part]:
         parts = {}

@@ -6,7 +6,7 @@ Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32,
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvtrain.errors import DataError
@@ -33,16 +33,16 @@ def count_records(path: Path) -> int:
     return count
 
 
-def deal(counts: Mapping[str, int], num_shards: int) -> list[list[str]]:
-    """Files for each shard: the largest first, each to the shard that has least so far. Pure.
+def deal(counts: Mapping[str, int], num_shards: int, weights: Sequence[int] = ()) -> list[list[str]]:
+    """Files for each shard: the largest first, each to the shard that has least so far for its weight. Pure.
 
     >>> deal({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
     """
     shards: list[list[str]] = [[] for _ in range(num_shards)]
-    loads = [0] * num_shards
+    loads = [0.0] * num_shards
     for path in sorted(counts, key=lambda path: (-counts[path], path)):
         lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard]), shard))
         shards[lightest].append(path)
-        loads[lightest] += counts[path]
+        loads[lightest] += counts[path] / (weights[lightest] if weights else 1)
     return shards

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError
+from hvtrain.plan import Share
 from hvtrain.topology import Topology
 
 Read = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -53,28 +54,32 @@ def parallel_map(dataset: tf.data.Dataset, function: Callable) -> tf.data.Datase
     return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
-def check_epoch(num_local: int, batch_size: int, steps_per_epoch: int, topology: Topology) -> None:
-    """Refuses an epoch that this rank's shard cannot fill with full batches."""
-    if steps_per_epoch < 1 or steps_per_epoch * batch_size > num_local:
+def share_of_epoch(
+    num_local: int, batch_size: int, steps_per_epoch: int, num_examples: int | None, topology: Topology
+) -> Share:
+    """This rank's share; refuses an epoch that its shard cannot fill."""
+    wanted = num_examples or steps_per_epoch * batch_size
+    if steps_per_epoch < 1 or wanted > num_local:
         raise ConfigError(
             f"{steps_per_epoch} steps of {batch_size} examples do not fit the {num_local} training examples "
             f"of rank {topology.rank} of {topology.size}; lower the steps per epoch or the batch size"
         )
+    return Share(batch_size, steps_per_epoch, wanted)
 
 
-def index_batches(
-    num_local: int, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
-) -> tf.data.Dataset:
+def index_batches(num_local: int, topology: Topology, share: Share, seed: int, start_step: int) -> tf.data.Dataset:
     """Infinite stream of (step, indices int64 [batch]) from start_step on."""
-    check_epoch(num_local, batch_size, steps_per_epoch, topology)
-    first_epoch, steps_done = divmod(start_step, steps_per_epoch)
+    first_epoch, steps_done = divmod(start_step, share.steps)
 
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         order = tf.random.experimental.stateless_shuffle(
             tf.range(num_local, dtype=tf.int64), seed=derive_seed(seed, ORDER, topology.rank, epoch)
         )
-        rows = tf.reshape(order[: steps_per_epoch * batch_size], [steps_per_epoch, batch_size])
-        return tf.data.Dataset.from_tensor_slices(rows)
+        if share.is_full:
+            rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
+            return tf.data.Dataset.from_tensor_slices(rows)
+        steps = tf.data.Dataset.range(share.steps)
+        return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
 
     epochs = tf.data.Dataset.range(first_epoch, FOREVER)
     return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=start_step)
@@ -90,10 +95,17 @@ class IndexedSource(Source):
         """Opens this rank's shard of a split and returns the function that reads from it."""
 
     def training(
-        self, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
+        self,
+        topology: Topology,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        steps_per_epoch: int,
+        num_examples: int | None = None,
     ) -> tf.data.Dataset:
-        num_local = self.shard_sizes("train", topology.size)[topology.rank]
-        indices = index_batches(num_local, topology, batch_size, seed, start_step, steps_per_epoch)
+        num_local = len(topology.share(self.num_examples("train")))
+        share = share_of_epoch(num_local, batch_size, steps_per_epoch, num_examples, topology)
+        indices = index_batches(num_local, topology, share, seed, start_step)
         read = self.reader("train", topology)
         transform = self.transform  # After reader(), which may fit it.
 
@@ -105,7 +117,7 @@ class IndexedSource(Source):
         return finish(parallel_map(indices, load), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        num_local = self.shard_sizes(split, topology.size)[topology.rank]
+        num_local = len(topology.share(self.num_examples(split)))
         read = self.reader(split, topology)
         transform = self.transform
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import tensorflow as tf
@@ -30,21 +31,33 @@ class Source(ABC):
     image_shape: tuple[int, int, int]
     """Height, width, channels."""
     num_classes: int
+    same_on_all_ranks: bool = False
+    """Set it where ranks are meant to read the same data; otherwise equal first batches are an error."""
 
     @abstractmethod
     def num_examples(self, split: str) -> int:
         """Examples in "train", "validation" or "test" over all ranks; 0 when there is no such split."""
 
-    def shard_sizes(self, split: str, num_shards: int) -> list[int]:
-        """Examples that each of num_shards ranks holds; every rank computes the same list."""
+    def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
+        """Examples that each of num_shards ranks holds, in proportion to weights; every rank computes the same list."""
         num_examples = self.num_examples(split)
-        return [len(range(rank, num_examples, num_shards)) for rank in range(num_shards)]
+        places = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
+        return [len(place.share(num_examples)) for place in places]
 
     @abstractmethod
     def training(
-        self, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
+        self,
+        topology: Topology,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        steps_per_epoch: int,
+        num_examples: int | None = None,
     ) -> tf.data.Dataset:
-        """Infinite stream of full batches: images float32 [batch, h, w, c], labels int32 [batch]."""
+        """Infinite stream of batches: images float32 [batch, h, w, c], labels int32 [batch].
+
+        Batches are full; with num_examples, this rank's examples of an epoch, they are as plan.Share cuts them.
+        """
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:

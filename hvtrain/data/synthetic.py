@@ -8,9 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.decode import check_image_shape
-from hvtrain.data.pipeline import finish
+from hvtrain.data.pipeline import FOREVER, finish
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
+from hvtrain.plan import Share
 from hvtrain.topology import Topology
 
 
@@ -38,10 +39,25 @@ class Synthetic(Source):
         return self._counts.get(split, 0)
 
     def training(
-        self, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
+        self,
+        topology: Topology,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        steps_per_epoch: int,
+        num_examples: int | None = None,
     ) -> tf.data.Dataset:
         batch = self._batch(topology, batch_size, seed)
-        return finish(tf.data.Dataset.from_tensors(batch).repeat(), topology)
+        share = Share(batch_size, steps_per_epoch, num_examples or 0)
+        if share.is_full:
+            return finish(tf.data.Dataset.from_tensors(batch).repeat(), topology)
+
+        def cut(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            size = share.begin(step + 1, tf.minimum) - share.begin(step, tf.minimum)
+            return batch[0][:size], batch[1][:size]
+
+        steps = tf.data.Dataset.range(start_step, FOREVER).map(lambda step: step % share.steps)
+        return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         full, rest = divmod(len(topology.share(self.num_examples(split))), batch_size)

@@ -15,14 +15,15 @@ from hvtrain.data.pipeline import (
     BLOCK,
     FOREVER,
     ORDER,
-    check_epoch,
     derive_seed,
     finish,
     parallel_map,
+    share_of_epoch,
 )
 from hvtrain.data.source import Source, reason
 from hvtrain.data.transform import Transform
 from hvtrain.errors import DataError
+from hvtrain.plan import Share
 from hvtrain.topology import Topology
 
 INTERLEAVED_FILES = 8  # A constant: the order of examples must not depend on the machine.
@@ -71,11 +72,11 @@ class TFRecords(Source):
     def num_examples(self, split: str) -> int:
         return sum(self._counts.get(split, {}).values())
 
-    def shard_sizes(self, split: str, num_shards: int) -> list[int]:
+    def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         counts = self._counts.get(split, {})
-        return [sum(counts[path] for path in paths) for paths in self.shard_files(split, num_shards)]
+        return [sum(counts[path] for path in paths) for paths in self.shard_files(split, num_shards, weights)]
 
-    def shard_files(self, split: str, num_shards: int) -> list[list[str]]:
+    def shard_files(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[list[str]]:
         """The files of each rank. Every rank needs one for training; for evaluation it may have none."""
         counts = self._counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
@@ -83,24 +84,29 @@ class TFRecords(Source):
                 f"{self.origin} holds {len(counts)} train*.tfrecord files for {num_shards} ranks, and each rank "
                 f"reads files of its own; write at least {num_shards} files or use fewer ranks"
             )
-        return deal(counts, num_shards)
+        return deal(counts, num_shards, weights)
 
     def training(
-        self, topology: Topology, batch_size: int, seed: int, start_step: int, steps_per_epoch: int
+        self,
+        topology: Topology,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        steps_per_epoch: int,
+        num_examples: int | None = None,
     ) -> tf.data.Dataset:
         paths = self._open("train", topology)
         num_local = sum(self._counts["train"][path] for path in paths)
-        check_epoch(num_local, batch_size, steps_per_epoch, topology)
+        share = share_of_epoch(num_local, batch_size, steps_per_epoch, num_examples, topology)
         first_epoch, steps_done = divmod(start_step, steps_per_epoch)
 
-        def epoch_records(epoch: tf.Tensor) -> tf.data.Dataset:
-            records = self._shuffled(paths, seed, topology.rank, epoch).take(steps_per_epoch * batch_size)
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            records = self._shuffled(paths, seed, topology.rank, epoch).take(share.num_examples)
             # Only the first epoch of a resumed run is entered in the middle; its records stay encoded.
-            done = tf.where(epoch == first_epoch, steps_done, 0)
-            return records.skip(tf.cast(done * batch_size, tf.int64))
+            done = tf.cast(share.begin(tf.where(epoch == first_epoch, steps_done, 0), tf.minimum), tf.int64)
+            return _cut(records.skip(done), share, done)
 
-        records = tf.data.Dataset.range(first_epoch, FOREVER).flat_map(epoch_records)
-        batches = records.batch(batch_size, drop_remainder=True).enumerate(start=start_step)
+        batches = tf.data.Dataset.range(first_epoch, FOREVER).flat_map(epoch_batches).enumerate(start=start_step)
 
         def load(step: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels = self._parse(records)
@@ -119,7 +125,7 @@ class TFRecords(Source):
         return finish(parallel_map(records.batch(batch_size), load), topology)
 
     def _open(self, split: str, topology: Topology) -> list[str]:
-        paths = self.shard_files(split, topology.size)[topology.rank]
+        paths = self.shard_files(split, topology.size, topology.weights)[topology.rank]
         self._opened.update(dict.fromkeys(paths))
         return paths
 
@@ -173,6 +179,24 @@ class TFRecords(Source):
         if not 0 <= label < self.num_classes:
             raise DataError(f"label {label} is outside 0 ... {self.num_classes - 1}")
         decode(features[self._image_key], self.image_shape)
+
+
+def _cut(records: tf.data.Dataset, share: Share, begin: tf.Tensor) -> tf.data.Dataset:
+    """Batches as the share has them, from example number `begin` on."""
+    if share.is_full:
+        return records.batch(share.batch_size, drop_remainder=True)
+    begins = tf.constant([share.begin(step) for step in range(share.steps + 1)], tf.int64)
+
+    def step_of(number: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
+        return tf.searchsorted(begins, number[None], side="right", out_type=tf.int64)[0] - 1
+
+    def batch(step: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
+        return window.map(lambda number, record: record).batch(share.batch_size)
+
+    def size(step: tf.Tensor) -> tf.Tensor:
+        return begins[step + 1] - begins[step]
+
+    return records.enumerate(start=begin).group_by_window(step_of, batch, window_size_func=size)
 
 
 def write_tfrecords(dir: str | Path, split: str, images: np.ndarray, labels: np.ndarray, num_files: int) -> list[Path]:

@@ -1,33 +1,22 @@
 """Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
-    import hvtrain.keras as hvd
-
-    hvd.init()
-    model.compile(hvd.DistributedOptimizer(optimizer), loss)
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    callbacks = [
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+    ]
 
     @hvd.elastic.run
     def train(state):
-        first = state.epoch * steps + state.batch
-        model.fit(
-            batches.skip(first),
-            steps_per_epoch=steps,
-            initial_epoch=state.epoch,
-            epochs=epochs,
-            callbacks=[
-                hvd.elastic.UpdateEpochStateCallback(state),
-                hvd.elastic.UpdateBatchStateCallback(state),
-                hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
-            ],
-        )
+        data = batches.repeat().skip(state.epoch * steps + state.batch)
+        model.fit(data, steps_per_epoch=steps, initial_epoch=state.epoch, epochs=epochs, callbacks=callbacks)
 
     train(state)
 
-    horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh python train.py
-
-`run` calls train again from the last commit after a rank was lost, and from where it was after ranks joined.
-Nothing that all ranks must enter may come before it in a new rank alone: leave BroadcastGlobalVariablesCallback
-out (KerasState.sync does its work), and make models and optimizers before `run`, not in train.
+`run` calls train again: from the last commit after a rank was lost, from where it was after ranks joined.
+A rank that joins runs what stands before `run` alone, so no message between ranks may stand there. Leave
+BroadcastGlobalVariablesCallback out too: it sends once in each rank's life, and KerasState.sync does its work.
 """
 
 from __future__ import annotations
@@ -49,9 +38,12 @@ from hvtrain.keras.collectives import broadcast_variables
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
-# What TensorFlow says when a message between ranks broke: the name of the operation, or Horovod's own words.
-# Not the bare word Horovod: a traceback out of the user's data function may hold it in the name of a folder.
-_LOST = re.compile(r"Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)|Horovod has been shut down")
+# What TensorFlow says when a message between ranks broke: the words of Horovod, Gloo or NCCL, or the operation's
+# type. Not the bare word Horovod: a traceback out of the user's data function may hold it in the name of a folder.
+_LOST = re.compile(
+    r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
+    r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
+)
 
 # Set as model.stop_training to end an epoch early. True to Keras, and no other callback sets this very object.
 _END_OF_EPOCH = "end of the epoch that was begun before the reset"
@@ -96,7 +88,7 @@ class KerasState(ObjectState):
     """All that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
 
     Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions anew, because
-    the number of ranks is written into the graph; a tf.function of your own you must make anew yourself.
+    the number of ranks is written into the graph; make a tf.function of your own anew in train.
 
     Args:
         model: a built Keras model.
@@ -157,9 +149,9 @@ class KerasState(ObjectState):
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
 
-    It does so just before what comes next, the following batch or epoch or the end of fit: then all callbacks,
-    in whatever order, have written into the state, and a commit never lies between an epoch's last batch
-    and its end, from where an epoch would be left without batches.
+    It does so just before what comes next: the following batch or epoch, or the end of fit. Then all callbacks,
+    in whatever order, have written into the state; and no commit lies between an epoch's last batch and its
+    end, where fit would have to go on with an epoch of no batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -196,8 +188,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def _commit_epoch(self) -> None:
         if self._epoch_ended:
-            self._epoch_ended = False
-            self.batches_remaining = self.batches_per_commit
+            self._epoch_ended, self.batches_remaining = False, self.batches_per_commit
             self.commit()
 
 
@@ -207,9 +198,9 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     (Upstream keeps the index of the last batch since the reset: one batch would be repeated, and a second reset
     in the same epoch would forget what was done before the first.)
 
-    The first epoch after a reset ends after the batches that it has left, at least one. Give fit the
-    steps_per_epoch of a whole epoch; the data it gets must begin at batch number state.batch. Where the new
-    number of ranks means other steps in an epoch, scale state.batch before fit.
+    The first epoch after a reset has only the steps that are left of it, at least one. Give fit the
+    steps_per_epoch of a whole epoch, and data that begin at batch number state.batch. Where another number of
+    ranks means other steps in an epoch, scale state.batch before fit.
 
     Raises ValueError at the start of fit where Keras does not know the steps in an epoch.
     """

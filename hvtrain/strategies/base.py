@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import keras
 import numpy as np
@@ -19,6 +19,30 @@ from hvtrain.plan import StepPlan
 from hvtrain.topology import Topology
 
 T = TypeVar("T")
+
+
+class WeightCheck(Protocol):
+    """Compares weights over the ranks; num_checks says how often it did."""
+
+    num_checks: int
+
+    def __call__(self, when: str, everything: bool = False) -> None:
+        """Raises RankError when trained weights (or everything) differ between ranks (every rank)."""
+
+    def level(self) -> None:
+        """Gives weights that no gradient touches one value on all ranks (every rank)."""
+
+
+class NoWeightCheck:
+    """One process's weights are equal."""
+
+    num_checks = 0
+
+    def __call__(self, when: str, everything: bool = False) -> None:
+        pass
+
+    def level(self) -> None:
+        pass
 
 
 class Strategy:
@@ -42,9 +66,19 @@ class Strategy:
         """The context in which the model is built. Not collective."""
         return nullcontext()
 
-    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """The optimizer that steps on all ranks' gradients. Not collective."""
+    def distribute(
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
+    ) -> keras.optimizers.Optimizer:
+        """The optimizer that steps on all ranks' gradients, if wished on finite ones only. Not collective."""
         return optimizer
+
+    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
+        """The ranks whose gradient was not finite, when that is what a step failed for. Not collective."""
+        return []
+
+    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
+        """What compares the model over the ranks, where enabled. Not collective."""
+        return NoWeightCheck()
 
     def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
         """Reductions that ran so far. Not collective."""
@@ -52,6 +86,10 @@ class Strategy:
 
     def callbacks(self) -> list[keras.callbacks.Callback]:
         """What must run in every training of this strategy, before all other callbacks. Not collective."""
+        return []
+
+    def agreement(self) -> list[keras.callbacks.Callback]:
+        """What makes a wish to stop of one rank everyone's, after all callbacks that may wish it. Not collective."""
         return []
 
     def broadcast_model(self, model: keras.Model) -> None:
@@ -102,7 +140,7 @@ class Strategy:
         """Trains from start_step to the end of the plan; batches_from(step) is endless and begins at that step."""
         stretches = plan.stretches(start_step)
         for stretch in stretches:
-            keeper = _keeper_of_weights(model) if stretch is not stretches[-1] else []
+            keeper = [_WeightsAtEpochEnd()] if stretch is not stretches[-1] else []
             model.fit(
                 batches_from(stretch.first_step),
                 initial_epoch=stretch.initial_epoch,
@@ -122,19 +160,17 @@ class Strategy:
 
 
 class _WeightsAtEpochEnd(keras.callbacks.Callback):
-    """Keeps the weights as they are after an epoch; Keras's fit then overwrites them with their moving average."""
+    """Keeps the weights as they are after an epoch.
+
+    A run is one training though it may take several calls of fit. At the end of each, Keras overwrites weights with
+    their moving average (EMA), or with the best ones (EarlyStopping); that counts at the end of the run alone.
+    """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.weights = self.model.get_weights()
 
     def restore(self) -> None:
         self.model.set_weights(self.weights)
-
-
-def _keeper_of_weights(model: keras.Model) -> list[_WeightsAtEpochEnd]:
-    """A run is one training though it may take several calls of fit: the average counts at its end alone."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return [_WeightsAtEpochEnd()] if optimizer.use_ema else []
 
 
 def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:

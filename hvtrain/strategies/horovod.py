@@ -10,7 +10,7 @@ import numpy as np
 
 import hvtrain.keras as hvd
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.topology import Topology
 
 
@@ -44,14 +44,25 @@ class HorovodStrategy(Strategy):
             return "Horovod, alone"
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
 
-    def distribute(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        return hvd.DistributedOptimizer(optimizer, compression=self.compression)
+    def distribute(
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
+    ) -> keras.optimizers.Optimizer:
+        return hvd.DistributedOptimizer(optimizer, compression=self.compression, check_finite=check_finite)
+
+    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
+        return hvd.ranks_at_fault(optimizer) if hvd.NOT_FINITE in str(error) else []
+
+    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
+        return hvd.WeightCheck(model, enabled)
 
     def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
         return hvd.num_reductions(optimizer)
 
     def callbacks(self) -> list[keras.callbacks.Callback]:
         return [hvd.ReductionCheckCallback()]
+
+    def agreement(self) -> list[keras.callbacks.Callback]:
+        return [hvd.StopTogetherCallback()]
 
     def broadcast_model(self, model: keras.Model) -> None:
         hvd.broadcast_model(model)

@@ -21,18 +21,19 @@ class ReductionCheckCallback(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._before: int | None = None
+        self._first = 0
         self._checked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._before is None:
             self._before = num_reductions(self.model.optimizer)
+            self._first = int(self.model.optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._checked or hvd.size() == 1:
             return
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        # With accumulation only each k-th batch changes weights; iterations count batches.
-        if int(optimizer.iterations.numpy()) % (optimizer.gradient_accumulation_steps or 1):
+        # Batches that only accumulate, and those that an overflow skips, do not count.
+        if int(self.model.optimizer.iterations.numpy()) == self._first:
             return
         self._checked = True
         if num_reductions(self.model.optimizer) == self._before:

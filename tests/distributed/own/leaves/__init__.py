@@ -54,7 +54,7 @@ class FailsAtStep(keras.layers.Layer):
 class ForgetsToReduce(HorovodStrategy):
     """What Horovod's own optimizer does on Keras 3."""
 
-    def distribute(self, optimizer):
+    def distribute(self, optimizer, check_finite=False):
         return optimizer
 
 

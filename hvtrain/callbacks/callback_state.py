@@ -1,0 +1,65 @@
+"""What callbacks remember (patience, best value) survives a resume, and the calls of fit that make up one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+# What Keras's EarlyStopping, ReduceLROnPlateau and their like count, and reset whenever a fit begins.
+NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
+
+Saved = dict[str, dict[str, Any]]
+
+
+class CallbackState(keras.callbacks.Callback):
+    """Keeps what the given callbacks know, and gives it back when training begins again (every rank).
+
+    Numbers go into the checkpoint's meta and best_weights among its arrays; nothing else is kept. The factor on
+    the learning rate belongs to it, since callbacks set it. Put it after those callbacks.
+    """
+
+    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+        self._saved = saved
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for name, values in self._saved.items():
+            if name in self._callbacks:
+                vars(self._callbacks[name]).update(values)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._saved = {name: {**state, **self._weights(name)} for name, state in self.numbers().items()}
+
+    def numbers(self) -> Saved:
+        """Callback's name -> its numbers."""
+        held = {name: vars(callback) for name, callback in self._callbacks.items()}
+        return {
+            name: {key: float(values[key]) for key in NUMBERS if values.get(key) is not None}
+            for name, values in held.items()
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The best weights that callbacks hold, by the keys that `saved_state` reads."""
+        return {
+            f"callback/{name}/{index:04d}": weight
+            for name in self._callbacks
+            for index, weight in enumerate(self._weights(name).get("best_weights", []))
+        }
+
+    def _weights(self, name: str) -> dict[str, list[np.ndarray]]:
+        weights = getattr(self._callbacks[name], "best_weights", None)
+        return {"best_weights": weights} if weights else {}
+
+
+def saved_state(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> Saved:
+    """What `numbers` and `arrays` gave a checkpoint."""
+    saved: Saved = {name: dict(numbers) for name, numbers in meta.get("callbacks", {}).items()}
+    for name, values in saved.items():
+        prefix = f"callback/{name}/"
+        weights = [arrays[key] for key in sorted(arrays) if key.startswith(prefix)]
+        if weights:
+            values["best_weights"] = weights
+    return saved

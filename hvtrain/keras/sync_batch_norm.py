@@ -1,0 +1,152 @@
+"""SyncBatchNormalization: batch normalization over the batches of all ranks.
+
+Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from it, and count
+go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Sums of squares, which Horovod's layer
+for Keras 2 reduces, lose the variance where the mean is large: all digits are gone at 3000 standard deviations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvtrain.keras.reduction import new_count
+
+_count: list[tf.Variable] = []
+
+
+@keras.saving.register_keras_serializable(package="hvtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """keras.layers.BatchNormalization whose mean and variance in training are those of all ranks' batches together.
+
+    In training each call is collective, forward and backward: every rank must make it, as often and in the same
+    order; batches may differ in size, down to empty ones. Inference, and one rank, are Keras's. Outputs, gradients
+    and moving statistics are those of one process on the joint batch where the gradients are averaged over the
+    ranks (DistributedOptimizer) and each rank's loss is the mean over its batch (for batches that differ in size,
+    times its size * number of ranks / size of the joint batch).
+
+    Arguments are those of Keras's layer; fused stands first because Horovod's layer has it there. Compile with
+    jit_compile="auto" (the default, which leaves XLA out because of this layer) or False.
+
+    Raises:
+        ValueError: fused=True or None, or synchronized=True.
+    """
+
+    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise ValueError(f"fused={fused} came: a fused kernel sees one rank only; leave fused out")
+        if kwargs.get("synchronized"):
+            raise ValueError(
+                "synchronized=True is for tf.distribute; this layer always synchronises through Horovod, leave it out"
+            )
+        super().__init__(**kwargs)
+        self.supports_jit = False
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Where Keras's layer takes its moments; inputs are float32 or float64 already, under any policy."""
+        if hvd.size() == 1:
+            return super()._moments(inputs, mask)
+        axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]
+        mean, deviations, count = local_moments(inputs, mask, axes)
+        rows = _rows_of_all_ranks(tf.concat([mean, deviations, count], axis=0))
+        mean, variance = combine(rows, inputs.shape[self.axis])
+        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+
+
+def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
+    """Mean, sum of squared deviations and count of this rank's batch; of no elements they are zero.
+
+    The first two have one value for each channel. The count has one for all, with a mask one for each: a mask
+    lacks the last axis only, so that over channels first it may leave other positions to each channel.
+    """
+    zero = tf.zeros([], inputs.dtype)
+    used = None
+    if mask is None:
+        total = tf.reduce_sum(inputs, axes)
+        num_elements = tf.reduce_prod(tf.gather(tf.shape(inputs, out_type=tf.int64), axes), keepdims=True)
+        count = tf.cast(num_elements, inputs.dtype)
+    else:
+        used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+        total = tf.reduce_sum(tf.where(used, inputs, zero), axes)
+        count = tf.reduce_sum(tf.cast(used, inputs.dtype), axes)
+    mean = tf.math.divide_no_nan(total, count)
+    differences = inputs - tf.reshape(mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))])
+    if used is not None:
+        differences = tf.where(used, differences, zero)
+    return mean, tf.reduce_sum(tf.square(differences), axes), count
+
+
+def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
+    """Mean and (biased) variance of each channel, from rows of mean, sum of squared deviations and count.
+
+    In float64, which costs nothing on a few values: all ranks' rounding then is that of one mean.
+    """
+    rows = tf.cast(rows, tf.float64)
+    means, deviations, counts = tf.split(rows, [num_channels, num_channels, -1], axis=1)
+    count = tf.reduce_sum(counts, axis=0)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), count)
+    deviation = tf.reduce_sum(deviations + counts * tf.square(means - mean), axis=0)
+    return mean, tf.math.divide_no_nan(deviation, count)
+
+
+@tf.custom_gradient
+def _rows_of_all_ranks(row: Any) -> Any:
+    """A matrix of all ranks' rows, the same on all ranks; it goes as a sum of matrices that are zero elsewhere.
+
+    Not as an allgather: that fails where a rank has joined (hvd.join), whose row is zeros here, a count of 0.
+    """
+    rank = hvd.rank()
+    rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
+    return _sum_over_ranks(rows), _own_row_of_sum
+
+
+@tf.custom_gradient
+def _own_row_of_sum(gradients: Any) -> Any:
+    """The gradient of _rows_of_all_ranks, and the other way round, so that higher derivatives are right too.
+
+    A sum, not a mean: what each rank's row did to the losses of all ranks. Each rank's gradient is then that of
+    the sum of all losses, and the mean over ranks that the optimizer takes is that of their mean.
+    """
+    return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
+
+
+def _sum_over_ranks(tensor: Any) -> Any:
+    total = hvd.allreduce(tensor, op=hvd.Sum, name=_name(), ignore_name_scope=True)
+    # A tf.function that is called twice in one graph has each of its names there twice. Functions that write the
+    # same variable run one after the other, in the order of the program: on all ranks the same sum comes first.
+    with tf.control_dependencies([total]):
+        _counter().assign_add(1)
+    return total
+
+
+def num_synchronisations() -> int:
+    """Sums over ranks, forward and backward, that this rank's layers ran so far, counted in the graph."""
+    return int(_counter().numpy())
+
+
+def _counter() -> tf.Variable:
+    if not _count:
+        _count.append(new_count())
+    return _count[0]
+
+
+def _name() -> str:
+    """By the place in the outermost graph that is being traced, forward and backward in one count.
+
+    Horovod pairs tensors of different ranks by name. A name from Keras's would differ where one rank has made
+    more layers than another, as would the one that Horovod's registered gradient makes; a name for each layer
+    would be there twice at once where a model uses the layer twice. The place in the graph is the same on all
+    ranks, in each trace. Operations outside of graphs run one after the other and can share a name.
+    """
+    if tf.executing_eagerly():
+        return "hvtrain_sync_batch_norm"
+    graph = tf.compat.v1.get_default_graph()
+    # Bodies of loops and branches are graphs of other classes; the graph around the outermost has no outer one.
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    number = getattr(graph, "_hvtrain_sync_batch_norms", 0)
+    graph._hvtrain_sync_batch_norms = number + 1
+    return f"hvtrain_sync_batch_norm_{number}"
