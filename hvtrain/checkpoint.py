@@ -143,7 +143,7 @@ def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
     """
     state = {f"seed/{index:04d}": variable.numpy() for index, variable in enumerate(_seeds(model))}
     state.update({f"metric/{index:04d}": v.numpy() for index, v in enumerate(model.metrics_variables)})
-    factor = _rate_factor(model)
+    factor = rate_factor(model)
     if factor is not None:
         state["rate/factor"] = factor.numpy()
     return state
@@ -151,7 +151,7 @@ def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
 
 def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
     """Sets the seeds and the factor on the learning rate that rank_state saved; seeds that it does not know stay."""
-    factor = _rate_factor(model)
+    factor = rate_factor(model)
     if factor is not None and "rate/factor" in state:
         factor.assign(state["rate/factor"])
     for index, variable in enumerate(_seeds(model)):
@@ -195,7 +195,7 @@ def _seeds(model: keras.Model) -> list[Any]:
     return [variable for variable in model.variables if id(variable) not in weights]
 
 
-def _rate_factor(model: keras.Model) -> Any:
+def rate_factor(model: keras.Model) -> Any:
     """The variable by which callbacks change the scheduled rate, if the optimizer's rate has one."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return getattr(optimizer._learning_rate, "factor", None)

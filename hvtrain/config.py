@@ -110,9 +110,9 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     for name, callback in config.callbacks.items():
         _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
     config.optimizer["learning_rate"] = _base_learning_rate(config.optimizer)
-    uneven = config.dataset.setdefault("uneven", UNEVEN[0])
-    if uneven not in UNEVEN:
-        raise ConfigError(f"dataset.uneven={uneven} is not one of {', '.join(UNEVEN)}")
+    config.dataset = {"uneven": UNEVEN[0], **config.dataset}
+    if config.dataset["uneven"] not in UNEVEN:
+        raise ConfigError(f"dataset.uneven={config.dataset['uneven']} is not one of {', '.join(UNEVEN)}")
     if config.train.max_time is not None:
         seconds(config.train.max_time)
     return config

@@ -45,7 +45,7 @@ def header(
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
-        "devices": _device_map(strategy.devices()),
+        "devices": device_map(strategy.devices()),
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
@@ -62,7 +62,7 @@ def header(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
 
 
-def _device_map(devices: list[str]) -> str:
+def device_map(devices: list[str]) -> str:
     """Ranks and their devices, the ranks of one device together: "0-3 s1 CPU"."""
     ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):

@@ -167,13 +167,13 @@ def make_plan(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
             f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
         )
-    for examples, batch in zip(shard_sizes, batch_sizes):
-        if batch > examples:
-            raise ConfigError(
-                f"train.batch_size={batch} exceeds the {examples} examples of a rank "
-                f"({total} of {dataset_name} over {size} ranks); "
-                f"lower train.batch_size to at most {examples} or use fewer ranks"
-            )
+    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"({total} of {dataset_name} over {size} ranks); "
+            f"lower train.batch_size to at most {examples} or use fewer ranks"
+        )
     full = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
     shares = tuple(Share(batch, full) for batch in batch_sizes)
     left_out = total - full * sum(batch_sizes)

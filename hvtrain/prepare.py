@@ -19,8 +19,9 @@ from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.header import versions
 from hvtrain.instantiate import build
 from hvtrain.learning_rate import LearningRate
-from hvtrain.plan import StepPlan
+from hvtrain.plan import StepPlan, make_plan, size_of_each_rank
 from hvtrain.strategies.base import Strategy
+from hvtrain.topology import reduced
 from hvtrain.weighting import RankWeighted
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,19 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     keras.config.set_dtype_policy(config.train.precision)
+
+
+def open_data(config: RunConfig, strategy: Strategy) -> tuple[Source, StepPlan]:
+    """The data set, and the plan that its size makes; the strategy's topology gets the weights (every rank)."""
+    settings = {name: value for name, value in config.dataset.items() if name != "uneven"}
+    source: Source = strategy.together(lambda: build("dataset", settings))
+    batch_sizes = size_of_each_rank(config.train.batch_size, strategy.gather(strategy.topology.host))
+    weights = reduced(batch_sizes)
+    shards = strategy.together(lambda: source.shard_sizes("train", strategy.topology.size, weights))
+    rate = config.optimizer["learning_rate"]
+    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
+    strategy.topology = replace(strategy.topology, weights=weights)
+    return source, plan
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:

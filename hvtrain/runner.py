@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -24,6 +23,7 @@ from hvtrain.callbacks.progress import Progress, verbosity
 from hvtrain.callbacks.proof import Proof, in_words
 from hvtrain.callbacks.recording import Recording
 from hvtrain.callbacks.resumed_metrics import ResumedMetrics
+from hvtrain.callbacks.same_logs import SameLogs
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig, to_dict
@@ -31,12 +31,12 @@ from hvtrain.data.source import Source
 from hvtrain.errors import StorageError, TrainingError
 from hvtrain.header import header, versions
 from hvtrain.instantiate import build
-from hvtrain.plan import StepPlan, make_plan, size_of_each_rank
 from hvtrain.prepare import (
     Start,
     build_model,
     checkpoint_meta,
     compile_model,
+    open_data,
     open_run_folder,
     own_callbacks,
     resume,
@@ -45,7 +45,7 @@ from hvtrain.prepare import (
 from hvtrain.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.sameness import check_first_batches, check_same_run
 from hvtrain.strategies.base import Strategy
-from hvtrain.topology import Topology, reduced
+from hvtrain.topology import Topology
 from hvtrain.weighting import weigh
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     seed_everything(config, topology.rank)
 
     source, plan = open_data(config, strategy)
-    topology = strategy.topology = replace(topology, weights=reduced(plan.batch_sizes))
+    topology = strategy.topology
     with strategy.scope():
         model = strategy.together(lambda: build_model(config, source, plan, strategy))
     start = resume(config, folder, model, plan, strategy)
@@ -139,17 +139,6 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     return record
 
 
-def open_data(config: RunConfig, strategy: Strategy) -> tuple[Source, StepPlan]:
-    """The data set, and the plan that its size makes (every rank)."""
-    settings = {name: value for name, value in config.dataset.items() if name != "uneven"}
-    source: Source = strategy.together(lambda: build("dataset", settings))
-    batch_sizes = size_of_each_rank(config.train.batch_size, strategy.gather(strategy.topology.host))
-    weights = reduced(batch_sizes)
-    shards = strategy.together(lambda: source.shard_sizes("train", strategy.topology.size, weights))
-    rate = config.optimizer["learning_rate"]
-    return source, make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
-
-
 def leave(strategy: Strategy) -> None:
     """Tells the other ranks that this one fails, so that none waits for it; gives up after two seconds."""
     farewell = threading.Thread(target=strategy.stop, daemon=True)
@@ -211,8 +200,8 @@ def make_callbacks(
         validation = Validation(dataset, strategy, position, *every, weights)
         callbacks.append(validation)
     own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief))
-    state = CallbackState(own, start.callbacks)
-    callbacks += [*own.values(), max_time, state, *strategy.agreement()]
+    state = CallbackState(own, start.callbacks, strategy)
+    callbacks += [SameLogs(strategy), *own.values(), max_time, state, *strategy.agreement()]
     meta = checkpoint_meta(config, position.plan)
     saving = (folder / "checkpoints", config.checkpoint, meta, strategy, position, validation, weights, state, max_time)
     callbacks.append(Checkpointing(*saving))

@@ -58,7 +58,7 @@ def test_seeds_of_dropout_come_back(tmp_path):
     other = model(seed=5)
     newest, _ = checkpoint.read_newest(tmp_path)
     checkpoint.restore(newest, other)
-    checkpoint.restore_seeds(newest.rank_state(0), other)
+    checkpoint.restore_rank(newest.rank_state(0), other)
     assert np.array_equal(other(np.ones((1, 4)), training=True).numpy(), expected)
 
 

@@ -7,11 +7,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from hvtrain.__main__ import CONFIGS, _schema
+from hvtrain.composition import CONFIGS, schema
 from hvtrain.config import GROUPS, from_dict
 from hvtrain.instantiate import build
 
-CHOICES = {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in (*GROUPS, "experiment")}
+CHOICES = {
+    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    for group in (*GROUPS, "callbacks", "experiment")
+}
 # What a choice leaves to the user to say.
 REQUIRED = {
     "application": ["model.name=MobileNetV2"],
@@ -21,7 +24,7 @@ REQUIRED = {
 
 
 def composed(*words):
-    ConfigStore.instance().store("hvtrain_schema", _schema())
+    ConfigStore.instance().store("hvtrain_schema", schema())
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return from_dict(OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True))
 

@@ -7,6 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvtrain.checkpoint import rate_factor
+from hvtrain.strategies.base import Strategy
+
 # What Keras's EarlyStopping, ReduceLROnPlateau and their like count, and reset whenever a fit begins.
 NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
@@ -16,14 +19,17 @@ Saved = dict[str, dict[str, Any]]
 class CallbackState(keras.callbacks.Callback):
     """Keeps what the given callbacks know, and gives it back when training begins again (every rank).
 
+    On all ranks the learning rate is then the chief's.
+
     Numbers go into the checkpoint's meta and best_weights among its arrays; nothing else is kept. The factor on
     the learning rate belongs to it, since callbacks set it. Put it after those callbacks.
     """
 
-    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved) -> None:
+    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved, strategy: Strategy) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._saved = saved
+        self._strategy = strategy
 
     def on_train_begin(self, logs: Any = None) -> None:
         for name, values in self._saved.items():
@@ -31,6 +37,9 @@ class CallbackState(keras.callbacks.Callback):
                 vars(self._callbacks[name]).update(values)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        factor = rate_factor(self.model)
+        if self._callbacks and factor is not None:
+            factor.assign(self._strategy.broadcast(float(factor)))  # Ranks with other rates would drift apart.
         self._saved = {name: {**state, **self._weights(name)} for name, state in self.numbers().items()}
 
     def numbers(self) -> Saved:

@@ -36,7 +36,7 @@ class Guard(keras.callbacks.Callback):
         own = float(self.model.get_metrics_result()["loss"])
         ranks = [rank for rank, fine in enumerate(self.strategy.gather(math.isfinite(own))) if not fine]
         raise TrainingError(
-            f"the loss of epoch {epoch + 1}, is not finite (step {self.position.step:,}) on {named(ranks)}; {ADVICE}"
+            f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; {ADVICE}"
         )
 
 

@@ -46,7 +46,7 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import ProcessSet
 
-from hvtrain.keras import callbacks
+from hvtrain.keras import callbacks, elastic
 from hvtrain.keras.callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
@@ -79,6 +79,7 @@ from hvtrain.keras.optimizer import (
 )
 from hvtrain.keras.process import init
 from hvtrain.keras.saving import load_model
+from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "ReductionCheckCallback",
     "StopTogetherCallback",
     "Sum",
+    "SyncBatchNormalization",
     "WeightCheck",
     "WeightCheckCallback",
     "add_process_set",
@@ -120,6 +122,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "fingerprint",
     "global_process_set",
     "gloo_built",

@@ -1,11 +1,8 @@
 """Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-    callbacks = [
-        hvd.elastic.UpdateEpochStateCallback(state),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
-    ]
+    updates = [hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
+    callbacks = [*updates, hvd.elastic.CommitStateCallback(state, batches_per_commit=100)]
 
     @hvd.elastic.run
     def train(state):
@@ -17,6 +14,7 @@
 `run` calls train again: from the last commit after a rank was lost, from where it was after ranks joined.
 A rank that joins runs what stands before `run` alone, so no message between ranks may stand there. Leave
 BroadcastGlobalVariablesCallback out too: it sends once in each rank's life, and KerasState.sync does its work.
+Make all optimizers there, not in train: messages are named by the order in which a rank made its optimizers.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restart() -> None:
-    # Not hvtrain's init: it compares with the number of ranks at the launch, which is no longer the one wanted.
+    # Not hvtrain's own init, which wants the number of ranks of the launch.
     hvd.shutdown()
     hvd.init()
 
@@ -91,13 +89,10 @@ class KerasState(ObjectState):
     the number of ranks is written into the graph; make a tf.function of your own anew in train.
 
     Args:
-        model: a built Keras model.
+        model: a Keras model; ValueError when it is not built and so has no weights yet.
         optimizer: default: the one that the model is compiled with.
         kwargs: further values to keep and to sync, attributes of this object from now on, such as batch=0,
             epoch=0. They are copied at each commit, so a list that grew since is cut back by restore.
-
-    Raises:
-        ValueError: the model has no weights yet.
     """
 
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
@@ -121,13 +116,13 @@ class KerasState(ObjectState):
         """Undoes all changes since the last commit, to the bit."""
         for variable, value in zip(self._variables(), self._saved_values, strict=True):
             variable.assign(value)
-        self._set(copy.deepcopy(self._saved_state))
+        self.__dict__.update(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
         """Sets everything to what rank 0 has now, and saves it (every rank)."""
         with _lost_ranks_told():
             broadcast_variables(self._variables(), root_rank=0)
-            self._set(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
+            self.__dict__.update(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
         self.save()
 
     def reset(self) -> None:
@@ -140,10 +135,6 @@ class KerasState(ObjectState):
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
-
-    def _set(self, attributes: dict[str, Any]) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
 
 
 class CommitStateCallback(keras.callbacks.Callback):

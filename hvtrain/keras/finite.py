@@ -23,7 +23,9 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
-            self._at_fault = tf.Variable(tf.zeros([hvd.size()], tf.int32), trainable=False, name="at_fault")
+            # Of any length: in an elastic job the number of ranks changes.
+            nobody = tf.zeros([hvd.size()], tf.int32)
+            self._at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
 
     @property
     def ranks(self) -> list[int]:

@@ -38,12 +38,14 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises RankError when the launcher started several ranks and this one finds itself alone.
     """
+    # In an elastic job ranks come and go, and the launcher's number may be old already.
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = launched_size()
-    if expected is None:
+    if expected is None and not elastic:
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
     hvd.init(*args, **kwargs)
-    if expected is not None and expected > 1 and hvd.size() == 1:
+    if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
         settings = ", ".join(
             f"{name}={os.environ[name]}"
             for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")

@@ -1,8 +1,8 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
 Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from it, and count
-go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Sums of squares, which Horovod's layer
-for Keras 2 reduces, lose the variance where the mean is large: all digits are gone at 3000 standard deviations.
+go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of squares, which Horovod's layer for
+Keras 2 reduces, lose the variance where the mean is large: at thousands of standard deviations no digit is left.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def _name() -> str:
     if tf.executing_eagerly():
         return "hvtrain_tape"
     graph = tf.compat.v1.get_default_graph()
-    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+    # Up to the outermost function: bodies of loops and branches are graphs of their own.
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = getattr(graph, "_hvtrain_tapes", 0)
     graph._hvtrain_tapes = number + 1

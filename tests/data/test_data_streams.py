@@ -116,3 +116,42 @@ def test_augmentation_differs_from_step_to_step_and_leaves_evaluation_alone(kind
     first, second = (set(images_of(source.training(Topology(), 8, 1, step, 1), 1)) for step in (0, 1))
     assert len(first - second) > 4
     assert sorted(images_of(source.evaluation("test", Topology(), 8))) == sorted(scaled(random_images(8, seed=1)[0]))
+
+
+@every_kind
+def test_padded_epochs_read_each_example_once_in_short_last_batches(kind, make_source):
+    # 12 and 11 examples in steps of up to 5: 5, 5, 2 and 5, 5, 1.
+    source = make_source(kind, 23)
+    sizes = source.shard_sizes("train", 2)
+    read = []
+    for rank, size in enumerate(sizes):
+        stream = source.training(Topology(rank, 2), 5, 1, 0, 3, num_examples=size)
+        first, second = (list(stream.skip(epoch * 3).take(3).as_numpy_iterator()) for epoch in (0, 1))
+        expected = [5, 5, size - 10] if size > 10 else [5, 4, 1]  # Files are dealt whole, so shards of them differ.
+        assert [len(labels) for _, labels in first] == [len(labels) for _, labels in second] == expected
+        read.append([image.tobytes() for images, _ in first for image in images])
+    assert sorted(joined(read)) == sorted(scaled(random_images(23)[0]))
+
+
+@every_kind
+@pytest.mark.parametrize("start_step", [2, 4])
+def test_a_padded_stream_goes_on_in_the_middle(kind, start_step, make_source):
+    source = make_source(kind, 23, shift_pixels=1, flip=True)
+    size = source.shard_sizes("train", 2)[1]
+    whole = list(source.training(Topology(1, 2), 5, 5, 0, 3, size).take(7).as_numpy_iterator())
+    tail = list(source.training(Topology(1, 2), 5, 5, start_step, 3, size).take(7 - start_step).as_numpy_iterator())
+    for (images, labels), (tail_images, tail_labels) in zip(whole[start_step:], tail, strict=True):
+        np.testing.assert_array_equal(images, tail_images)
+        np.testing.assert_array_equal(labels, tail_labels)
+
+
+@every_kind
+def test_weighted_shards_are_disjoint_and_complete(kind, make_source):
+    source = make_source(kind, 23)
+    sizes = source.shard_sizes("train", 2, weights=(3, 1))
+    assert sizes[0] > 2 * sizes[1]
+    shards = [
+        images_of(source.training(Topology(rank, 2, weights=(3, 1)), 1, 1, 0, size), size)
+        for rank, size in enumerate(sizes)
+    ]
+    assert sorted(joined(shards)) == sorted(scaled(random_images(23)[0]))

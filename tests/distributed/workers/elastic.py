@@ -1,6 +1,6 @@
 """Runs on each rank: hvtrain.keras.elastic. argv: folder for the JSON that each rank leaves, scenario.
 
-alone and static start under any launcher, lose (3 ranks) and grow (1 rank) under the elastic one.
+alone and static start under any launcher; heir and exchange on 2 ranks under the elastic one.
 """
 
 import json
@@ -19,14 +19,14 @@ import hvtrain.keras as hvd
 from hvtrain.keras import elastic
 
 FOLDER, SCENARIO = Path(sys.argv[1]), sys.argv[2]
-signal.alarm(100)  # whatever hangs ends
+signal.alarm(140)  # whatever hangs ends
 
 STEPS, EPOCHS, COMMIT = 10, 3, 4  # commits after 4, 8, 10, 14, ... batches
-KILLS = {3: (7, 1), 2: (17, 0)}  # with so many ranks, before that step, that rank
+KILLS = {"exchange": (7, 1), "heir": (17, 0)}  # before that step, that rank
 RNG = np.random.default_rng(5)
 # A batch of 8 for each step and rank; steps beyond the last begin again.
-X = RNG.normal(size=(64, 3, 8, 4)).astype("float32")
-Y = RNG.integers(0, 3, (64, 3, 8))
+X = RNG.normal(size=(64, 2, 8, 4)).astype("float32")
+Y = RNG.integers(0, 3, (64, 2, 8))
 
 
 def net(seed, optimizer, **extra):
@@ -71,16 +71,14 @@ class Story(keras.callbacks.Callback):
         self.state.sizes.append(hvd.size())
 
 
-def kill(state, model):
-    if KILLS.get(hvd.size()) == (len(state.sizes), hvd.rank()):
+def exchange_ranks(state, model):
+    """Kills the rank whose turn it is; a rank that is alone asks for another."""
+    if hvd.size() == 2 and (len(state.sizes), hvd.rank()) == KILLS[SCENARIO]:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def grow(state, model):
-    if hvd.size() == 1:
+    if hvd.size() == 1 and SCENARIO == "exchange":
         time.sleep(0.1)
         if len(state.sizes) == 7:
-            (FOLDER / "hosts").write_text("localhost:1\n127.0.0.1:1\n")
+            (FOLDER / "hosts").write_text("localhost:1\n127.0.0.1:1\nLocalhost:1\n")
 
 
 def trained(state, begun, before=lambda state, model: None, extra=(), epochs=EPOCHS):
@@ -108,15 +106,16 @@ def new_state(seed):
 
 def lost_or_joined():
     """A whole training in which ranks go or come."""
+    # Seeds differ, so that weights are equal only where they were sent.
     state, begun = new_state(hvd.rank()), []
-    if SCENARIO == "grow":
-        last = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: stop_when_grown(state))
-        trained(state, begun, grow, [last], epochs=1000)
-        otherwise = [1] * len(state.sizes)
+    if SCENARIO == "exchange":
+        # The end is counted from where the new rank joined, which is a matter of seconds.
+        stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: stop_when_grown(state))
+        trained(state, begun, exchange_ranks, [stop], epochs=1000)
     else:
-        trained(state, begun, kill)
-        # What the weights would be without the way back to the commit.
-        otherwise = [3] * 7 + [2] * 10 + [1] * 13
+        trained(state, begun, exchange_ranks)
+    # What the weights would be had the survivor not gone back to the commit.
+    otherwise = [2] * KILLS[SCENARIO][0] + state.sizes[KILLS[SCENARIO][0] :]
     final = everything(state.model)
     return {
         "begun": begun,
@@ -129,7 +128,7 @@ def lost_or_joined():
 
 
 def stop_when_grown(state):
-    if state.sizes.count(2) == 13:
+    if state.sizes[-9:] == [2] * 9:
         state.model.stop_training = True
 
 

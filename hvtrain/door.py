@@ -1,0 +1,57 @@
+"""What every command of hvtrain does around its work: help, one line for an error, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from hvtrain import console
+from hvtrain.errors import UserError
+
+SECONDS_TO_EXIT = 4.0
+
+
+def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
+    """Does the work and exits with its code: 0 done, 2 bad input, 130 interrupted, 1 anything else."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(help_text())
+        return
+    code = 1
+    rank = console.launched_rank()
+    try:
+        code = work()
+    except KeyboardInterrupt:
+        console.say_error("interrupted; the same line with the same run.dir goes on from the newest checkpoint", rank)
+        code = 130
+    except UserError as error:
+        if any(word == "debug=true" for word in map(str.lower, sys.argv)):
+            traceback.print_exc()
+        console.say_error(" ".join(str(error).split()), rank)
+        code = 2
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        _say_failure(error, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # At exit Horovod may wait for ranks that wait for this one; not for longer than this.
+        last_resort = threading.Timer(SECONDS_TO_EXIT, os._exit, [code])
+        last_resort.daemon = True
+        last_resort.start()
+        sys.exit(code)
+
+
+def _say_failure(error: BaseException, rank: int) -> None:
+    """A defect: its traceback. On ranks that only lost the others, one line, after those had time to speak."""
+    if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
+        console.say_error("stopped because another rank did; its message stands above", max(rank, 1))
+        return
+    traceback.print_exc()
+    summary = str(error).strip().partition("\n")[0]
+    place = f"rank {rank} on {socket.gethostname()}"
+    sys.stderr.write(f"hvtrain: {place} failed: {type(error).__name__}: {summary}; its traceback stands above\n")

@@ -1,0 +1,33 @@
+"""All checks, from the start of the ranks to their end."""
+
+from __future__ import annotations
+
+import logging
+
+from hvtrain import console
+from hvtrain.config import RunConfig
+from hvtrain.instantiate import build
+from hvtrain.runner import leave
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.verification.check import run_checks
+from hvtrain.verification.library import library_checks
+from hvtrain.verification.own_run import own_run_checks
+
+
+def verify(config: RunConfig, own_run: bool) -> bool:
+    """True when every check passes on every rank. own_run: with the model, data and optimizer of config too."""
+    strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
+    try:
+        topology = strategy.start()
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        checks = list(library_checks(strategy))
+        if own_run:
+            checks += own_run_checks(config, strategy)
+        passed = run_checks(checks, strategy)
+        strategy.stop()
+    except BaseException:
+        leave(strategy)
+        raise
+    return passed
