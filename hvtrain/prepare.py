@@ -72,6 +72,14 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
     if config.train.jit_compile and plan.size > 1:
         raise ConfigError("train.jit_compile=true works with one rank only: XLA cannot compile the reduction")
     model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+    optimizer = strategy.distribute(build_optimizer(config, plan), check_finite=config.guard.finite)
+    compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
+    """The optimizer of one process, with the run's learning rate."""
     schedule = build(
         "schedule",
         config.schedule,
@@ -83,10 +91,7 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
     rate = LearningRate(schedule)
     optimizer = build("optimizer", config.optimizer, learning_rate=rate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
-    optimizer = strategy.distribute(optimizer, check_finite=config.guard.finite)
-    compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
-    model.optimizer.build(model.trainable_variables)
-    return model
+    return optimizer
 
 
 def compile_model(

@@ -77,7 +77,7 @@ from hvtrain.keras.optimizer import (
     num_reductions,
     ranks_at_fault,
 )
-from hvtrain.keras.process import init
+from hvtrain.keras.process import init, launched_size
 from hvtrain.keras.saving import load_model
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
@@ -135,6 +135,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "launched_size",
     "load_model",
     "local_rank",
     "local_size",

@@ -14,9 +14,8 @@ import tensorflow as tf
 
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
-from hvtrain.instantiate import build
 from hvtrain.plan import StepPlan
-from hvtrain.prepare import build_model, open_data, seed_everything
+from hvtrain.prepare import build_model, build_optimizer, open_data, seed_everything
 from hvtrain.strategies.base import Strategy
 from hvtrain.verification.check import Check, CheckError
 from hvtrain.verification.joint_batch import largest_difference
@@ -94,8 +93,8 @@ def _step(run: OwnRun) -> str:
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
     everyone = run.strategy.gather(own)
     joint = [None if parts[0] is None else np.mean(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*everyone)]
-    copies = [keras.Variable(variable.value) for variable in model.trainable_variables]
-    plain = build("optimizer", run.config.optimizer, learning_rate=float(optimizer.learning_rate))
+    copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
+    plain = build_optimizer(run.config, run.plan)
     accumulated = getattr(plain, "inner_optimizer", plain).gradient_accumulation_steps or 1
     before = [copy.numpy() for copy in copies]
     for _ in range(accumulated):
@@ -124,5 +123,8 @@ def _step(run: OwnRun) -> str:
 
 
 def _weights(run: OwnRun) -> str:
-    run.strategy.weight_check(run.model)("after one step of your model")
-    return f"equal on {run.plan.size} rank(s) after it"
+    check = run.strategy.weight_check(run.model)
+    check("after one step of your model")
+    check.level()
+    check("after their moving statistics were made equal", everything=True)
+    return f"equal on {run.plan.size} rank(s) after it, optimizer state too"

@@ -18,11 +18,10 @@ def joint_batch(tmp_path_factory):
 
 CASES = [
     "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion", "clipped", "clipnorm", "ema",
-    "loss_scale_factor", "schedule", "accumulate", "none_gradient", "embedding", "embedding_adam",
-    "mixed_bfloat16", "mixed_float16",
+    "loss_scale_factor", "schedule", "accumulation", "none_gradient", "sparse gradients", "embedding_adam",
+    "mixed_bfloat16", "mixed_float16", "accumulated_embedding", "passes_averaged", "passes_summed",
+    "sparse_as_dense", "predivided", "grouped", "fp16_on_the_wire", "loss_scale_accumulated",
 ]  # fmt: skip
-# Half precision rounds the activations of 16 examples otherwise than those of 32.
-TOLERANCE = {"mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,18 +29,10 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     """2 ranks x 16 against 1 x 32, 20 steps, weights and slots; without the reduction it is another result."""
     found = joint_batch["cases"][case]
     assert joint_batch["size"] == 2
-    assert found["error"] < TOLERANCE.get(case, 1e-5)
-    assert found["error_without_reduction"] > 0.1
-    assert found["ranks_differ"] == 0
-    assert found["start_differs"] == 0, "ranks were seeded differently; the broadcast makes them equal"
-
-
-def test_one_reduction_for_each_step_that_changes_weights(joint_batch):
-    cases = joint_batch["cases"]
-    assert {name: case["reductions"] for name, case in cases.items() if name != "accumulate"} == dict.fromkeys(
-        [name for name in CASES if name != "accumulate"], 20
-    )
-    assert cases["accumulate"]["reductions"] == 5
+    assert found["error"] < found["tolerance"]
+    assert found["error_without_reduction"] > max(0.1, 3 * found["tolerance"])
+    assert found["ranks_differ"] == 0, "at the end, and at the start after the broadcast"
+    assert found["reductions"] == found["expected"], "one for each step that changes weights, counted in the graph"
 
 
 @pytest.fixture(scope="module", params=[("gloo", 2), ("mpirun", 3)], ids=["gloo-2", "mpi-3"])

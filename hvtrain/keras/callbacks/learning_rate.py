@@ -13,7 +13,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or (staircase=False) each batch.
 
     Args:
-        initial_lr: learning rate at multiplier 1.
+        initial_lr: learning rate at multiplier 1; None: the optimizer's when training begins.
         multiplier: a function of the epoch (a fraction of one too when staircase is false), or a number m,
             which stands for m ** (epoch - start_epoch).
         start_epoch, end_epoch: epochs in which it acts; the end is not included.
@@ -25,7 +25,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        initial_lr: float,
+        initial_lr: float | None,
         multiplier: float | Callable[[float], float],
         start_epoch: int = 0,
         end_epoch: int | None = None,
@@ -34,8 +34,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None:
-            raise ValueError("initial_lr=None came where a number was needed; give the rate at multiplier 1")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -49,6 +47,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if self.initial_lr is None:
+            self.initial_lr = float(self.model.optimizer.learning_rate)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -72,6 +72,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        assert self.initial_lr is not None
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
@@ -88,7 +89,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def __init__(
         self,
-        initial_lr: float,
+        initial_lr: float | None,
         warmup_epochs: float = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,

@@ -1,0 +1,321 @@
+"""Runs on each rank: the parts of Horovod's Keras interface, and ours beside it. JSON from rank 0 to argv[1]."""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+from hvtrain.errors import RankError
+
+# Rank 0 and the last one; with two ranks that would be all of them.
+ENDS = hvd.ProcessSet([0, 2]) if (hvd.launched_size() or 1) > 2 else None
+hvd.init(process_sets=[ENDS] if ENDS else None)
+RANK, SIZE = hvd.rank(), hvd.size()
+LAST = RANK == SIZE - 1
+FOLDER = Path(sys.argv[1]).parent
+SGD = keras.optimizers.SGD
+
+
+def stepped(optimizer, *gradients, start=(0.0, 0.0)):
+    """A variable after the steps, and after each of them what the optimizer says."""
+    variable = keras.Variable(list(start))
+    optimizer.build([variable])
+    apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+    for gradient in gradients:
+        apply(tf.constant(gradient, tf.float32))
+    return variable.numpy().tolist()
+
+
+def refusal(action):
+    try:
+        action()
+    except (ValueError, TypeError, RuntimeError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+def local_variables():
+    shared, own = keras.Variable([0.0]), keras.Variable([0.0])
+    found = []
+    for scale in (True, False):
+        optimizer = hvd.DistributedOptimizer(SGD(1.0), scale_local_gradients=scale)
+        optimizer.register_local_var(own)
+        optimizer.build([shared, own])
+        optimizer.apply([tf.constant([RANK + 1.0]), tf.constant([RANK + 1.0])], [shared, own])
+        found.append([float(shared.numpy()[0]), float(own.numpy()[0])])
+        shared.assign([0.0])
+        own.assign([0.0])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(2, name="b")])
+    optimizer = hvd.PartialDistributedOptimizer(SGD(1.0), local_layers=model.layers[1])
+    keras.utils.set_random_seed(RANK)
+    model.compile(optimizer, "mse", jit_compile=False)
+    hvd.broadcast_variables(model.weights, 0)
+    x = np.full((4, 2), RANK + 1.0, "float32")
+    keep = hvd.BroadcastGlobalVariablesCallback(0, local_variables=model.layers[1].trainable_weights)
+    model.fit(x, x, verbose=0, callbacks=[keep])
+    weights = hvd.allgather_object([layer.get_weights()[0] for layer in model.layers])
+    equal = [all(np.array_equal(rank[at], weights[0][at]) for rank in weights) for at in (0, 1)]
+    return {"scaled": found[0], "unscaled": found[1], "layers equal": equal}
+
+
+def groups():
+    first, second = keras.Variable([0.0]), keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(SGD(1.0), groups=[[first]])
+    optimizer.build([first, second])
+    optimizer.apply([tf.constant([RANK + 1.0]), tf.constant([2 * RANK + 2.0])], [first, second])
+    return [float(first.numpy()[0]), float(second.numpy()[0]), hvd.num_reductions(optimizer)]
+
+
+def copies():
+    """What upstream's test_from_config asks, and that a copy reduces."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.5))
+    config = optimizer.get_config()
+    made = [optimizer.from_config(dict(config)), optimizer.__class__.from_config(dict(config))]
+    copy = hvd.DistributedOptimizer(SGD(1.0))
+    copy = copy.from_config(copy.get_config())
+    return {
+        "same config": [other.get_config() == config for other in made],
+        "after a step": stepped(copy, [RANK + 1.0, 0.0]),
+    }
+
+
+def adasum():
+    if SIZE != 2:
+        return refusal(lambda: hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum))
+    return stepped(hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum), [1.0, 0.0] if RANK == 0 else [1.0, 1.0])
+
+
+def process_set():
+    if ENDS is None:
+        return None
+    return stepped(hvd.DistributedOptimizer(SGD(1.0), process_set=ENDS), [RANK + 1.0, 0.0])[0]
+
+
+def overflow_while_accumulating():
+    """An infinite gradient on the last rank in the second of three micro-steps; two make a step."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = hvd.DistributedOptimizer(SGD(1.0), backward_passes_per_step=2)
+    keras.config.set_dtype_policy("float32")
+    variable = keras.Variable([0.0, 0.0])
+    optimizer.build([variable])
+    apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+    scales = [float(optimizer.dynamic_scale)]
+    apply(tf.constant([scales[0] * (RANK + 1), 0.0]))
+    apply(tf.constant([np.inf if LAST else 1.0, 0.0]))
+    scales.append(float(optimizer.dynamic_scale))
+    between = hvd.num_reductions(optimizer)
+    apply(tf.constant([scales[1] * (RANK + 1), 0.0]))
+    return {
+        "scales": scales,
+        "reductions": [between, hvd.num_reductions(optimizer)],
+        "after": variable.numpy().tolist(),
+    }
+
+
+def tapes():
+    """Dense and sparse gradients of two tapes in one step, as in a GAN."""
+    dense, rows = keras.Variable([1.0, 2.0]), keras.Variable(np.ones((SIZE + 1, 2), "float32"))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as first:
+            loss = tf.reduce_sum(dense * float(RANK + 1)) + tf.reduce_sum(tf.gather(rows.value, [RANK]))
+        with tf.GradientTape() as second:
+            other = tf.reduce_sum(dense * float(10 * RANK))
+        one = hvd.DistributedGradientTape(first).gradient(loss, {"dense": dense, "rows": rows})
+        two = hvd.DistributedGradientTape(second, op=hvd.Sum).gradient(other, [dense])
+        return one["dense"], tf.convert_to_tensor(one["rows"]), two[0]
+
+    before = hvd.num_tape_reductions()
+    found = [tensor.numpy().tolist() for tensor in step()]
+    for _ in range(3):
+        step()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(dense * float(RANK + 1))
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, scale_local_gradients=False)
+    tape.register_local_source(dense)
+    local, shared = tape.get_local_and_global_gradients(loss, [dense])
+    return {
+        "found": found,
+        "reductions": hvd.num_tape_reductions() - before,
+        "local": [gradient.numpy().tolist() for _, gradient in local],
+        "shared": len(shared),
+    }
+
+
+def finite():
+    """NaN on the last rank; after it the weights are as before, on all ranks."""
+    optimizer = hvd.DistributedOptimizer(SGD(1.0), check_finite=True)
+    variable = keras.Variable([0.0, 0.0])
+    optimizer.build([variable])
+    apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+    apply(tf.constant([1.0, 1.0]))
+    try:
+        apply(tf.constant([float("nan") if LAST else 1.0, 1.0]))
+        told = False
+    except tf.errors.InvalidArgumentError as error:
+        told = hvd.NOT_FINITE in str(error)
+    return {"told": told, "ranks": hvd.ranks_at_fault(optimizer), "weights": variable.numpy().tolist()}
+
+
+def small_model(**compiled):
+    keras.utils.set_random_seed(RANK)
+    layers = [keras.layers.Dense(4, name="hidden"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, "mse", jit_compile=False, **compiled)
+    hvd.broadcast_model(model)
+    return model
+
+
+class StopsOnLastRank(keras.callbacks.Callback):
+    """Wishes to stop on one rank alone, and counts."""
+
+    def __init__(self, batch=None, epoch=None):
+        super().__init__()
+        self.batch, self.epoch, self.batches = batch, epoch, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        self.model.stop_training |= LAST and self.batches == self.batch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training |= LAST and epoch == self.epoch
+
+
+def stopping_and_drifting():
+    rng = np.random.default_rng(RANK)
+    x, y = rng.normal(size=(64, 3)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
+    model = small_model()
+    batches = []
+    for stops in (StopsOnLastRank(batch=3), StopsOnLastRank(epoch=1)):
+        callbacks = [stops, hvd.StopTogetherCallback(), hvd.WeightCheckCallback(3)]
+        model.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+        batches.append(stops.batches)
+    check = hvd.WeightCheck(model)
+    check("now")
+    moving = refusal(lambda: check("now", everything=True))
+    check.level()
+    check("now", everything=True)
+    if LAST:
+        model.layers[0].kernel.assign_add(np.full((3, 4), 1e-6, "float32"))
+    return {
+        "batches": batches,
+        "moving": moving,
+        "drift": refusal(lambda: check("after step 7")),
+        "drift seen in training": refusal(
+            lambda: model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.WeightCheckCallback()])
+        ),
+    }
+
+
+def saving():
+    model = small_model()
+    x = np.random.default_rng(RANK).normal(size=(16, 3)).astype("float32")
+    best = FOLDER / "best.keras"
+    callbacks = [
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=best),
+    ]
+    model.fit(x, x[:, :2], verbose=0, epochs=2, callbacks=callbacks)
+    hvd.allreduce(0.0)  # Until rank 0 has written.
+    loaded = hvd.load_model(best, compression=hvd.Compression.fp16)
+    before = hvd.num_reductions(loaded.optimizer)
+    hvd.broadcast_model(loaded)
+    loaded.fit(x, x[:, :2], verbose=0)
+    unnamed = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    return {
+        "reduces": hvd.num_reductions(loaded.optimizer) - before,
+        "iterations": int(loaded.optimizer.iterations.numpy()),
+        "weights equal": hvd.fingerprint(loaded.trainable_variables).hex(),
+        "without a path": refusal(lambda: model.fit(x, x[:, :2], verbose=0, callbacks=[unnamed])),
+        "legacy": refusal(lambda: hvd.load_model(best, legacy_opts=True)),
+    }
+
+
+def refusals():
+    return {
+        "global variables": refusal(lambda: hvd.broadcast_global_variables(0)),
+        "groups": refusal(lambda: hvd.DistributedOptimizer(SGD(), groups=-1)),
+        "op": refusal(lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Max)),
+        "predivide": refusal(lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Sum, gradient_predivide_factor=2.0)),
+        "twice": refusal(lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(SGD()))),
+        "not keras": refusal(lambda: hvd.DistributedOptimizer(object())),
+        "local layer": refusal(lambda: hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))),
+        "passes": refusal(
+            lambda: hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
+        ),
+        "local variables": refusal(
+            lambda: hvd.DistributedOptimizer(SGD(), check_finite=True).register_local_var(keras.Variable([1.0]))
+        ),
+    }
+
+
+def a_script_for_horovod():
+    """Written for horovod.tensorflow.keras but for the import, in the manner of upstream's examples."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x, y = (x / 16).astype("float32")[RANK::SIZE], y[RANK::SIZE]
+    checkpoint = FOLDER / "checkpoint-{epoch}.keras"
+    scores = []
+    for epochs in (2, 3):
+        resume_from_epoch = 0
+        for try_epoch in range(epochs, 0, -1):
+            if RANK == 0 and Path(str(checkpoint).format(epoch=try_epoch)).exists():
+                resume_from_epoch = try_epoch
+                break
+        resume_from_epoch = int(hvd.broadcast(resume_from_epoch, 0, name="resume_from_epoch"))
+        initial_lr = 0.05 * hvd.size()
+        if resume_from_epoch > 0 and hvd.rank() == 0:
+            model = hvd.load_model(str(checkpoint).format(epoch=resume_from_epoch))
+        else:
+            model = keras.Sequential(
+                [keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10, "softmax")]
+            )
+            optimizer = hvd.DistributedOptimizer(
+                SGD(learning_rate=initial_lr, momentum=0.9),
+                backward_passes_per_step=1,
+                average_aggregated_gradients=True,
+            )
+            model.compile(
+                loss="sparse_categorical_crossentropy", optimizer=optimizer, metrics=["accuracy"], jit_compile=False
+            )
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.LearningRateWarmupCallback(initial_lr=initial_lr, warmup_epochs=1, verbose=0),
+            hvd.callbacks.LearningRateScheduleCallback(
+                initial_lr=initial_lr, multiplier=lambda epoch: 0.1, start_epoch=2
+            ),
+        ]
+        if hvd.rank() == 0:
+            callbacks.append(keras.callbacks.ModelCheckpoint(str(checkpoint)))
+        model.fit(
+            x, y, batch_size=16, steps_per_epoch=len(x) // 16, callbacks=callbacks, epochs=epochs,
+            initial_epoch=resume_from_epoch, verbose=1 if hvd.rank() == 0 else 0,
+        )  # fmt: skip
+        scores.append(hvd.allreduce(model.evaluate(x, y, verbose=0)).tolist())
+    return {
+        "resumed from": resume_from_epoch,
+        "scores": scores,
+        "rate": round(float(model.optimizer.learning_rate), 6),
+        "weights": hvd.fingerprint(model.trainable_variables).hex(),
+    }
+
+
+WORK = (
+    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite,
+    stopping_and_drifting, saving, refusals, a_script_for_horovod,
+)  # fmt: skip
+found = {work.__name__: work() for work in WORK}
+everyone = hvd.allgather_object(found)
+if RANK == 0:
+    Path(sys.argv[1]).write_text(json.dumps(everyone))
+hvd.shutdown()
