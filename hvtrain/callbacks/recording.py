@@ -30,13 +30,16 @@ class Recording(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.position.in_epoch:
             return  # Stopped in the middle; the row comes when a resume has finished the epoch.
+        metrics = {name: float(value) for name, value in (logs or {}).items() if name != "images/s"}
+        # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
+        rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
         record = EpochRecord(
             epoch=epoch + 1,
             step=self.position.step,
-            learning_rate=float(f"{float(self.model.optimizer.learning_rate):.7g}"),  # what float32 knows of it
+            learning_rate=float(f"{rate:.7g}"),  # what float32 knows of it
             seconds=round(self.throughput.epoch_seconds, 3),
             images_per_second=round(self.throughput.epoch_images_per_second, 1),
-            metrics={name: float(value) for name, value in (logs or {}).items() if name != "images/s"},
+            metrics=metrics,
         )
         self.records.append(record)
         self.strategy.on_chief(lambda: write_history(self.folder, self.records))

@@ -2,6 +2,7 @@
 
 argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
 slash. argv[2]: where rank 0 writes what each rank saw: the record, or the error.
+A name that begins with "joint" is trained against one process on the joint batches instead.
 """
 
 import json
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import keras
+import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -21,7 +23,11 @@ from hvtrain import runner
 from hvtrain.composition import CONFIGS, schema
 from hvtrain.config import from_dict
 from hvtrain.errors import UserError
+from hvtrain.instantiate import build
+from hvtrain.prepare import build_model, build_optimizer, compile_model, open_data, seed_everything
 from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.verification.joint_batch import largest_difference
+from hvtrain.weighting import weigh
 
 OWN = Path(__file__).parents[1] / "own"
 sys.path.insert(0, str(OWN))
@@ -35,12 +41,14 @@ class Stays(HorovodStrategy):
         pass
 
 
-def one_run(name, words):
-    words = [*words, "model=tiny", "dataset=leaves", f"run.dir={FOLDER / name.partition('/')[0]}"]
+def composed(name, words):
+    words = ["model=tiny", "dataset=leaves", *words, f"run.dir={FOLDER / name.partition('/')[0]}"]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
-    config = from_dict(OmegaConf.to_container(tree, resolve=True))
-    keras.utils.clear_session()
+    return from_dict(OmegaConf.to_container(tree, resolve=True))
+
+
+def one_run(config):
     try:
         return {"record": asdict(runner.run(config, Stays()))}
     except UserError as error:
@@ -50,13 +58,49 @@ def one_run(name, words):
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def against_the_joint_batches(config):
+    """Largest differences of the weights from one process's: of these ranks, and without the weights of ranks."""
+    strategy = Stays()
+    strategy.start()
+    seed_everything(config, hvd.rank())
+    source, plan = open_data(config, strategy)
+    share = plan.shares[hvd.rank()]
+    stream = source.training(strategy.topology, share.batch_size, 1, 0, share.steps, share.num_examples)
+    everyone = strategy.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
+    found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
+    first = None
+    for name in ("weighted", "unweighted"):
+        model = build_model(config, source, plan, strategy)
+        hvd.broadcast_model(model)
+        if first is None:
+            first = model.get_weights()
+        model.set_weights(first)
+        batches = weigh(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
+        model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
+        one = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        one.set_weights(first)
+        compile_model(one, build_optimizer(config, plan))
+        for parts in zip(*everyone):
+            metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
+        found[name] = largest_difference(model.get_weights(), one.get_weights())
+        if name == "weighted":
+            seen = runner.EpochMetrics(strategy)
+            seen.set_model(model)
+            logs = {}
+            seen.on_epoch_end(0, logs)
+            found["metrics"] = [[logs[key], float(metrics[key])] for key in ("loss", "accuracy")]
+    return found
+
+
 def main():
     ConfigStore.instance().store("hvtrain_schema", schema())
     hvd.init()
     found = {}
     for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
         began = time.monotonic()
-        found[name] = one_run(name, words)
+        keras.utils.clear_session()
+        config = composed(name, words)
+        found[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
         if hvd.rank() == 0:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     everyone = hvd.allgather_object(found)

@@ -1,0 +1,92 @@
+"""Runs on each rank: the checks of hvtrain.verify, each with what it checks broken. argv[1:]: a run's words.
+
+Exits as hvtrain.verify does: with 1 when a check failed.
+"""
+
+from unittest import mock
+
+from leaves import ForgetsToReduce
+
+import hvtrain.keras as hvd
+from hvtrain import checkpoint
+from hvtrain.composition import compose
+from hvtrain.config import from_dict
+from hvtrain.data.arrays import ArraySource
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.topology import Topology
+from hvtrain.verification import joint_batch, library
+from hvtrain.verification.check import Check, run_checks
+from hvtrain.verification.own_run import own_run_checks
+
+strategy = HorovodStrategy()
+strategy.start()
+checks = {check.name: check for check in library.library_checks(strategy)}
+
+
+def broken(name, target, **instead):
+    """The check of that name while parts of the target are replaced."""
+
+    def run():
+        with mock.patch.multiple(target, **instead):
+            return checks[name].run()
+
+    return Check(name, run)
+
+
+def plain_metrics(model, dataset, strategy):
+    """What goes wrong elsewhere: the mean over ranks of each rank's mean."""
+    own = model.evaluate(dataset, verbose=0, return_dict=True)
+    return {key: float(value) for key, value in own.items()}
+
+
+def versions():
+    return {"keras": f"3.{hvd.rank()}"}
+
+
+def same_for_all(self, topology, *rest, **options):
+    return training(self, Topology(0, topology.size), *rest, **options)
+
+
+def restores_nothing(newest, model):
+    pass
+
+
+training = ArraySource.training
+library_module = "hvtrain.verification.library"
+
+
+def joint_case(wrap):
+    with mock.patch.object(library, "compare", lambda case, steps: joint_batch.compare(case, steps, wrap=wrap)):
+        return checks["sgd"].run()
+
+
+def without_exchange(optimizer):
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    reducer = optimizer._hvtrain_reducer
+    reducer._reduce_group = lambda tensors, name: list(tensors)
+    return optimizer
+
+
+(tree,) = compose()
+own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
+forgetful = ForgetsToReduce()
+forgetful.topology = strategy.topology
+own_checks = {check.name: check for check in own_run_checks(own_run, forgetful)}
+
+passed = run_checks(
+    [
+        broken("versions", library_module, versions=versions),
+        broken("devices", strategy, devices=lambda: ["s1 GPU 0", "s1 GPU 0"]),
+        broken("broadcast", "hvtrain.verification.library.hvd", broadcast_variables=lambda variables, root: None),
+        Check("not reduced", lambda: joint_case(lambda optimizer: optimizer)),
+        Check("not shared", lambda: joint_case(without_exchange)),
+        Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
+        broken("shards", ArraySource, training=same_for_all),
+        broken("metrics", library_module, evaluate=plain_metrics),
+        broken("checkpoint", checkpoint, restore=restores_nothing),
+        *(own_checks[name] for name in ("data: leaves", "step of your model", "weights")),
+    ],
+    strategy,
+)
+strategy.stop()
+raise SystemExit(0 if passed else 1)
