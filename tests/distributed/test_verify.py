@@ -42,8 +42,8 @@ def test_each_check_can_fail(tmp_path):
     found, texts = outcomes(output)
     assert found == dict.fromkeys(
         [
-            "versions", "devices", "broadcast", "not reduced", "not shared", "summed", "shards", "metrics", "checkpoint",
-            "data: leaves", "step of your model", "weights",
+            "versions", "devices", "broadcast", "not reduced", "not shared", "summed", "shards", "metrics",
+            "checkpoint", "data: leaves", "step of your model", "weights",
         ],
         "FAIL",
     ), output  # fmt: skip
