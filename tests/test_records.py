@@ -21,7 +21,7 @@ def test_no_history_is_empty(tmp_path):
 
 def test_result_comes_back(tmp_path):
     record = RunRecord(
-        0.98, 0.06, 2567.0, 0.025, 2, 53_002, 264, 64, 33.0, 264, 0, {"test_loss": 0.06}, {}, {"seed": 1}
+        0.98, 0.06, 2567.0, 0.025, 2, 53_002, 264, 64, 33.0, 264, 0, {"ranks": 2}, {"test_loss": 0.06}, {}, {"seed": 1}
     )
     write_result(tmp_path, record)
     assert read_result(tmp_path) == record

@@ -45,10 +45,21 @@ def test_impossible_warmup(epochs):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
 def test_the_graph_computes_the_same(schedule: Schedule):
+    import keras
     import tensorflow as tf
 
     from hvtrain.learning_rate import LearningRate
 
-    in_graph = tf.function(LearningRate(schedule))
+    rate = LearningRate(schedule)
+    optimizer = keras.optimizers.SGD(rate)
+    rate.follow(optimizer)
+    in_graph = tf.function(lambda: optimizer.learning_rate)
     for step in (0, 1, 9, 10, 11, 30, 60, 109, 110, 300):
-        assert float(in_graph(tf.constant(step, tf.int64))) == pytest.approx(schedule(step), rel=1e-5, abs=1e-8)
+        optimizer.iterations.assign(step)
+        assert float(in_graph()) == pytest.approx(schedule(step), rel=1e-5, abs=1e-8)
+    # What a callback such as ReduceLROnPlateau does: the rate of now, from which the schedule goes on.
+    optimizer.iterations.assign(30)
+    optimizer.learning_rate = schedule(30) / 2
+    for step in (30, 60, 109):
+        optimizer.iterations.assign(step)
+        assert float(in_graph()) == pytest.approx(schedule(step) / 2, rel=1e-5, abs=1e-8)

@@ -20,6 +20,9 @@ PLATEAU = "{_target_: keras.callbacks.ReduceLROnPlateau, monitor: mine, mode: mi
 NORM = ["model.norm=true", "checkpoint.every_steps=4", "dataset.num_validation=40"]
 CASES = {
     "plain": ["train.epochs=2", "guard.every=5"],
+    "plain/batch": ["train.epochs=3", "train.batch_size=16"],
+    "plain/model": ["train.epochs=3", "model.units=9"],
+    "few": ["dataset.num_examples=1"],
     "off": ["train.epochs=1", "guard.every=0", "guard.finite=false", "guard.batches=false"],
     # 6 steps an epoch.
     "weight": ["train.epochs=3", "guard.every=5", "checkpoint.every_steps=3",
@@ -104,6 +107,18 @@ def test_a_run_says_what_was_proved(ranks, folder):
     line = "reductions 12 of 12 steps; weights equal on 2/2 ranks (5 checks); 384 of 400 samples seen once per epoch"
     assert f"proof: {line}" in (folder / "output.txt").read_text()
     assert json.loads((folder / "plain" / "result.json").read_text())["proof"] == proof
+
+
+def test_a_resume_with_other_numbers_or_another_model_is_refused_and_nothing_is_lost(ranks, folder):
+    assert "was made with batch_sizes [32, 32], now [16, 16]; steps_per_epoch 6, now 12;" in error(ranks, "plain/batch")
+    assert "is of another model or optimizer: it holds model/0000/" in error(ranks, "plain/model")
+    assert steps(folder, "plain") == [6, 12]
+
+
+def test_more_ranks_than_examples(ranks):
+    assert "2 ranks are more than the 1 training examples of leaves can feed; use at most 1 ranks" in error(
+        ranks, "few"
+    )
 
 
 def test_guards_can_be_turned_off(ranks):

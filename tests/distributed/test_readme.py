@@ -60,7 +60,7 @@ def test_the_library_alone(user):
     assert "[1]<stdout>" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.apart
 @pytest.mark.timeout(900)
 def test_the_first_command_from_a_clean_clone(tmp_path):
     """As the README has it; Horovod's library may come from uv's cache, all else is made anew."""

@@ -107,18 +107,3 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(uninterrupted
     assert "step-00000021: 21 of 120 steps were done" in output
     ours, theirs = state(run), state(uninterrupted)
     assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_another_model_is_refused_and_nothing_is_lost(interrupted, tmp_path):
-    before = sorted(path.name for path in (interrupted / "checkpoints").iterdir())
-    run, code, output = resume(interrupted, tmp_path, None, *WORDS, "model=mlp")
-    assert code == 2, output
-    assert "is of another model or optimizer: it holds model/0000/" in output
-    assert "Traceback" not in output
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
-
-
-def test_another_number_of_examples_a_step_is_refused(interrupted, tmp_path):
-    _, code, output = resume(interrupted, tmp_path, None, *WORDS, "train.batch_size=16")
-    assert code == 2, output
-    assert "was made with batch_size 32, now 16; steps_per_epoch" in output

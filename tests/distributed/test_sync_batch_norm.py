@@ -31,7 +31,10 @@ def found_on(launcher, num_ranks, folder):
     return ranks
 
 
-@pytest.fixture(scope="module", params=[("gloo", 2), ("mpirun", 3)], ids=["gloo-2", "mpi-3"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("gloo", 2), marks=pytest.mark.apart, id="gloo-2"), pytest.param(("mpirun", 3), id="mpi-3")],
+)
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
     return found_on(launcher, num_ranks, tmp_path_factory.mktemp(launcher))
