@@ -15,8 +15,9 @@ from hvtrain.keras.optimizer import add_ballot, is_distributed
 class StopTogetherCallback(keras.callbacks.Callback):
     """When a callback of one rank sets model.stop_training, all ranks stop, after the same step (every rank).
 
-    Put it after the callbacks that may stop. Within an epoch the wish travels with the next step's gradients;
-    at the end of an epoch, and where no DistributedOptimizer carries votes, the ranks ask each other. Not in Horovod, where the ranks that go on wait for ever.
+    Put it after the callbacks that may stop. Within an epoch the wish travels with the next step's gradients. At
+    the end of an epoch, and where no DistributedOptimizer carries votes, the ranks ask each other.
+    Not in Horovod, where the ranks that go on wait for ever.
     """
 
     def __init__(self) -> None:
