@@ -14,6 +14,9 @@ pytestmark = pytest.mark.distributed
 
 README = (ROOT / "README.md").read_text()
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+LIBRARY = re.findall(
+    r"^```python\n# (\S+)\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), re.MULTILINE | re.DOTALL
+)
 BLOCKS = [text.removeprefix("# ").split("\n", 1) for language, text in FENCED if language in ("python", "yaml")]
 COMMANDS = [text for language, text in FENCED if not language]
 
@@ -58,6 +61,20 @@ def test_the_library_alone(user):
     assert code == 0, output
     assert re.search(r"\[0\]<stdout>:16/16 .* loss", output), output
     assert "[1]<stdout>" not in output
+
+
+def test_the_examples_of_the_library(tmp_path):
+    """docs/library.md: a loop of one's own on two ranks, and an elastic job, here without its launcher."""
+    examples = dict(LIBRARY)
+    assert set(examples) == {"own_loop.py", "elastic.py"}
+    for name, text in examples.items():
+        (tmp_path / name).write_text(text)
+    code, output = run("mpirun", 2, "python", "own_loop.py", cwd=tmp_path)
+    assert code == 0, output
+    assert re.search(r"loss 0\.\d+ after 100 steps, 100 reductions", output), output
+    code, output = run(None, 1, "python", "elastic.py", cwd=tmp_path)
+    assert code == 0, output
+    assert "trained 3 epochs on 1 rank(s)" in output
 
 
 @pytest.mark.apart
