@@ -54,7 +54,9 @@ def in_words(numbers: dict[str, Any]) -> str:
     if ranks > 1:
         words.append(f"reductions {numbers['reductions']:,} of {numbers['steps']:,} steps")
         words.append(
-            f"weights equal on {ranks}/{ranks} ranks ({checks:,} checks)" if checks else "weights not compared"
+            f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
+            if checks
+            else "weights not compared"
         )
     seen = sorted(set(numbers["examples_each_epoch"]))
     if seen:

@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.keras.ballot import Ballot
+from hvtrain.keras.in_graph import new_counter
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
@@ -63,7 +64,7 @@ class Reducer:
         self.ballot: Ballot | None = None
         self._local: set[int] = set()
         self.name = name or f"hvtrain_gradients_{next(_numbers)}"
-        self._count = new_count() if count is None else count
+        self._count = new_counter() if count is None else count
 
     @property
     def num_reductions(self) -> int:
@@ -185,9 +186,3 @@ def check_arguments(op: int, predivide_factor: float, groups: Any, process_set: 
 def identity(variable: Any) -> int:
     """What makes a Keras variable and the TensorFlow variable inside it the same."""
     return id(getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable)
-
-
-def new_count() -> tf.Variable:
-    """A counter that the graph increments; on the CPU, so that reading it waits for no GPU."""
-    with tf.init_scope(), tf.device("/CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")

@@ -13,9 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.reduction import new_count
-
-_count: list[tf.Variable] = []
+from hvtrain.keras.in_graph import counter, place_name
 
 
 @keras.saving.register_keras_serializable(package="hvtrain")
@@ -114,39 +112,16 @@ def _own_row_of_sum(gradients: Any) -> Any:
 
 
 def _sum_over_ranks(tensor: Any) -> Any:
-    total = hvd.allreduce(tensor, op=hvd.Sum, name=_name(), ignore_name_scope=True)
+    # Not a name for each layer: it would be there twice at once where a model uses the layer twice. And not the
+    # one that Horovod's registered gradient makes, which comes from Keras's names.
+    total = hvd.allreduce(tensor, op=hvd.Sum, name=place_name("sync_batch_norm"), ignore_name_scope=True)
     # A tf.function that is called twice in one graph has each of its names there twice. Functions that write the
     # same variable run one after the other, in the order of the program: on all ranks the same sum comes first.
     with tf.control_dependencies([total]):
-        _counter().assign_add(1)
+        counter("sync_batch_norm").assign_add(1)
     return total
 
 
 def num_synchronisations() -> int:
     """Sums over ranks, forward and backward, that this rank's layers ran so far, counted in the graph."""
-    return int(_counter().numpy())
-
-
-def _counter() -> tf.Variable:
-    if not _count:
-        _count.append(new_count())
-    return _count[0]
-
-
-def _name() -> str:
-    """By the place in the outermost graph that is being traced, forward and backward in one count.
-
-    Horovod pairs tensors of different ranks by name. A name from Keras's would differ where one rank has made
-    more layers than another, as would the one that Horovod's registered gradient makes; a name for each layer
-    would be there twice at once where a model uses the layer twice. The place in the graph is the same on all
-    ranks, in each trace. Operations outside of graphs run one after the other and can share a name.
-    """
-    if tf.executing_eagerly():
-        return "hvtrain_sync_batch_norm"
-    graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches are graphs of other classes; the graph around the outermost has no outer one.
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-        graph = graph.outer_graph
-    number = getattr(graph, "_hvtrain_sync_batch_norms", 0)
-    graph._hvtrain_sync_batch_norms = number + 1
-    return f"hvtrain_sync_batch_norm_{number}"
+    return int(counter("sync_batch_norm").numpy())

@@ -9,9 +9,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.reduction import Reducer, identity, new_count
-
-_count: list[tf.Variable] = []
+from hvtrain.keras.in_graph import counter, place_name
+from hvtrain.keras.reduction import Reducer, identity
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
@@ -67,7 +66,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
 def num_tape_reductions() -> int:
     """Reductions that this rank's tapes ran so far, counted in the graph."""
-    return int(_counter().numpy())
+    return int(counter("tape").numpy())
 
 
 class _ReducesGradients:
@@ -84,7 +83,7 @@ class _ReducesGradients:
         kwargs.pop("use_generic_names", None)  # Upstream's; names here never depend on those of variables.
         flat = [s.value if isinstance(s, keras.Variable) else s for s in tf.nest.flatten(sources)]
         gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
-        reducer = Reducer(name=_name(), count=_counter(), **self._hvtrain_options)
+        reducer = Reducer(name=place_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
         return tf.nest.pack_sequence_as(sources, reducer(gradients, flat))
 
@@ -95,26 +94,3 @@ class _ReducesGradients:
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
         local = [pair for pair in pairs if identity(pair[0]) in self._hvtrain_local]
         return local, [pair for pair in pairs if identity(pair[0]) not in self._hvtrain_local]
-
-
-def _counter() -> tf.Variable:
-    """One for all tapes, since a tape lives for one step only."""
-    if not _count:
-        _count.append(new_count())
-    return _count[0]
-
-
-def _name() -> str:
-    """By the tape's place in its graph: the same in each trace, on ranks that trace more often too.
-
-    Operations outside of graphs run one after the other and can share a name.
-    """
-    if tf.executing_eagerly():
-        return "hvtrain_tape"
-    graph = tf.compat.v1.get_default_graph()
-    # Up to the outermost function: bodies of loops and branches are graphs of their own.
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-        graph = graph.outer_graph
-    number = getattr(graph, "_hvtrain_tapes", 0)
-    graph._hvtrain_tapes = number + 1
-    return f"hvtrain_tape_{number}"

@@ -25,7 +25,7 @@ def no_ranks_left(folder):
     return not [line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line]
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.apart)])
 def test_more_than_the_shard_holds(launcher, tmp_path):
     code, output = train(launcher, 2, "train.batch_size=5000", f"run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert code == 2, output
@@ -59,7 +59,7 @@ def test_settings_that_differ_between_ranks(tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 1), ("mpirun", 0)])
+@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 1), pytest.param("mpirun", 0, marks=pytest.mark.apart)])
 def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, tmp_path):
     """In the middle of the training, in the user's own code."""
     words = [*OWN, f"model.fail_on_rank={rank}", f"run.dir={tmp_path / 'run'}", "train.epochs=50"]

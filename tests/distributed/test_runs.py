@@ -101,6 +101,7 @@ OWN = ["--config-dir", str(ROOT / "tests/distributed/own/conf"), "model=tiny", "
 OWN_PATH = str(ROOT / "tests/distributed/own")
 
 
+@pytest.mark.apart
 def test_uneven_shards_give_the_single_process_metrics(tmp_path):
     """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
     words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51"]

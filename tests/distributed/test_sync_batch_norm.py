@@ -108,6 +108,7 @@ def test_a_rank_that_joined_counts_nothing(ranks):
     assert all(rank["joined"] < 1e-5 for rank in ranks)
 
 
+@pytest.mark.apart
 def test_one_rank_is_keras(tmp_path):
     [found] = found_on(None, 1, tmp_path)
     for case in ("eager", "mask_uneven"):

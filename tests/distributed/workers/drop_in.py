@@ -84,9 +84,9 @@ def copies():
 
 
 def adasum():
-    if SIZE != 2:
+    if SIZE == 3:
         return refusal(lambda: hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum))
-    return stepped(hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum), [1.0, 0.0] if RANK == 0 else [1.0, 1.0])
+    return stepped(hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum), [1.0, 0.0] if RANK % 2 == 0 else [1.0, 1.0])
 
 
 def process_set():
@@ -215,7 +215,16 @@ def stopping_and_drifting():
     }
 
 
+class Mine(keras.optimizers.RMSprop):
+    """An optimizer of one's own."""
+
+
 def saving():
+    own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    own.compile(hvd.DistributedOptimizer(Mine(0.01)), "mse", jit_compile=False)
+    own.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    own.save(FOLDER / f"own-{RANK}.keras")
+    own = hvd.load_model(FOLDER / f"own-{RANK}.keras", custom_optimizers=[Mine])
     model = small_model()
     x = np.random.default_rng(RANK).normal(size=(16, 3)).astype("float32")
     best = FOLDER / "best.keras"
@@ -235,6 +244,7 @@ def saving():
         "iterations": int(loaded.optimizer.iterations.numpy()),
         "weights equal": hvd.fingerprint(loaded.trainable_variables).hex(),
         "without a path": refusal(lambda: model.fit(x, x[:, :2], verbose=0, callbacks=[unnamed])),
+        "own optimizer": type(own.optimizer).__name__ if hvd.is_distributed(own.optimizer) else "plain",
         "legacy": refusal(lambda: hvd.load_model(best, legacy_opts=True)),
     }
 
