@@ -36,7 +36,7 @@ def help_text(folders: list[Path]) -> str:
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):
                 mark = "*" if defaults.get(group) == path.stem else " "
-                lines.append(f"   {mark} {path.stem:<18} {_first_comment(path)}")
+                lines.append(f"   {mark} {path.stem:<20} {_first_comment(path)}")
     lines += ["", "SETTINGS (with their defaults)", *_settings(RunConfig, ""), "", MORE]
     return "\n".join(lines)
 

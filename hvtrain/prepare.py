@@ -131,7 +131,9 @@ def resume(config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, 
         wanted = checkpoint_meta(config, plan)
         names = ("num_ranks", "batch_sizes", "steps_per_epoch", "uneven")
         different = [
-            f"{name} {newest.meta[name]}, now {wanted[name]}" for name in names if newest.meta[name] != wanted[name]
+            f"{name} {newest.meta.get(name)}, now {wanted[name]}"
+            for name in names
+            if newest.meta.get(name) != wanted[name]
         ]
         if different:
             raise CheckpointError(
@@ -140,7 +142,7 @@ def resume(config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, 
             )
         checkpoint.restore(newest, model)
         callbacks = saved_state(newest.meta, newest.arrays)
-        start = Start(newest.path.name, newest.step, newest.meta["ended"], callbacks=callbacks)
+        start = Start(newest.path.name, newest.step, newest.meta.get("ended", False), callbacks=callbacks)
         return start, [newest.rank_state(rank) for rank in range(plan.size)]
 
     start, states = strategy.on_chief(restore)
@@ -171,10 +173,16 @@ _WRITERS = (
 )
 
 
-def own_callbacks(config: RunConfig, is_chief: bool) -> dict[str, keras.callbacks.Callback]:
+def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
     """The user's callbacks by name: on every rank, but those of Keras's that only write on the chief alone."""
     built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
     for name, callback in built.items():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
+        monitor = str(getattr(callback, "monitor", ""))
+        if monitor.startswith("val_") and not validates:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
+                f"training data (dataset.num_validation=N) or choose callbacks.{name}.monitor={monitor[4:]}"
+            )
     return {name: built[name] for name in built if is_chief or not isinstance(built[name], _WRITERS)}

@@ -199,7 +199,7 @@ def make_callbacks(
         every = (config.train.validate_every_epochs, config.train.validate_every_steps)
         validation = Validation(dataset, strategy, position, *every, weights)
         callbacks.append(validation)
-    own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief))
+    own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy)
     callbacks += [SameLogs(strategy), *own.values(), max_time, state, *strategy.agreement()]
     meta = checkpoint_meta(config, position.plan)

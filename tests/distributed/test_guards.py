@@ -23,6 +23,7 @@ CASES = {
     "plain/batch": ["train.epochs=3", "train.batch_size=16"],
     "plain/model": ["train.epochs=3", "model.units=9"],
     "few": ["dataset.num_examples=1"],
+    "blind": ["callbacks=early_stopping"],
     "off": ["train.epochs=1", "guard.every=0", "guard.finite=false", "guard.batches=false"],
     # 6 steps an epoch.
     "weight": ["train.epochs=3", "guard.every=5", "checkpoint.every_steps=3",
@@ -212,6 +213,12 @@ def test_a_wish_of_one_rank_stops_all_after_the_same_step(ranks, folder):
     assert steps(folder, "stops") == [4]
     assert records(ranks, "stops/again")["num_steps"] == 4
     assert records(ranks, "stops/again")["reductions"] == 0
+
+
+def test_a_callback_that_watches_what_is_not_there_is_refused(ranks):
+    message = error(ranks, "blind")
+    assert "callbacks.early_stopping.monitor=val_loss needs validation data and there is none" in message
+    assert "callbacks.early_stopping.monitor=loss" in message
 
 
 def test_early_stopping_is_decided_on_one_ranks_values(ranks, folder):
