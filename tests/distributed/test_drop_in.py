@@ -146,7 +146,7 @@ def test_a_script_written_for_horovod_runs_with_one_line_changed(ranks):
     found = [rank["a_script_for_horovod"] for rank in ranks]
     assert all(other == found[0] for other in found), "the same scores and weights on all ranks"
     assert found[0]["resumed from"] == 2
-    assert found[0]["scores"][0][1] > 0.85
+    assert found[0]["scores"][0][1] > 0.7
     assert found[0]["rate"] == pytest.approx(0.05 * len(ranks) * 0.1)
 
 
