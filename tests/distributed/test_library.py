@@ -35,7 +35,10 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     assert found["reductions"] == found["expected"], "one for each step that changes weights, counted in the graph"
 
 
-@pytest.fixture(scope="module", params=[("gloo", 2), ("mpirun", 3)], ids=["gloo-2", "mpi-3"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("gloo", 2), id="gloo-2"), pytest.param(("mpirun", 3), marks=pytest.mark.apart, id="mpi-3")],
+)
 def library(request, tmp_path_factory):
     launcher, num_ranks = request.param
     folder = tmp_path_factory.mktemp(launcher)

@@ -128,6 +128,7 @@ def test_ranks_agree_on_one_run_folder(tmp_path):
     assert json.loads((run / "result.json").read_text())["num_steps"] == 7
 
 
+@pytest.mark.apart
 def test_checkpoints_by_the_clock_and_the_best(tmp_path):
     """By the chief's clock, on all ranks at the same steps; the best by a metric stays when newer ones come."""
     words = [*OWN, "train.epochs=12", "dataset.num_validation=64", "checkpoint.every_minutes=0.001"]
