@@ -21,7 +21,7 @@ from hvtrain.instantiate import build
 from hvtrain.learning_rate import LearningRate
 from hvtrain.plan import StepPlan, make_plan, size_of_each_rank
 from hvtrain.strategies.base import Strategy
-from hvtrain.topology import reduced
+from hvtrain.topology import Topology, reduced
 from hvtrain.weighting import RankWeighted
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,13 @@ def open_data(config: RunConfig, strategy: Strategy) -> tuple[Source, StepPlan]:
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
     strategy.topology = replace(strategy.topology, weights=weights)
     return source, plan
+
+
+def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: int, step: int) -> tf.data.Dataset:
+    """This rank's endless stream of the plan's batches, from a step of the run on."""
+    share = plan.shares[topology.rank]
+    cut = {} if share.is_full else {"num_examples": share.num_examples}
+    return source.training(topology, share.batch_size, seed, step, share.steps, **cut)
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:

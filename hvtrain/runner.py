@@ -41,6 +41,7 @@ from hvtrain.prepare import (
     own_callbacks,
     resume,
     seed_everything,
+    training_batches,
 )
 from hvtrain.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.sameness import check_first_batches, check_same_run
@@ -92,9 +93,7 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     callbacks = make_callbacks(config, strategy, source, folder, start, throughput, proof, max_time)
 
     def batches_from(step: int) -> tf.data.Dataset:
-        share = plan.shares[topology.rank]
-        cut = {} if share.is_full else {"num_examples": share.num_examples}
-        batches = source.training(topology, share.batch_size, config.seed, step, share.steps, **cut)
+        batches = training_batches(source, plan, topology, config.seed, step)
         return batches if plan.is_even else weigh(batches, plan, topology.rank, step)
 
     with explained(source, strategy, model, position):

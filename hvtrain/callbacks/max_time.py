@@ -19,8 +19,7 @@ class MaxTime(keras.callbacks.Callback):
     def __init__(self, max_time: str | None, began: float, is_chief: bool) -> None:
         super().__init__()
         self.reached = False
-        limited = max_time is not None and is_chief
-        self._deadline = began + seconds(max_time) if limited and max_time else float("inf")
+        self._deadline = began + seconds(max_time) if max_time and is_chief else float("inf")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if time.monotonic() >= self._deadline:

@@ -27,7 +27,7 @@ from hvtrain.keras.hooks import (
     make,
     reducer_of,
 )
-from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.reduction import Reducer, local_weights
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -128,14 +128,9 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     The layers must be built. Keep them out of the broadcast too:
     BroadcastGlobalVariablesCallback(0, local_variables=layer.trainable_weights).
     """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
-        if not layer.built:
-            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
+    weights = local_weights(local_layers)
     wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
-    for weight in (weight for layer in layers for weight in layer.trainable_weights):
+    for weight in weights:
         wrapped.register_local_var(weight)
     return wrapped
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from hvtrain.keras.ballot import Ballot
@@ -181,6 +182,17 @@ def check_arguments(op: int, predivide_factor: float, groups: Any, process_set: 
     is_number = isinstance(groups, int) and groups > 0
     if groups is not None and not is_number and not isinstance(groups, list):
         raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
+
+
+def local_weights(local_layers: Any) -> list[Any]:
+    """Trainable weights of one Keras layer, or of several; ValueError for anything else."""
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
+        if not layer.built:
+            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
+    return [weight for layer in layers for weight in layer.trainable_weights]
 
 
 def identity(variable: Any) -> int:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.in_graph import counter, place_name
-from hvtrain.keras.reduction import Reducer, identity
+from hvtrain.keras.reduction import Reducer, identity, local_weights
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
@@ -55,11 +55,9 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     **kwargs: Any,
 ) -> tf.GradientTape:
     """A DistributedGradientTape that leaves the gradients of local_layers on their rank."""
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
-    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise ValueError("local_layers holds something that is not a Keras layer; Keras layers are needed")
+    weights = local_weights(local_layers)
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
-    for weight in (weight for layer in layers for weight in layer.trainable_weights):
+    for weight in weights:
         tape.register_local_source(weight)
     return tape
 

@@ -31,11 +31,10 @@ def run_checks(checks: Iterable[Check], strategy: Strategy) -> bool:
     """Prints a line for each check on the chief; True when all passed on all ranks (every rank)."""
     began, failed, count = time.monotonic(), 0, 0
     for check in checks:
-        finding, error = _attempt(check)
-        for rank, found in enumerate(strategy.gather(error)):
-            if found is not None and (error is None or rank == 0):
-                error = f"rank {rank}: {found}" if error is None else found
-                break
+        finding, own_error = _attempt(check)
+        errors = strategy.gather(own_error)
+        shown = [f"rank {rank}: {found}" if rank else found for rank, found in enumerate(errors) if found is not None]
+        error = shown[0] if shown else None
         count += 1
         failed += error is not None
         _say(strategy, f"{'PASS' if error is None else 'FAIL'}  {check.name:<22} {error or finding}")

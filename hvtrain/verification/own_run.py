@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
 from hvtrain.plan import StepPlan
-from hvtrain.prepare import build_model, build_optimizer, open_data, seed_everything
+from hvtrain.prepare import build_model, build_optimizer, open_data, seed_everything, training_batches
 from hvtrain.strategies.base import Strategy
 from hvtrain.verification.check import Check, CheckError
 from hvtrain.verification.joint_batch import largest_difference
@@ -41,10 +41,8 @@ class OwnRun:
 
     def batches(self) -> tf.data.Dataset:
         """This rank's first batches."""
-        share = self.plan.shares[self.strategy.topology.rank]
-        cut = {} if share.is_full else {"num_examples": share.num_examples}
-        stream = self.source.training(self.strategy.topology, share.batch_size, self.config.seed, 0, share.steps, **cut)
-        return stream.take(min(BATCHES, share.steps))
+        stream = training_batches(self.source, self.plan, self.strategy.topology, self.config.seed, step=0)
+        return stream.take(min(BATCHES, self.plan.steps_per_epoch))
 
 
 def own_run_checks(config: RunConfig, strategy: Strategy) -> Iterator[Check]:
