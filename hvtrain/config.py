@@ -104,7 +104,7 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 
     Raises ConfigError, whose message names the setting, what it was, and what it may be.
     """
-    config = _section(RunConfig, tree, path="")
+    config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
     for name, callback in config.callbacks.items():
@@ -166,7 +166,11 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def _section(schema: type, tree: Any, path: str) -> Any:
+def typed(schema: type, tree: Any, path: str = "") -> Any:
+    """The tree as the dataclass `schema`, whose fields `setting` made; path stands before names in messages.
+
+    Raises ConfigError, whose message names the setting, what it was, and what it may be.
+    """
     if not isinstance(tree, dict):
         raise ConfigError(f"{path.rstrip('.')}: {tree!r} came where a group of settings was needed")
     known = {item.name: item for item in fields(schema)}
@@ -175,7 +179,7 @@ def _section(schema: type, tree: Any, path: str) -> Any:
             raise ConfigError(f"unknown setting '{path}{key}'; {nearest(str(key), list(known))}")
     hints = typing.get_type_hints(schema)
     values = {
-        name: _section(hints[name], tree[name], f"{path}{name}.")
+        name: typed(hints[name], tree[name], f"{path}{name}.")
         if is_dataclass(hints[name])
         else _value(f"{path}{name}", tree[name], hints[name], known[name].metadata)
         for name in known

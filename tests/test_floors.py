@@ -9,11 +9,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FLOORS = [
-    {"__init__", "config", "console", "errors", "help", "plan", "records", "schedule", "topology"},
+    {"__init__", "config", "console", "errors", "help", "launching", "plan", "records", "schedule", "topology"},
     {"data", "models", "checkpoint", "learning_rate", "weighting"},
     {"keras"},
-    {"strategies", "callbacks", "instantiate", "header", "prepare", "sameness", "runner", "report", "verification"},
-    {"__main__", "composition", "door", "horovodrun", "verify"},
+    {
+        "strategies",
+        "callbacks",
+        "instantiate",
+        "header",
+        "prepare",
+        "sameness",
+        "runner",
+        "report",
+        "verification",
+        "diagnosis",
+    },
+    {"__main__", "composition", "doctor", "door", "horovodrun", "launch", "verify"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,80 @@
+"""What is to be started, whatever starts it: the command of a rank, how many ranks, on which hosts. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hvtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine by its name or address, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, before it has a place. Every rank runs the same command in the same folder.
+
+    Args:
+        command: the words that every rank runs: python -m hvtrain ...
+        num_ranks: ranks in all.
+        hosts: where they run; empty where a scheduler chooses.
+        controller: what Horovod talks over: "gloo" or "mpi".
+        environment: the variables that ranks get; nothing else of the launcher's environment travels.
+        min_ranks: an elastic job goes on with so many; None: the number of ranks is fixed.
+        max_ranks: an elastic job grows to so many.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    hosts: tuple[Host, ...] = ()
+    controller: str = "gloo"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    min_ranks: int | None = None
+    max_ranks: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_ranks is not None
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of -H s1:4,s2:4; a host without a number takes one rank.
+
+    Raises ConfigError.
+
+    >>> parse_hosts("s1:4,s2")
+    (Host(name='s1', slots=4), Host(name='s2', slots=1))
+    """
+    hosts = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
+        if not found or found[2] == "0":
+            raise ConfigError(f"-H {text}: {part!r} is no host and number of ranks; write -H s1:4,s2:4")
+        hosts.append(Host(found[1], int(found[2] or 1)))
+    names = [host.name for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(f"-H {text}: {twice} stands there twice; name each host once, with all its ranks")
+    return tuple(hosts)
+
+
+def rank_places(job: Job) -> list[tuple[str, int]]:
+    """Each rank's host and local rank, hosts filled one after the other. Raises ConfigError.
+
+    >>> rank_places(Job(("true",), 3, parse_hosts("s1:2,s2:2")))
+    [('s1', 0), ('s1', 1), ('s2', 0)]
+    """
+    places = [(host.name, local_rank) for host in job.hosts for local_rank in range(host.slots)]
+    if len(places) < job.num_ranks:
+        listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+        raise ConfigError(
+            f"-np {job.num_ranks} needs as many slots and -H {listed} has {len(places)}; lower -np or add hosts"
+        )
+    return places[: job.num_ranks]
