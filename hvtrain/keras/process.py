@@ -14,6 +14,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 
 from hvtrain.errors import RankError
+from hvtrain.launching import interfaces
 
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -38,6 +39,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     Raises RankError when the launcher started several ranks and this one finds itself alone.
     """
+    _choose_interface()
     # In an elastic job ranks come and go, and the launcher's number may be old already.
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
     expected = launched_size()
@@ -56,3 +58,18 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"the launcher started {expected} ranks but this one finds itself alone"
             f"{f' with {settings}' if settings else ''}; unset those variables, or start with horovodrun"
         )
+
+
+def _choose_interface() -> None:
+    """Gloo and NCCL talk over the interface that leads to the launcher, whatever it is called on this host.
+
+    horovodrun names one interface for all hosts; names differ (eth0 here, ens5 there).
+    """
+    launcher, named = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_IFACE")
+    if not launcher or not named:
+        return
+    address = interfaces.address_towards(launcher)
+    # On the launcher's own host the way is none at all, and the name is that host's.
+    if address != launcher and (found := interfaces.interface_of(address)) and found != named:
+        os.environ["HOROVOD_GLOO_IFACE"] = found
+        os.environ["NCCL_SOCKET_IFNAME"] = found

@@ -1,0 +1,54 @@
+"""Which of the launcher's variables travel to the ranks: by a list of what is allowed, so that no secret does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from hvtrain.errors import ConfigError
+
+# What a rank needs to find its code, and what tunes the libraries under it.
+_ALLOWED = re.compile(
+    r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
+    r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
+)
+# A place in another launch, or which GPUs this one host shows: no other rank's business.
+_LEFT = re.compile(
+    r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
+)
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|(API|ACCESS|AUTH)_?KEY", re.IGNORECASE)
+# What programs on this host need, ssh among them; another host has its own.
+_OF_THIS_HOST = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
+)
+
+
+def for_ranks(environ: Mapping[str, str], asked_for: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that ranks get: the allowed ones, and those asked for by name (NAME, or NAME=VALUE).
+
+    Raises ConfigError for one that is not set.
+
+    >>> for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "AWS_SECRET": "x", "HOME": "/root"})
+    {'TF_NUM_INTRAOP_THREADS': '2'}
+    """
+    chosen = {name: value for name, value in environ.items() if _travels(name)}
+    for word in asked_for:
+        name, given, value = word.partition("=")
+        if not given and name not in environ:
+            raise ConfigError(f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE")
+        chosen[name] = value if given else environ[name]
+    return chosen
+
+
+def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's own variables: the ranks', and those that belong to this host."""
+    return {**{name: value for name, value in environ.items() if is_of_this_host(name)}, **ranks}
+
+
+def is_of_this_host(name: str) -> bool:
+    """True for a variable that means something on the host that has it, and nowhere else."""
+    return bool(_OF_THIS_HOST.fullmatch(name))
+
+
+def _travels(name: str) -> bool:
+    return bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name) and not _SECRET.search(name)

@@ -1,0 +1,56 @@
+"""One command on another host by ssh, never asking anything, and what went wrong in one line."""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+import subprocess
+from dataclasses import dataclass
+
+CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How hosts are reached: what `-p` and `-i` of horovodrun say. Users and the rest are for ~/.ssh/config."""
+
+    port: int | None = None
+    identity_file: str | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """Words between ssh and the host. A host that is new gets known; one whose key has changed is refused."""
+        words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
+        words += ["-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        words += ["-p", str(self.port)] if self.port else []
+        return words + (["-i", self.identity_file] if self.identity_file else [])
+
+    def run(
+        self, host: str, words: list[str], given: str = "", timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs words on the host, with `given` as its input. Raises subprocess.TimeoutExpired."""
+        line = ["ssh", *self.options, host, shlex.join(words)]
+        return subprocess.run(line, input=given, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def trouble(self, host: str, said: str) -> str:
+        """Why ssh did not get there, in one line with what to do, from what it said."""
+        reason = next((line for line in reversed(said.strip().splitlines()) if line.strip()), "it said nothing").strip()
+        port = f" -p {self.port}" if self.port else ""
+        if "Could not resolve" in said or "Name or service not known" in said:
+            return f"host {host} has no address here; add it to /etc/hosts or DNS, or give -H its address"
+        if "Permission denied" in said:
+            key = self.identity_file or "~/.ssh/id_ed25519"
+            return (
+                f"host {host} does not let {getpass.getuser()} in without a password: {reason.split(': ')[-1]}; "
+                f"ssh-copy-id{port} -i {key} {host} (no key yet: ssh-keygen -t ed25519), or name the key with -i"
+            )
+        if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
+            return (
+                f"host {host} shows another host key than before; if it was made anew: ssh-keygen -R "
+                f"{f'[{host}]:{self.port}' if self.port else host}"
+            )
+        if "refused" in said:
+            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or name its port: -p"
+        if "timed out" in said or "No route" in said or "unreachable" in said:
+            return f"host {host} cannot be reached ({reason.split(': ')[-1]}); is it up, and on this network?"
+        return f"ssh to host {host} failed: {reason}; try: ssh{port} {host} true"
