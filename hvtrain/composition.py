@@ -17,8 +17,13 @@ CONFIGS = next(
 )
 
 
-def compose() -> list[dict[str, Any]]:
-    """The composed run of the command line, in a list; an empty one when Hydra only printed it (--cfg job)."""
+def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
+    """The composed run of the command line, in a list; an empty one when Hydra only printed it (--cfg job).
+
+    words: take these instead of the command line's own.
+    """
+    if words is not None:
+        sys.argv = [sys.argv[0], *words]  # The only place where Hydra looks.
     # Hydra would print its own errors and exit; this makes it raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra

@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime
 from typing import Any
 
 from hvtrain.errors import ConfigError
@@ -116,6 +117,12 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     if config.train.max_time is not None:
         seconds(config.train.max_time)
     return config
+
+
+def default_run_dir(config: RunConfig) -> str:
+    """runs/DATE_TIME-MODEL-DATASET, of now; where run.dir is not set."""
+    names = [str(group["_target_"]).split(".")[-1] for group in (config.model, config.dataset)]
+    return "/".join(["runs", "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])])
 
 
 def seconds(duration: str) -> float:

@@ -16,7 +16,7 @@ SECONDS_TO_EXIT = 4.0
 
 
 def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
-    """Does the work and exits with its code: 0 done, 2 bad input, 130 interrupted, 1 anything else."""
+    """Does the work and exits with its code: 0 done, 2 bad input, 75 preempted, 130 interrupted, 1 anything else."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text())
         return

@@ -33,3 +33,10 @@ class StorageError(UserError, RuntimeError):
 
 class RankError(UserError, RuntimeError):
     """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""
+
+
+class Preempted(SystemExit):
+    """A run that a signal told to make room: saved, and worth the same line again. Exit code 75."""
+
+    def __init__(self) -> None:
+        super().__init__(75)  # sysexits.h: EX_TEMPFAIL

@@ -29,7 +29,7 @@ from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
 from hvtrain.launching import reach
-from hvtrain.launching.environment import is_of_this_host
+from hvtrain.launching.environment import is_of_this_host, of_this_environment
 from hvtrain.launching.job import Job, parse_hosts, rank_places
 from hvtrain.launching.ssh import Ssh
 
@@ -43,9 +43,7 @@ def main() -> None:
     is_exportable = horovod_env.is_exportable
     horovod_env.is_exportable = lambda name: is_exportable(name) and not is_of_this_host(name)
     os.environ.setdefault("OMPI_MCA_orte_execute_quiet", "1")
-    if list((Path(sys.prefix) / "lib").glob("libmpi.so*")):
-        # The environment's own Open MPI, which on other hosts would look for its parts where it was built.
-        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+    os.environ.update(of_this_environment(os.environ.get("PATH", "")))
     try:
         launch.run_commandline()
     except KeyboardInterrupt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from hvtrain import checkpoint
 from hvtrain.callbacks.callback_state import saved_state
-from hvtrain.config import RunConfig, to_dict
+from hvtrain.config import RunConfig, default_run_dir, to_dict
 from hvtrain.data.source import Source
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.header import versions
@@ -29,9 +28,7 @@ log = logging.getLogger(__name__)
 
 def open_run_folder(config: RunConfig) -> Path:
     """Makes the run folder and sees that it can be written (chief only)."""
-    names = [str(config.model["_target_"]).split(".")[-1], str(config.dataset["_target_"]).split(".")[-1]]
-    default = Path("runs") / "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])
-    folder = Path(config.run.dir or default).absolute()
+    folder = Path(config.run.dir or default_run_dir(config)).absolute()
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"

@@ -16,7 +16,7 @@ from hvtrain import console
 from hvtrain.callbacks.callback_state import CallbackState
 from hvtrain.callbacks.checkpointing import Checkpointing
 from hvtrain.callbacks.guard import ADVICE, Guard, named
-from hvtrain.callbacks.max_time import MaxTime
+from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.metrics import EpochMetrics, build_metrics, evaluate
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.progress import Progress, verbosity
@@ -28,7 +28,7 @@ from hvtrain.callbacks.throughput import Throughput
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig, to_dict
 from hvtrain.data.source import Source
-from hvtrain.errors import StorageError, TrainingError
+from hvtrain.errors import Preempted, StorageError, TrainingError
 from hvtrain.header import header, versions
 from hvtrain.instantiate import build
 from hvtrain.prepare import (
@@ -66,7 +66,7 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def run(config: RunConfig, strategy: Strategy) -> RunRecord:
-    """The story of a run (every rank)."""
+    """The story of a run (every rank). Raises Preempted after a signal, saved."""
     began = time.monotonic()
     topology = strategy.start()
     console.start_log(topology.is_chief)
@@ -89,8 +89,8 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     throughput = Throughput(position)
     accumulate = getattr(model.optimizer, "inner_optimizer", model.optimizer).gradient_accumulation_steps
     proof = Proof(strategy, position, weights, accumulate or 1)
-    max_time = MaxTime(config.train.max_time, began, topology.is_chief)
-    callbacks = make_callbacks(config, strategy, source, folder, start, throughput, proof, max_time)
+    interruption = Interruption(config.train.max_time, began, strategy)
+    callbacks = make_callbacks(config, strategy, source, folder, start, throughput, proof, interruption)
 
     def batches_from(step: int) -> tf.data.Dataset:
         batches = training_batches(source, plan, topology, config.seed, step)
@@ -103,7 +103,7 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
             if position.in_epoch:
                 build_metrics(model, batches_from(start.step))
             strategy.fit(model, batches_from, plan, start.step, callbacks, verbosity(topology.is_chief))
-        cut_short = strategy.broadcast(max_time.reached)
+        cut_short = interruption.reason
         test = evaluation_data(config, source, "test", topology) if not cut_short else None
         weights.level()
         metrics = evaluate(model, test, strategy) if test is not None else {}
@@ -126,8 +126,8 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     )
     if cut_short:
         log.info(
-            "stopped by train.max_time=%s after step %s of %s; the same line with run.dir=%s goes on",
-            config.train.max_time,
+            "stopped by %s after step %s of %s; the same line with run.dir=%s goes on",
+            cut_short,
             f"{position.step:,}",
             f"{plan.num_steps:,}",
             folder,
@@ -135,6 +135,8 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
     else:
         strategy.on_chief(lambda: write_outcome(config, folder, record, model))
     strategy.stop()
+    if interruption.by_signal:
+        raise Preempted
     return record
 
 
@@ -182,7 +184,7 @@ def make_callbacks(
     start: Start,
     throughput: Throughput,
     proof: Proof,
-    max_time: MaxTime,
+    interruption: Interruption,
 ) -> list[keras.callbacks.Callback]:
     """In this order: count the step; see that it was reduced; time it; make the epoch's metrics those of all ranks,
     look at them and validate, so that whoever reads the logs after that reads the truth; let the user's callbacks
@@ -200,10 +202,10 @@ def make_callbacks(
         callbacks.append(validation)
     own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy)
-    callbacks += [SameLogs(strategy), *own.values(), max_time, state, *strategy.agreement()]
+    callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.agreement()]
     meta = checkpoint_meta(config, position.plan)
-    saving = (folder / "checkpoints", config.checkpoint, meta, strategy, position, validation, weights, state, max_time)
-    callbacks.append(Checkpointing(*saving))
+    saving = (folder / "checkpoints", config.checkpoint, meta, strategy, position, validation, weights, state)
+    callbacks.append(Checkpointing(*saving, interruption))
     callbacks.append(Recording(folder, strategy, position, throughput))
     if verbosity(strategy.topology.is_chief) == 2:
         callbacks.append(Progress(position))

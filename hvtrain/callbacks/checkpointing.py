@@ -11,7 +11,7 @@ import numpy as np
 
 from hvtrain import checkpoint
 from hvtrain.callbacks.callback_state import CallbackState
-from hvtrain.callbacks.max_time import MaxTime
+from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import CheckpointConfig
@@ -34,7 +34,7 @@ class Checkpointing(keras.callbacks.Callback):
         validation: Validation | None,
         weights: WeightCheck,
         callback_state: CallbackState,
-        max_time: MaxTime,
+        interruption: Interruption,
     ) -> None:
         super().__init__()
         self.folder = folder
@@ -45,7 +45,7 @@ class Checkpointing(keras.callbacks.Callback):
         self.validation = validation
         self.weights = weights
         self.callback_state = callback_state
-        self.max_time = max_time
+        self.interruption = interruption
         self._last_seconds = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -58,6 +58,8 @@ class Checkpointing(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         config, step = self.config, self.position.step
+        if self.model.stop_training:
+            self.interruption.settle()
         last = step == self.position.plan.num_steps
         by_epochs = config.every_epochs and (epoch + 1) % config.every_epochs == 0
         by_steps = config.every_steps and step % config.every_steps == 0
@@ -89,7 +91,7 @@ class Checkpointing(keras.callbacks.Callback):
         epoch, step_in_epoch = self.position.plan.position(step)
         meta = {**self.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "metrics": metrics}
         meta["callbacks"] = self.callback_state.numbers()
-        meta["ended"] = self.model.stop_training and not self.max_time.reached
+        meta["ended"] = self.model.stop_training and not self.interruption.reason
         checkpoint.write(self.folder, step, self.model, meta, states, self.callback_state.arrays())
         name = self.config.best
         if name in metrics and self._is_best(metrics[name]):

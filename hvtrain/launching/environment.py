@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from hvtrain.errors import ConfigError
 
@@ -28,16 +30,29 @@ def for_ranks(environ: Mapping[str, str], asked_for: Iterable[str] = ()) -> dict
 
     Raises ConfigError for one that is not set.
 
-    >>> for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "AWS_SECRET": "x", "HOME": "/root"})
-    {'TF_NUM_INTRAOP_THREADS': '2'}
+    >>> sorted(for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "TF_SECRET": "x", "HOME": "/root"}).keys() - {"OPAL_PREFIX"})
+    ['PATH', 'TF_NUM_INTRAOP_THREADS']
     """
     chosen = {name: value for name, value in environ.items() if _travels(name)}
+    chosen.update(of_this_environment(chosen.get("PATH", "")))
     for word in asked_for:
         name, given, value = word.partition("=")
         if not given and name not in environ:
             raise ConfigError(f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE")
         chosen[name] = value if given else environ[name]
     return chosen
+
+
+def of_this_environment(path: str, prefix: str = sys.prefix) -> dict[str, str]:
+    """PATH with this Python's programs first, and where Open MPI lies when it is part of this environment.
+
+    So nobody needs to have activated it. Open MPI looks for its parts on other hosts where it was built.
+    """
+    programs = f"{prefix}/bin"
+    found = {"PATH": path if programs in path.split(":") else f"{programs}:{path}"}
+    if list(Path(prefix, "lib").glob("libmpi.so*")):
+        found["OPAL_PREFIX"] = prefix
+    return found
 
 
 def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[str, str]:

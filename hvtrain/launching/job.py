@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hvtrain.errors import ConfigError
 
@@ -63,6 +64,18 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     if twice:
         raise ConfigError(f"-H {text}: {twice} stands there twice; name each host once, with all its ranks")
     return tuple(hosts)
+
+
+def parse_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file with lines such as `s1 slots=4`; # begins a comment. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
+        ) from None
+    words = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
+    return parse_hosts(",".join(word for word in words if word))
 
 
 def rank_places(job: Job) -> list[tuple[str, int]]:
