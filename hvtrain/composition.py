@@ -61,6 +61,10 @@ def _in_one_line(error: Exception) -> str:
     if option:
         choices = sorted(path.stem for path in _choices(option[1]))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help says what they are"
+    unreadable = re.match(r"Lexer\w+: (.+?) \^", text)
+    if unreadable:
+        name, _, value = unreadable[1].partition("=")
+        return f"{unreadable[1]} holds a character with a meaning of its own; put it in quotes: \"{name}='{value}'\""
     return f"{text}; see --help"
 
 
