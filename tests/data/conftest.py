@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tensorflow as tf
 from tiny_data import SHAPE, random_images, write_folder
 
 from hvtrain.data import Source, from_arrays, write_tfrecords
 from hvtrain.data.image_folder import ImageFolder
+from hvtrain.data.parquet import Parquet
 from hvtrain.data.tfrecord import TFRecords
 
 
@@ -28,6 +32,11 @@ def make_source(tmp_path: Path) -> Callable[..., Source]:
                 write_folder(tmp_path / "test", *test)
             options = {"flip": False, **options}
             return ImageFolder(str(tmp_path), SHAPE, cache=kind.endswith("cached"), **options)
+        if kind == "parquet":
+            for split, (images, labels) in (("train", train), ("test", test)):
+                table = pa.table({"image": [tf.io.encode_png(image).numpy() for image in images], "label": labels})
+                pq.write_table(table, tmp_path / f"{split}.parquet", row_group_size=3)
+            return Parquet(str(tmp_path), SHAPE, num_classes=3, shuffle_groups=2, **options)
         write_tfrecords(tmp_path, "train", *train, num_files=5)
         if num_test:
             write_tfrecords(tmp_path, "test", *test, num_files=2)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 SHAPE = (6, 6, 1)
-KINDS = ["arrays", "image_folder", "image_folder_cached", "tfrecord"]
+KINDS = ["arrays", "image_folder", "image_folder_cached", "parquet", "tfrecord"]
 
 
 def random_images(num_examples: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

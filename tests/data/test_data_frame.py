@@ -1,0 +1,48 @@
+"""Tables in memory as data sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tiny_data import SHAPE, images_of, random_images, scaled
+
+from hvtrain.data import from_frame
+from hvtrain.errors import DataError
+from hvtrain.topology import Topology
+
+NUM_PIXELS = int(np.prod(SHAPE))
+
+
+def tables() -> list:
+    """The same twelve examples: lists in a pyarrow Table, and columns of single numbers; pandas where it is."""
+    images, labels = random_images(12)
+    lists = pa.table({"image": images.reshape(12, -1).tolist(), "label": labels})
+    columns = {f"pixel{number}": images.reshape(12, -1)[:, number] for number in range(NUM_PIXELS)}
+    return [(lists, "image"), (pa.table({**columns, "label": labels}), list(columns))]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas", "polars"])
+def test_a_table_is_a_data_set(kind):
+    convert = {
+        "arrow": lambda table: table,
+        "pandas": lambda table: pytest.importorskip("pandas").DataFrame(table.to_pydict()),
+        "polars": lambda table: pytest.importorskip("polars").DataFrame(table.to_pydict()),
+    }[kind]
+    for table, image_column in tables():
+        frame = convert(table)
+        source = from_frame(frame, frame[:5], image_shape=SHAPE, image_column=image_column, standardize="scale")
+        assert [source.num_examples(split) for split in source.SPLITS] == [12, 0, 5] and source.num_classes == 3
+        assert images_of(source.evaluation("train", Topology(), 12)) == scaled(random_images(12)[0])
+
+
+def test_a_table_that_does_not_fit_is_refused():
+    (lists, _), (columns, names) = tables()
+    for table, options, message in [
+        (lists, {"image_column": "picture"}, "frame, train has no column picture; it has image, label"),
+        (lists, {"image_shape": (6, 5, 1)}, "frame, train, row 0: image holds 36 numbers; 30 numbers are needed"),
+        (columns, {"image_column": names[:-1]}, "frame, train: 35 image columns were said; 36 are needed"),
+        (pa.table({"image": [b"png"], "label": [0]}), {}, "image holds a bytes.*choose dataset=parquet"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            from_frame(table, **{"image_shape": SHAPE, **options})
