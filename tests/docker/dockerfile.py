@@ -1,0 +1,76 @@
+"""Reads a Dockerfile and a .dockerignore, as far as this repository's use them. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stage:
+    """A build stage: the image or stage that it starts from, and its instructions as (word, rest of the line)."""
+
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, word: str) -> list[str]:
+        """The rest of each line that starts with the word, in order."""
+        return [rest for found, rest in self.instructions if found == word]
+
+
+def stages(text: str) -> dict[str, Stage]:
+    """Each stage by its name, in order.
+
+    >>> stages("FROM debian AS a\\nRUN x \\\\\\n  && y")
+    {'a': Stage(base='debian', instructions=[('RUN', 'x   && y')])}
+    """
+    found: dict[str, Stage] = {}
+    uncommented = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    for line in filter(None, uncommented.replace("\\\n", "").splitlines()):
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            found[name] = Stage(base)
+        else:
+            next(reversed(found.values())).instructions.append((word, rest))
+    return found
+
+
+def assignments(rest: str, known: dict[str, str]) -> dict[str, str]:
+    """The variables that an ENV line sets; $NAME stands for what was known before the line.
+
+    >>> assignments("A=1 PATH=/x:$PATH", {"PATH": "/bin"})
+    {'A': '1', 'PATH': '/x:/bin'}
+    """
+    pairs = (word.partition("=") for word in shlex.split(rest))
+    return {name: re.sub(r"\$\{?(\w+)\}?", lambda use: known.get(use[1], ""), value) for name, _, value in pairs}
+
+
+def is_sent(path: str, rules: Iterable[str]) -> bool:
+    """Whether a file goes into the build context: the last rule that matches it, or a folder above it, decides.
+
+    >>> is_sent("conf/a.yaml", ["*", "!conf"]), is_sent("tests/a.py", ["*", "!conf"])
+    (True, False)
+    >>> is_sent("conf/__pycache__/a.pyc", ["*", "!conf", "**/__pycache__"])
+    False
+    """
+    parts = path.split("/")
+    sent = True
+    for rule in filter(None, map(str.strip, rules)):
+        pattern = rule.lstrip("!").strip("/")
+        if any(_matches("/".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)):
+            sent = rule.startswith("!")
+    return sent
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if pattern.startswith("**/"):
+        tail = pattern.removeprefix("**/")
+        parts = path.split("/")
+        return any(_matches("/".join(parts[start:]), tail) for start in range(len(parts)))
+    # A star stays within one folder.
+    names, patterns = path.split("/"), pattern.split("/")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))

@@ -1,0 +1,99 @@
+"""Ranks on GPUs: each on its own, sums through NCCL, equality with one joint batch, compiled parts, one GPU shared."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from hardware import ON_CPU, device, num_gpus
+from launch import run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+WORKER = str(Path(__file__).with_name("worker.py"))
+HOST = socket.gethostname()
+
+
+def found_by(folder: Path, launcher: str | None, num_ranks: int, *words: str) -> list[dict]:
+    path = folder / "found.json"
+    code, output = run(launcher, num_ranks, "python", WORKER, str(path), *words, cwd=folder)
+    assert code == 0, output
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return found_by(tmp_path_factory.mktemp("one"), None, 1)
+
+
+@pytest.fixture(scope="module", params=["gloo", "mpi"])
+def two_gpus(request, tmp_path_factory):
+    return found_by(tmp_path_factory.mktemp(request.param), request.param, 2)
+
+
+@pytest.fixture(scope="module")
+def one_gpu_for_two(tmp_path_factory):
+    if not ON_CPU and num_gpus() != 1:
+        pytest.skip(f"{num_gpus()} GPUs: two ranks need not share one (CUDA_VISIBLE_DEVICES=0 leaves one)")
+    return found_by(tmp_path_factory.mktemp("shared"), "gloo", 2, "share")
+
+
+def assert_computes_there(found: dict, mine: str) -> None:
+    place = found["place"]
+    assert mine in place["devices"]
+    assert place["right"]
+    assert place["computed_on"] == ("CPU" if ON_CPU else "GPU")
+    assert place["num_visible"] == (0 if ON_CPU else 1), "no other rank's GPU"
+    assert place["memory_grows"] == ([] if ON_CPU else [True]), "or the first rank takes all of the memory at once"
+
+
+def assert_sums_are_right(ranks: list[dict]) -> None:
+    for found in ranks:
+        assert found["sums"]["errors"] == {"large": 0.0, "small": 0.0, "half": 0.0}
+        assert ON_CPU or found["sums"]["nccl_built"], "or sums would go through the hosts' memory"
+
+
+def assert_loops_equal_one_batch(ranks: list[dict]) -> None:
+    for found in ranks:
+        loops = found["loops"]
+        assert loops["plain_against_joint"] < 1e-5
+        assert loops["compiled_against_joint"] < 1e-5
+        assert loops["ranks_differ"] == 0
+        assert loops["moved"] > 0.05, "it has trained at all"
+
+
+def test_one_rank_computes_on_the_first_gpu(one):
+    assert one[0]["place"]["devices"] == [device(HOST, 0)]
+    assert_computes_there(one[0], device(HOST, 0))
+
+
+def test_a_compiled_step_of_one_rank_equals_a_plain_one(one):
+    assert_loops_equal_one_batch(one)
+
+
+def test_two_ranks_compute_on_a_gpu_each(two_gpus):
+    for rank, found in enumerate(two_gpus):
+        assert found["place"]["devices"] == [device(HOST, 0), device(HOST, 1)]
+        assert_computes_there(found, device(HOST, rank))
+
+
+def test_sums_of_two_gpus_are_right_through_nccl(two_gpus):
+    assert len(two_gpus) == 2
+    assert_sums_are_right(two_gpus)
+
+
+def test_two_gpus_equal_one_joint_batch_compiled_or_not(two_gpus):
+    """XLA compiles the model and its loss; the reduction is outside what it compiles."""
+    assert_loops_equal_one_batch(two_gpus)
+
+
+def test_two_ranks_share_a_gpu(one_gpu_for_two):
+    for found in one_gpu_for_two:
+        assert found["place"]["devices"] == [device(HOST, 0)] * 2
+        assert_computes_there(found, device(HOST, 0))
+
+
+def test_two_ranks_that_share_sum_and_train_alike(one_gpu_for_two):
+    assert_sums_are_right(one_gpu_for_two)
+    assert_loops_equal_one_batch(one_gpu_for_two)
