@@ -1,0 +1,72 @@
+"""What a check says: one row, for all hosts or for the one at fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the first.
+Cluster = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        check: its name.
+        status: PASS, FAIL or SKIP.
+        found: what was found, or why it was not looked at.
+        host: the host at fault; None where a row speaks of all.
+        fix: what to do, and where it is a command, what to type.
+    """
+
+    check: str
+    status: str
+    found: str
+    host: str | None = None
+    fix: str | None = None
+
+    def as_dict(self) -> dict[str, str | None]:
+        return asdict(self)
+
+    def text(self) -> str:
+        """The row as it is printed; the fix stands below."""
+        first = f"{self.status}  {self.check:<13} {f'{self.host}: ' if self.host else ''}{self.found}"
+        return f"{first}\n{'':<20}fix: {self.fix}" if self.fix else first
+
+
+def fail(check: str, host: str | None, found: str, fix: str) -> Row:
+    return Row(check, "FAIL", found, host, fix)
+
+
+def skip(check: str, reason: str, host: str | None = None) -> Row:
+    return Row(check, "SKIP", reason, host)
+
+
+def all_or(failures: list[Row], check: str, found: str) -> list[Row]:
+    """The failures; where there are none, one row that passes."""
+    return failures or [Row(check, "PASS", found)]
+
+
+def copy_to(path: str, first: str, host: str, is_file: bool = False) -> str:
+    """What makes a folder, or a file, of a host that of the first one."""
+    slash = "" if is_file else "/"
+    return f"on {first}: rsync -a{'' if is_file else ' --delete'} {path}{slash} {host}:{path}{slash}"
+
+
+def environment(facts: Mapping[str, Any]) -> str:
+    """The folder of the Python environment that ranks are started with."""
+    return str(Path(facts["python"]["wanted"]).parents[1])
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(5000), size(67108864), size(2.5 * 2**40)
+    ('5 KiB', '64 MiB', '2560 GiB')
+    """
+    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (0, 2**10, "KiB")]
+    return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)
