@@ -42,24 +42,27 @@ class Lab:
         """A host's home, as seen from outside."""
         return self.state / host / "home"
 
-    def __call__(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: str, check: bool = True, timeout: float = 280, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """scripts/lab WORDS."""
         done = subprocess.run(
             [SCRIPT, *words],
+            cwd=cwd,
             env={**os.environ, "HVTRAIN_LAB": self.name},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=timeout,
             check=False,
         )
         if check and done.returncode:
             raise AssertionError(f"lab {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
-    def run(self, host: str, *command: str) -> tuple[int, str]:
-        """Exit code and all output of a command that starts there with what a login has."""
-        done = self("exec", host, *command, check=False)
+    def run(self, host: str, *command: str, timeout: float = 280, cwd: Path | None = None) -> tuple[int, str]:
+        """Exit code and all output of a command that starts in the home there, or in cwd, with what a login has."""
+        done = self("exec", host, *command, check=False, timeout=timeout, cwd=cwd or self.home)
         return done.returncode, done.stdout + done.stderr
 
     def launch(self, *words: str) -> tuple[int, str]:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from lab import PYTHON, Lab, needs_lab
-from launch import BIN, WORKERS
+from launch import BIN, ROOT, WORKERS
 from PIL import Image
 
 pytestmark = [pytest.mark.distributed, needs_lab]
@@ -193,8 +193,13 @@ def test_secrets_do_not_travel(lab):
     assert output.count("'TF_NUM_INTRAOP_THREADS': '1'") == 2
 
 
-def test_what_is_wrong_is_said_in_one_line(lab):
+def test_what_is_wrong_is_said_in_one_line():
     """Each within seconds, and before a rank starts."""
+    with Lab(4) as lab:
+        see_what_is_wrong(lab)
+
+
+def see_what_is_wrong(lab):
     run = ["--", "model=mlp"]
     lab("exec", "s3", "bash", "-c", "touch /run/no-sshd; kill $(cat /run/sshd.pid)")
     (lab.of("s4") / ".ssh" / "authorized_keys").unlink()
@@ -249,3 +254,20 @@ def test_preemption(lab):
     code, output = lab.launch(*line, f"train.steps={step + 3}")
     assert code == 0, output
     assert f"step-{step:08d}" in output
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(900)
+def test_the_section_of_the_readme():
+    """Its very text, on four hosts: 16 ranks on whatever cores there are here."""
+    section = (ROOT / "README.md").read_text().partition("\n## Several hosts\n")[2].partition("\n## ")[0]
+    (commands,) = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert "horovodrun -np 16 -H s1:4,s2:4,s3:4,s4:4 python -m hvtrain\n" in commands
+    before = set((ROOT / "runs").glob("*"))
+    with Lab(4) as lab:
+        code, output = lab.run("s1", "bash", "-e", "-c", commands, timeout=800, cwd=ROOT)
+    assert code == 0, output
+    assert "weights equal on 16/16 ranks" in output, output
+    assert "0-3 s1 CPU, 4-7 s2 CPU, 8-11 s3 CPU, 12-15 s4 CPU" in output
+    for folder in set((ROOT / "runs").glob("*")) - before:
+        shutil.rmtree(folder)
