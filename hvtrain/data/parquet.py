@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.data.decode import check_image_shape, decode, decode_batch
 from hvtrain.data.framing import deal
@@ -139,6 +142,7 @@ class Parquet(Source):
         return groups
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
+        atexit.register(_end_streams)
         shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)
         signature = (tf.TensorSpec([batch_size, *shape], kind), tf.TensorSpec([batch_size], tf.int32))
         return tf.data.Dataset.from_generator(batches, output_signature=signature)
@@ -179,3 +183,11 @@ class Parquet(Source):
                 except tf.errors.OpError as cause:
                     return DataError(f"{group}, row {row}: {reason(cause)}; write the file again")
         return error
+
+
+def _end_streams() -> None:
+    """Ends open streams while Python is alive: TensorFlow's threads call these generators, and wait for ever for a
+    call that the end of the interpreter has cut off."""
+    for found in gc.get_objects():
+        if isinstance(found, OwnedIterator):
+            found._iterator_resource = None
