@@ -35,8 +35,11 @@ class RankError(UserError, RuntimeError):
     """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""
 
 
+PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL
+
+
 class Preempted(SystemExit):
-    """A run that a signal told to make room: saved, and worth the same line again. Exit code 75."""
+    """A run that a signal told to make room: saved, and worth the same line again. Exit code PREEMPTED."""
 
     def __init__(self) -> None:
-        super().__init__(75)  # sysexits.h: EX_TEMPFAIL
+        super().__init__(PREEMPTED)

@@ -151,7 +151,10 @@ def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]
         num_ranks=num_ranks,
         hosts=hosts,
         controller="gloo" if elastic or options.how == "gloo" else "mpi",
-        environment=environment.for_ranks(os.environ, options.env),
+        # A file is for another place, with an environment of its own: only what was asked for goes in.
+        environment=(environment.for_ranks if cluster.kind == "ssh" else environment.asked_for)(
+            os.environ, options.env
+        ),
         min_ranks=(options.min_np or num_ranks) if elastic else None,
         max_ranks=options.max_np,
     )

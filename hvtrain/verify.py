@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from hvtrain import console
@@ -13,7 +14,7 @@ HELP = """\
 python -m hvtrain.verify [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Shows in about half a minute whether ranks train together, one line a check, PASS or FAIL with what to look at:
-  horovodrun -np 2 python -m hvtrain.verify                        this host
+  python -m hvtrain.verify                                         this host, with two ranks
   horovodrun -np 16 -H s1:4,s2:4,... python -m hvtrain.verify      a cluster
   horovodrun -np 2 python -m hvtrain.verify model=... dataset=...  with a model and a data set of yours too
 
@@ -28,6 +29,10 @@ def main() -> None:
 
 def compose_and_verify() -> int:
     """Library checks always; those of the user's run where the line says anything about one."""
+    if not console.is_launched():
+        # One rank has nobody to train together with.
+        launcher = [sys.executable, "-m", "hvtrain.horovodrun", "-np", "2"]
+        os.execv(sys.executable, [*launcher, sys.executable, "-m", "hvtrain.verify", *sys.argv[1:]])
     for tree in compose():
         config = from_dict(tree)
         if not config.verbose:

@@ -14,6 +14,9 @@ SHELL_SCRIPTS = [
     "scripts/make-environment",
     "scripts/prove-allreduce",
     "scripts/docker-entrypoint",
+    "scripts/gpu-suite",
+    "scripts/install-test-tools",
+    "scripts/lab",
     "scripts/lock/update",
     ".ci/run",
 ]

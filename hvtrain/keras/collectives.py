@@ -127,7 +127,7 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     Builds the optimizer first, so that its slots exist. Seeds of dropout and the like stay each rank's own:
     equal masks on all ranks would be less random than the joint batch on one process has.
     """
-    optimizer = model.optimizer
+    optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     broadcast_variables(model.weights, root_rank)

@@ -17,7 +17,6 @@ import yaml
 from hvtrain.config import setting
 from hvtrain.errors import ConfigError
 from hvtrain.launching.job import Job, rank_places
-from hvtrain.launching.slurm import variables
 
 SCRIPT = "docker-run.sh"
 COMPOSE = "compose.yaml"
@@ -70,7 +69,7 @@ def _script(job: Job, settings: Settings) -> str:
     options = ["--rm", "--init", "--network=host", "--ipc=host", "--ulimit", "memlock=-1"]
     options += ["--gpus", "all"] if settings.gpus else []
     options += ["-v", f"{settings.data}:/data:ro"] if settings.data else []
-    first = [word for name, value in variables(job).items() for word in ("-e", f"{name}={value}")]
+    first = [word for name, value in job.environment.items() for word in ("-e", f"{name}={value}")]
     first += ["-v", f"{settings.runs}:{HOME}/runs"] if settings.runs else []
     if len(job.hosts) < 2:
         words = _horovodrun(job, "-np", str(job.num_ranks))
@@ -125,7 +124,7 @@ def _compose(job: Job, settings: Settings) -> str:
             **shared,
             "hostname": "s1",
             "command": [_literal(word) for word in train],
-            "environment": {name: _literal(value) for name, value in variables(job).items()},
+            "environment": {name: _literal(value) for name, value in job.environment.items()},
             "depends_on": {"s2": {"condition": "service_healthy"}},
         },
     }

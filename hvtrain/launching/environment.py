@@ -25,18 +25,28 @@ _OF_THIS_HOST = re.compile(
 )
 
 
-def for_ranks(environ: Mapping[str, str], asked_for: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that ranks get: the allowed ones, and those asked for by name (NAME, or NAME=VALUE).
-
-    Raises ConfigError for one that is not set.
+def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that ranks get over ssh: the allowed ones, and those asked for.
 
     >>> sorted(for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "TF_SECRET": "x", "HOME": "/root"}).keys() - {"OPAL_PREFIX"})
     ['PATH', 'TF_NUM_INTRAOP_THREADS']
     """
     chosen = {name: value for name, value in environ.items() if _travels(name)}
     chosen.update(of_this_environment(chosen.get("PATH", "")))
-    for word in asked_for:
+    return {**chosen, **asked_for(environ, words)}
+
+
+def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
+    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for one that is not set, or no name.
+
+    >>> asked_for({"MINE": "yes"}, ["MINE", "MORE=a=b"])
+    {'MINE': 'yes', 'MORE': 'a=b'}
+    """
+    chosen = {}
+    for word in words:
         name, given, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"--env {word}: {name!r} is no name of an environment variable; write --env NAME=VALUE")
         if not given and name not in environ:
             raise ConfigError(f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE")
         chosen[name] = value if given else environ[name]

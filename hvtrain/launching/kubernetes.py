@@ -15,7 +15,6 @@ import yaml
 from hvtrain.config import setting
 from hvtrain.errors import ConfigError
 from hvtrain.launching.job import Job
-from hvtrain.launching.slurm import variables
 
 SSH_PORT = 2222
 SSH_FOLDER = "/home/hvtrain/.ssh"
@@ -92,7 +91,7 @@ def launcher_words(job: Job, settings: Settings, hosts: list[str]) -> list[str]:
 def launcher_pod(name: str, settings: Settings, words: list[str], job: Job) -> dict[str, Any]:
     """The pod that starts the ranks; it needs little."""
     container = _container(name, settings, words)
-    if environment := variables(job):
+    if environment := job.environment:
         container["env"] = [{"name": key, "value": _literal(value)} for key, value in environment.items()]
     container["resources"] = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"cpu": "2", "memory": "2Gi"}}
     return {"restartPolicy": "Never", "securityContext": _pod_security(), "containers": [container]}

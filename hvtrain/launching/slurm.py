@@ -1,8 +1,8 @@
 """A batch file for Slurm, which goes on by itself after the time limit.
 
 Pure. The file starts `python -m hvtrain.launch` on the first host of the allocation. Shortly before the time limit
-Slurm signals the batch shell; the launcher has the ranks save together and ends with SAVED, and the file asks for the
-same job again. Slurm keeps the job's id then, so the run folder is the same.
+Slurm signals the batch shell; the launcher has the ranks save together and ends with PREEMPTED, and the file asks for
+the same job again. Slurm keeps the job's id then, so the run folder is the same.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvtrain.config import setting
-from hvtrain.errors import ConfigError
+from hvtrain.errors import PREEMPTED, ConfigError
 from hvtrain.launching.job import Job
 
 FILE = "hvtrain.sbatch"
-# The exit code of a run that was asked to save and stop, and is to go on later (EX_TEMPFAIL of sysexits.h).
-SAVED = 75
-# Each host, or image, has its own environment with its own folders.
-_OF_THE_PLACE = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OPAL_PREFIX")
 
 
 @dataclass
@@ -70,20 +66,6 @@ def needs_run_folder(command: Sequence[str]) -> bool:
     """
     trains = ("-m", "hvtrain") in pairwise(command)
     return trains and not any(re.match(r"\+{0,2}run\.dir=", word) for word in command)
-
-
-def variables(job: Job) -> dict[str, str]:
-    """The ranks' variables but for those that name folders of the host where the file is made.
-
-    Raises ConfigError for a name that no shell takes.
-
-    >>> variables(Job(("true",), 1, environment={"PATH": "/home/me/bin", "TF_NUM_INTRAOP_THREADS": "2"}))
-    {'TF_NUM_INTRAOP_THREADS': '2'}
-    """
-    wrong = next((name for name in job.environment if not re.fullmatch(r"[A-Za-z_]\w*", name)), None)
-    if wrong is not None:
-        raise ConfigError(f"{wrong!r} is no name of an environment variable; use letters, digits and _")
-    return {name: value for name, value in job.environment.items() if name not in _OF_THE_PLACE}
 
 
 def seconds(limit: str) -> int:
@@ -157,7 +139,7 @@ def _body(job: Job, settings: Settings, ranks_per_node: int) -> str:
     words = [shlex.quote(word) for word in job.command[skipped:]]
     if needs_run_folder(job.command):
         words += ['run.dir="runs/slurm-$SLURM_JOB_ID"', "resume=auto"]
-    environment = variables(job)
+    environment = job.environment
     lines = ["set -euo pipefail", ""]
     if settings.workdir:
         lines += [f"cd -- {shlex.quote(settings.workdir)}"]
@@ -168,7 +150,7 @@ def _body(job: Job, settings: Settings, ranks_per_node: int) -> str:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     given = "".join(f" --env {name}" for name in environment)
     return "\n".join(lines) + _LAUNCH.format(
-        ranks=ranks_per_node, options=f"--{job.controller}{given}", words=" ".join(words), saved=SAVED
+        ranks=ranks_per_node, options=f"--{job.controller}{given}", words=" ".join(words), saved=PREEMPTED
     )
 
 

@@ -1,6 +1,7 @@
-"""A job on Spark: the script that spark-submit takes, and its line for a standalone master or YARN. Pure.
+"""Training on the executors of a Spark cluster, YARN or standalone, by spark-submit.
 
-Each rank is one Spark task with cores of its own, all of them at once; hvtrain/spark.py is the driver's side.
+Pure: the script that spark-submit takes, and its line. Each rank is one Spark task with cores of its own, all of
+them at once; hvtrain/spark.py is the driver's side.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from hvtrain.launching.job import Job
 SCRIPT = "hvtrain_on_spark.py"
 # Not hvtrain/spark.py itself: spark-submit would put that file's folder before all others in sys.path.
 _TEXT = '"""Given to spark-submit, which wants a file."""\n\nfrom hvtrain.spark import main\n\nmain()\n'
-
-# Executors have their own; PYTHONPATH is joined to theirs.
-_STAYS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 @dataclass
@@ -110,10 +108,9 @@ def _environment(job: Job, settings: Settings) -> dict[str, str]:
     python = settings.python or sys.executable
     found = {"spark.pyspark.python": python, "spark.pyspark.driver.python": python}
     for name, value in job.environment.items():
-        if name not in _STAYS:
-            found[f"spark.executorEnv.{name}"] = value
-            if settings.deploy_mode == "cluster":
-                found[f"spark.yarn.appMasterEnv.{name}"] = value
+        found[f"spark.executorEnv.{name}"] = value
+        if settings.deploy_mode == "cluster":
+            found[f"spark.yarn.appMasterEnv.{name}"] = value
     return found
 
 

@@ -6,6 +6,7 @@ import logging
 
 from hvtrain import console
 from hvtrain.config import RunConfig
+from hvtrain.errors import RankError
 from hvtrain.instantiate import build
 from hvtrain.runner import leave
 from hvtrain.strategies.base import Strategy
@@ -20,6 +21,8 @@ def verify(config: RunConfig, own_run: bool) -> bool:
     strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
     try:
         topology = strategy.start()
+        if topology.size == 1:
+            raise RankError("one rank came and at least two are compared; start them with horovodrun -np 2")
         console.start_log(topology.is_chief)
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         checks = list(library_checks(strategy))

@@ -167,7 +167,7 @@ def test_the_line_for_yarn():
     settings = cluster.Settings(
         executors=2, queue="gpu", gpus_per_rank=1, gpu_discovery_script="/opt/gpus.sh", python="/env/bin/python"
     )
-    job = Job(WORDS, 8, controller="mpi", environment={"NCCL_DEBUG": "WARN", "PATH": "/here"})
+    job = Job(WORDS, 8, controller="mpi", environment={"NCCL_DEBUG": "WARN"})
     (line,) = cluster.commands(job, settings, "launch/spark")
     assert line[:9] == "spark-submit --master yarn --deploy-mode client --name hvtrain --queue gpu".split()  # noqa: SIM905
     assert line[-5:] == ["launch/spark/hvtrain_on_spark.py", "--np", "8", "--mpi", "callbacks=[a,b]"]

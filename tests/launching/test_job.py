@@ -57,6 +57,9 @@ def test_which_variables_travel():
     assert launcher.keys() - found.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
         environment.for_ranks(given, ["NONE"])
+    with pytest.raises(ConfigError, match="--env A B=1: 'A B' is no name of an environment variable"):
+        environment.asked_for(given, ["A B=1"])
+    assert environment.asked_for(given, ["MINE"]) == {"MINE": "yes"}, "and none besides"
 
 
 def test_settings_keep_their_type_and_texts_stay_texts():
