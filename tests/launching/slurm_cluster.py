@@ -1,9 +1,9 @@
-"""A Slurm of the tests' own: munged, slurmctld and three slurmd on this machine, all files in one folder."""
+"""A Slurm of the tests' own on two hosts of a lab: slurmctld on s1, slurmd on both, all files in one folder."""
 
 import os
 import shutil
-import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,12 @@ import pytest
 
 from hvtrain.launching import slurm
 
-NODE = "NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs=4 State=UNKNOWN"
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from lab import SCRIPT, Lab, needs_lab
+
 CONFIGURATION = """
 ClusterName=tests
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={port}
+SlurmctldHost=s1(10.213.0.1)
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
@@ -37,9 +38,9 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 KillWait=5
 ReturnToService=2
-{nodes}
-PartitionName=two Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
-PartitionName=one Nodes=localhost MaxTime=INFINITE State=UP
+NodeName=s1 NodeAddr=10.213.0.1 CPUs=4 State=UNKNOWN
+NodeName=s2 NodeAddr=10.213.0.2 CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=s1,s2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -48,16 +49,19 @@ class Cluster:
     """Slurm's commands against the tests' daemons."""
 
     folder: Path
+    lab: Lab
+
+    def line(self, host, *words):
+        """The words on a host of the lab, with what a login has there."""
+        return [SCRIPT, "exec", host, "env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
 
     @property
     def environment(self):
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "HOROVOD_"))
-        }
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {**os.environ, "HVTRAIN_LAB": self.lab.name}
 
     def ask(self, *words, check=True):
-        ran = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
+        line = self.line("s1", *words)
+        ran = subprocess.run(line, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0 or not check, f"{words}: {ran.stdout}{ran.stderr}"
         return ran.stdout + ran.stderr
 
@@ -97,43 +101,34 @@ def cluster(tmp_path_factory):
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
     if missing:
         pytest.skip(f"no {missing[0]} here (apt-get install slurmctld slurmd slurm-client munge)")
-    if os.geteuid():
-        pytest.skip("Slurm's daemons need root")
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    folder = cluster.folder
-    ports = [free_port() for _ in range(4)]
-    nodes = [NODE.format(name=name, port=port) for name, port in zip(("n1", "n2", "localhost"), ports[1:])]
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, port=ports[0], nodes="\n".join(nodes)))
-    (folder / "munge.key").write_bytes(os.urandom(1024))
-    (folder / "munge.key").chmod(0o600)
-    munge = [f"--{name}={folder}/munge.{file}" for name, file in MUNGE_FILES.items()]
-    daemons = [["munged", "--force", "--foreground", *munge], ["slurmctld", "-D"]]
-    daemons += [["slurmd", "-D", "-N", name] for name in ("n1", "n2", "localhost")]
-    started = []
-    try:
-        for line in daemons:
-            log = (folder / f"{line[0]}.out").open("ab")
-            started.append(
-                subprocess.Popen(line, env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            )
-            time.sleep(0.5)
+    if needs_lab.args[0]:
+        pytest.skip(needs_lab.kwargs["reason"])
+    with Lab(2) as lab:
+        cluster = Cluster(tmp_path_factory.mktemp("slurm"), lab)
+        folder = cluster.folder
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o600)
+        munge = [f"--{name}={folder}/munge.{file}" for name, file in MUNGE_FILES.items()]
+        start(cluster, "s1", "munged", "--force", "--foreground", *munge)
+        start(cluster, "s1", "slurmctld", "-D")
+        for host in ("s1", "s2"):
+            start(cluster, host, "slurmd", "-D")
         deadline = time.monotonic() + 60
-        while cluster.ask("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle"] * 3:
+        while cluster.ask("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle"] * 2:
             logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.out")))
             assert time.monotonic() < deadline, f"Slurm's daemons did not come up: {logs[-3000:]}"
             time.sleep(0.5)
+        # The daemons and all that they started end with their hosts.
         yield cluster
-    finally:
-        cluster.ask("scancel", "--user=root", check=False)
-        time.sleep(1)
-        for process in reversed(started):
-            process.terminate()
-            process.wait(30)
 
 
 MUNGE_FILES = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def start(cluster, host, *words):
+    with (cluster.folder / f"{words[0]}-{host}.out").open("ab") as log:
+        subprocess.Popen(
+            cluster.line(host, *words), env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    time.sleep(0.5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,6 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
         gpus_per_rank=0,
         cpus_per_rank=2,
         signal_seconds=55,
-        partition="two",
         output=f"{cluster.folder}/out-%j.txt",
         workdir=f"{cluster.folder}/work dir",
         setup=f"PATH={cluster.folder}/bin:$PATH; : $UNSET",
@@ -55,7 +55,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     printed = cluster.printed(job_id)
-    given = ["-m", "hvtrain.launch", "-np", "4", "-H", "n1:2,n2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
+    given = ["-m", "hvtrain.launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
     given += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
     assert printed.count("".join(f"<{word}>" for word in given)) == 2
     assert printed.count(f"in {cluster.folder}/work dir\n") == 2
@@ -68,12 +68,12 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_its_second_start(cluster):
-    """The real launcher and two real ranks. The signal comes by hand here, once the training is under way."""
+    """The real launcher, a real rank on each of two hosts. The signal comes by hand, once the training is under way."""
     settings = slurm.Settings(
         time="30",
+        nodes=2,
         gpus_per_rank=0,
         cpus_per_rank=1,
-        partition="one",
         output=f"{cluster.folder}/out-%j.txt",
         workdir=str(cluster.folder),
         setup=f"PATH={BIN}:$PATH",
@@ -89,6 +89,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED", 300)
     second = cluster.printed(job_id).partition("start 2")[2]
     assert "Epoch 1/40" not in second and "Epoch 40/40" in second, second
+    assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", second, re.MULTILINE), second
     assert json.loads((run / "result.json").read_text())["num_ranks"] == 2
 
 
