@@ -18,9 +18,10 @@ _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -> int:
     """The exit code of the line: that of the first rank that failed; 130 after Ctrl-C.
 
-    SIGUSR1 goes on to the ranks of this host: they save, all ranks stop together, and the code is 75. Ctrl-C
-    reaches the child by the terminal; SIGTERM is passed to it.
+    SIGUSR1 goes on to the ranks of this host: they save, all ranks stop together, and the code is 75. Ctrl-C and
+    SIGTERM go on to the child, once: in this terminal's group it would get a Ctrl-C twice.
     """
+    interrupted = False
     child = subprocess.Popen(
         line,
         env={**environment, "PYTHONUNBUFFERED": "1"},
@@ -30,12 +31,16 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
         text=True,
         encoding="utf-8",
         errors="replace",
+        start_new_session=True,
     )
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            child.terminate()
-        elif number == signal.SIGUSR1 and not ask_to_stop(child.pid):
+        nonlocal interrupted
+        interrupted |= number == signal.SIGINT
+        if number != signal.SIGUSR1:
+            # To all of its group: horovodrun leaves a shell between itself and mpirun.
+            os.killpg(child.pid, number)
+        elif not ask_to_stop(child.pid):
             sys.stderr.write("hvtrain: SIGUSR1 came, and no rank runs on this host; send it to one that has ranks\n")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -43,6 +48,8 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
     assert child.stdout is not None
     output.take(child.stdout)
     code = child.wait()
+    if interrupted:
+        return 130
     # A launcher that a signal ended has a negative code here; shells say 128 + its number.
     return code if code >= 0 else 128 - code
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -241,7 +242,7 @@ def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same line goes on."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
     signal_it = (
-        f"{PYTHON} -m hvtrain.launch {' '.join(repr(word) for word in line)} train.epochs=100000 & launcher=$!; "
+        f"{PYTHON} -m hvtrain.launch {shlex.join(line)} train.epochs=100000 & launcher=$!; "
         f"until [ -s {lab.home}/preempted/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
         "kill -USR1 $launcher; wait $launcher; wait $launcher"
     )
@@ -254,6 +255,24 @@ def test_preemption(lab):
     code, output = lab.launch(*line, f"train.steps={step + 3}")
     assert code == 0, output
     assert f"step-{step:08d}" in output
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("how", HOW)
+def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
+    """Exit code 130, and within seconds no rank is left anywhere."""
+    run = f"{lab.home}/interrupted-{how}"
+    line = ["-np", "2", "-H", "s1,s2", f"--{how}", "--", *words(lab, f"interrupted-{how}", "train.epochs=100000")]
+    script = (
+        f"{PYTHON} -m hvtrain.launch {shlex.join(line)} & launcher=$!; "
+        f"until [ -s {run}/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
+        "kill -INT $launcher; wait $launcher; echo code $?; "
+        "left() { ps ax; ssh s2 ps ax; }; "
+        f"for i in $(seq 100); do left | grep -q '[r]un.dir={run}' || break; sleep 0.2; done; echo looked $i times"
+    )
+    code, output = lab.run("s1", "bash", "-c", script)
+    assert code == 0 and "code 130" in output, output
+    assert int(re.search(r"looked (\d+) times", output)[1]) < 100, "ranks were left"
 
 
 @pytest.mark.apart
