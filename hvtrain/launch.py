@@ -171,6 +171,7 @@ def _by_ssh(options: argparse.Namespace, job: Job) -> int:
         path = Path(options.output or "launch/ssh") / "launch.sh"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\nexec {shlex.join(line)}\n", encoding="utf-8")
+        path.chmod(0o755)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     output = RankOutput(_log_folder(options, job), [host for host, _ in places])
