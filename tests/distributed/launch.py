@@ -44,7 +44,7 @@ def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extr
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 280) -> str:
     """All that the ranks printed; kills the whole group when they do not end."""
     try:
         return process.communicate(timeout=timeout)[0]
