@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from hvtrain import console
 from hvtrain.composition import CONFIGS, compose, own_folders
 from hvtrain.config import from_dict
 from hvtrain.door import enter
-from hvtrain.errors import ConfigError
+from hvtrain.errors import PREEMPTED, ConfigError
 from hvtrain.help import help_text
 
 
 def main() -> None:
     """Runs the command line and exits."""
+    # Until training begins there is nothing to save; then Interruption takes the signal.
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(PREEMPTED))
     enter(compose_and_run, lambda: help_text([CONFIGS, *own_folders(sys.argv)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -17,7 +18,8 @@ SECONDS_TO_EXIT = 4.0
 
 def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 preempted, 130 interrupted, 1 anything else."""
-    if {"--help", "-h"} & set(sys.argv[1:]):
+    # What stands after -- is another command's.
+    if {"--help", "-h"} & set(itertools.takewhile(lambda word: word != "--", sys.argv[1:])):
         print(help_text())
         return
     code = 1

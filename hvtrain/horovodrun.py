@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,13 @@ from pathlib import Path
 import horovod
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
-from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.driver import driver_service
 from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
 from hvtrain.launching import reach
 from hvtrain.launching.environment import is_of_this_host, of_this_environment
-from hvtrain.launching.job import Job, parse_hosts, rank_places
+from hvtrain.launching.job import Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launching.ssh import Ssh
 
 
@@ -54,11 +54,12 @@ def main() -> None:
     except RuntimeError as error:
         text = str(error)
         name = re.search(r"Process name: (\S+)", text)
-        code = re.search(r"[Ee]xit code:? (\d+)", text)
+        code = re.search(r"[Ee]xit code:? (-?\d+)", text)
         if code is None:
             sys.exit(f"horovodrun: {' '.join(text.split())}")
         print(f"horovodrun: rank {name[1] if name else '?'} ended with exit code {code[1]}", file=sys.stderr)
-        sys.exit(int(code[1]))
+        # A rank that a signal ended has a negative code; shells say 128 + its number.
+        sys.exit(int(code[1]) if int(code[1]) >= 0 else 128 - int(code[1]))
     except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
 
@@ -69,7 +70,7 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
     def parse_args() -> argparse.Namespace:
         args = parse()
         if args.hostfile and not args.hosts:
-            args.hosts = horovod_hosts.parse_host_files(args.hostfile)
+            args.hosts = ",".join(f"{host.name}:{host.slots}" for host in parse_hostfile(Path(args.hostfile)))
         # In an elastic job hosts come and go, and Kubernetes may have a command of its own in place of ssh.
         if args.hosts and args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
             _look_at_hosts(args)
@@ -81,19 +82,22 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
 def _look_at_hosts(args: argparse.Namespace) -> None:
     hosts = parse_hosts(args.hosts)
     rank_places(Job((), args.num_proc, hosts))
-    paths = reach.check([host.name for host in hosts], Ssh(args.ssh_port, args.ssh_identity_file))
+    ssh = Ssh(args.ssh_port, args.ssh_identity_file)
+    paths = reach.check([host.name for host in hosts], ssh)
     if paths is None:
         return
-    remote.SSH_COMMAND_PREFIX = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new"
+    remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
+    args.ssh_port = args.ssh_identity_file = None  # They are among those options now.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
     by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
     if args.nics:
         words = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
+        words += ["-mca", "plm_rsh_args", " ".join(ssh.options)]
     else:
-        words = reach.mpi_options(paths)
+        words = reach.mpi_options(paths, ssh)
         driver_service.get_common_interfaces = lambda *args: [paths.interface] if by_gloo else []
     if not by_gloo:
-        args.mpi_args = " ".join([*words, args.mpi_args or ""])
+        args.mpi_args = f"{shlex.join(words)} {args.mpi_args or ''}"
 
 
 if __name__ == "__main__":

@@ -75,12 +75,14 @@ def launch() -> int:
     mine, words = _split(sys.argv[1:])
     options = _parse(mine)
     cluster = choose(options.words, own_folders(words))
-    command = _command(words, cluster)
-    if command is None:
+    found = _command(words, cluster)
+    if found is None:
         return 0
+    command, run_dir = found
     job = _job(options, cluster, command)
     if cluster.kind == "ssh":
-        return _by_ssh(options, job)
+        return _by_ssh(options, job, run_dir)
+    _refuse_options_of_ssh(options, cluster.kind)
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster.write(job, folder)
     commands = cluster.commands(job, folder)
@@ -121,24 +123,38 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
-def _command(words: list[str], cluster: Cluster) -> tuple[str, ...] | None:
-    """What each rank runs; None when the words only asked to see the composed run."""
-    if words and words[0].startswith("python"):
-        return tuple(words)
+def _refuse_options_of_ssh(options: argparse.Namespace, kind: str) -> None:
+    """What a file has no place for is not dropped without a word."""
+    given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
+    given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
+    given |= {"--mpirun": options.how == "mpirun"}
+    wrong = next((name for name, value in given.items() if value), None)
+    if wrong:
+        raise ConfigError(f"{wrong} came with cluster={kind}, which has no place for it; leave it out")
+
+
+def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None] | None:
+    """What each rank runs, and its run folder; None when the words only asked to see the composed run."""
+    if words and Path(words[0]).name.startswith("python"):
+        return tuple(words), None
+    if words and "=" not in words[0] and not words[0].startswith("-"):
+        raise ConfigError(f"{words[0]!r} is no word of a run; a command of your own begins with python")
     trees = compose(words)
     if not trees:
         return None
     config = from_dict(trees[0])
     # A restart must find the folder again. Slurm has a name for the job that lasts.
-    folder = [] if config.run.dir or cluster.kind == "slurm" else [f"run.dir={default_run_dir(config)}"]
-    return ("python", "-m", "hvtrain", *words, *folder)
+    if config.run.dir or cluster.kind == "slurm":
+        return ("python", "-m", "hvtrain", *words), config.run.dir
+    run_dir = default_run_dir(config)
+    return ("python", "-m", "hvtrain", *words, f"run.dir={run_dir}"), run_dir
 
 
 def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]) -> Job:
     hosts = parse_hosts(options.hosts) if options.hosts else ()
     if options.hostfile:
         hosts = parse_hostfile(Path(options.hostfile))
-    num_ranks = options.np or sum(host.slots for host in hosts) or 1
+    num_ranks = (sum(host.slots for host in hosts) or 1) if options.np is None else options.np
     if num_ranks < 1:
         raise ConfigError(f"-np {num_ranks} is no number of ranks; it must be at least 1")
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
@@ -160,7 +176,7 @@ def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]
     )
 
 
-def _by_ssh(options: argparse.Namespace, job: Job) -> int:
+def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     places = [] if options.host_discovery_script else rank_places(job)
     ssh = Ssh(options.port, options.identity_file)
     mpirun = options.how == "mpirun"
@@ -169,22 +185,27 @@ def _by_ssh(options: argparse.Namespace, job: Job) -> int:
     line = start_line(job, ssh, paths, options.network_interfaces, mpirun, options.host_discovery_script)
     if options.dry_run:
         path = Path(options.output or "launch/ssh") / "launch.sh"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/usr/bin/env bash\nexec {shlex.join(line)}\n", encoding="utf-8")
-        path.chmod(0o755)
+        _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
-    output = RankOutput(_log_folder(options, job), [host for host, _ in places])
+    default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    output = RankOutput(Path(options.logs or default), [host for host, _ in places])
     code = start(line, environment.for_launcher(os.environ, job.environment), output)
     if code:
         console.say_error(f"the ranks ended with exit code {code}; what each said is in {output.folder}", 0)
     return code
 
 
-def _log_folder(options: argparse.Namespace, job: Job) -> Path:
-    run_dir = next((word.partition("=")[2] for word in reversed(job.command) if word.startswith("run.dir=")), None)
-    default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return Path(options.logs or default)
+def _write_script(path: Path, job: Job, line: list[str]) -> None:
+    """The line with the very environment that it would have here; for its owner alone, for it holds values."""
+    own = " ".join(f'{name}="${{{name}-}}"' for name in ("HOME", "USER", "TERM", "SSH_AUTH_SOCK"))
+    values = shlex.join(f"{name}={value}" for name, value in job.environment.items())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\nexec env -i {own} {values} \\\n  {shlex.join(line)}\n", encoding="utf-8")
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place with --output") from error
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hvtrain.diagnosis.rows import Cluster, Row, all_or, copy_to, environment, fail, size, skip
 
@@ -108,6 +109,11 @@ def _horovod(cluster: Cluster) -> list[Row]:
     return all_or(rows, "horovod", f"built with {', '.join(here)}")
 
 
+def _no_data(data: Mapping[str, Any]) -> str:
+    """Why a host has none of the data set; empty where it has."""
+    return str(data["error"] or "") or ("" if data["num_files"] else f"{data['path']} is empty")
+
+
 def _dataset(cluster: Cluster) -> list[Row]:
     first = next(iter(cluster))
     here = cluster[first]["dataset"]
@@ -117,12 +123,14 @@ def _dataset(cluster: Cluster) -> list[Row]:
     for host, facts in cluster.items():
         data = facts["dataset"]
         elsewhere = "put it there, or dataset.dir=PATH names another place"
-        fix = elsewhere if host == first else copy_to(here["path"], first, host, is_file="." in here["entries"])
+        # Never a command that deletes data: the first host may be the one that lacks it (a disk that is not mounted).
+        is_file = "." in here["entries"]
+        fix = elsewhere if host == first else copy_to(here["path"], first, host, is_file, delete=False)
         if data["too_large"]:
             unread.append(skip("data set", f"not compared: {data['too_large']}", host))
-        elif data["error"]:
-            rows.append(fail("data set", host, data["error"], elsewhere if here["error"] else fix))
-        elif not here["error"] and not here["too_large"] and (other := unlike(here["entries"], data["entries"])):
+        elif error := _no_data(data):
+            rows.append(fail("data set", host, error, elsewhere if _no_data(here) else fix))
+        elif not _no_data(here) and not here["too_large"] and (other := unlike(here["entries"], data["entries"])):
             found = f"{other} on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
             rows.append(fail("data set", host, found, fix))
     found = f"{here['num_files']:,} files, {size(here['num_bytes'])}, in {here['path']}"

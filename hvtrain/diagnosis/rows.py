@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,10 +52,11 @@ def all_or(failures: list[Row], check: str, found: str) -> list[Row]:
     return failures or [Row(check, "PASS", found)]
 
 
-def copy_to(path: str, first: str, host: str, is_file: bool = False) -> str:
-    """What makes a folder, or a file, of a host that of the first one."""
+def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
+    """What makes a folder, or a file, of a host that of the first one. delete: also what the first has not."""
     slash = "" if is_file else "/"
-    return f"on {first}: rsync -a{'' if is_file else ' --delete'} {path}{slash} {host}:{path}{slash}"
+    options = ["--delete"] if delete and not is_file else []
+    return f"on {first}: {shlex.join(['rsync', '-a', *options, f'{path}{slash}', f'{host}:{path}{slash}'])}"
 
 
 def environment(facts: Mapping[str, Any]) -> str:

@@ -78,7 +78,7 @@ def choose(words: list[str], folders: list[Path]) -> Cluster:
     tree: dict[str, Any] = {}
     own = next((file for folder in folders if (file := folder / "cluster" / f"{kind}.yaml").is_file()), None)
     if own:
-        tree = dict(yaml.safe_load(own.read_text(encoding="utf-8")) or {})
+        tree = dict(_yaml(own.read_text(encoding="utf-8"), str(own)) or {})
         kind = str(tree.pop("kind", "?"))
     if kind == "ssh":
         if given:
@@ -110,4 +110,11 @@ def _value(text: str, hint: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if text == "null" and type(None) in options:
         return None
-    return text if str in options else yaml.safe_load(text)
+    return text if str in options else _yaml(text, text)
+
+
+def _yaml(text: str, place: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not YAML: {' '.join(str(error).split())}") from error

@@ -1,6 +1,6 @@
 """Which network interface leads where. Standard library alone: its text runs on hosts by ssh, whatever is there.
 
-python interfaces.py ADDRESS ...     prints, for each address of this host, the interface that holds it
+python interfaces.py ADDRESS     prints MARK and the interface that leads to that IPv4 address, or -
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 
+MARK = "hvtrain-interface:"
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 
@@ -49,4 +50,8 @@ def _asked(interface: str, what: int) -> str | None:
 
 
 if __name__ == "__main__":
-    print("\n".join(interface_of(address) or "-" for address in sys.argv[1:]))
+    try:
+        _found = interface_of(address_towards(sys.argv[1]))
+    except OSError:
+        _found = None
+    print(MARK, _found or "-")

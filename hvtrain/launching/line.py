@@ -26,7 +26,8 @@ def start_line(
         mpirun: MPI's own launcher instead of Horovod's.
         discovery_script: prints the hosts that there are, for an elastic job.
     """
-    command = [sys.executable if word == "python" else word for word in job.command]
+    first, *rest = job.command
+    command = [sys.executable if first == "python" else first, *rest]
     if mpirun:
         return [*_mpirun(job, ssh, paths, interfaces), *command]
     line = [sys.executable, "-m", "hvtrain.horovodrun", f"--{job.controller}", "-np", str(job.num_ranks)]
@@ -59,8 +60,9 @@ def _mpirun(job: Job, ssh: Ssh, paths: Paths | None, interfaces: str | None) -> 
         line += ["-mca", "btl_tcp_if_include", interfaces, "-mca", "oob_tcp_if_include", interfaces]
         line += ["-x", f"NCCL_SOCKET_IFNAME={interfaces}"]
     elif paths:
-        line += mpi_options(paths)
-    line += ["-mca", "plm_rsh_args", " ".join(ssh.options)] if paths else []
+        line += mpi_options(paths, ssh)
+    # Each host is reached from this one; above 64 Open MPI would go from host to host, for which none has a key.
+    line += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_num_concurrent", str(len(job.hosts))]
     for name in sorted(job.environment):
         line += ["-x", name]
     return line

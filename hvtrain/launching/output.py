@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hvtrain.errors import ConfigError
+
 # horovodrun --gloo marks lines [3]<stdout>:, mpirun [1,3]<stdout>: (job, rank).
-_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
+_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 # Said by the launchers about ranks that say it better themselves.
 _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
 
@@ -19,15 +22,22 @@ class RankOutput:
 
     Rank 0's lines go on without their mark; those of other ranks, which speak only when something is wrong,
     with their rank and host before them; so does what no rank said.
+    Raises ConfigError where the folder cannot be written.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._hosts = hosts
         self._files: dict[int, TextIO] = {}
-        for rank in range(len(hosts)):
-            self.path(rank).write_text("", encoding="utf-8")
+        self._begun: dict[tuple[int, str], str] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(len(hosts)):
+                self.path(rank).write_text("", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
+            ) from error
 
     def path(self, rank: int) -> Path:
         host = f"-{self._hosts[rank]}" if rank < len(self._hosts) else ""
@@ -36,28 +46,38 @@ class RankOutput:
     def take(self, lines: Iterable[str]) -> None:
         """Passes on all lines until their end."""
         for line in lines:
-            self._take(line)
+            # mpirun marks each piece that a rank writes, so a mark may stand in the middle of a line.
+            own, *marked = _MARK.split(line)
+            if own.strip() and not _NOISE.match(own):
+                _say(sys.stderr, own if own.endswith("\n") else f"{own}\n")
+            for rank, stream, text in zip(marked[::3], marked[1::3], marked[2::3]):
+                self._take(int(rank), stream, text)
+        for (rank, stream), text in list(self._begun.items()):
+            self._take(rank, stream, "\n" if text else "")
         for file in self._files.values():
             file.close()
 
-    def _take(self, line: str) -> None:
-        found = _MARK.fullmatch(line)
-        if not found:
-            if not _NOISE.match(line):
-                _say(sys.stderr, line)
+    def _take(self, rank: int, stream: str, text: str) -> None:
+        """Holds what a rank wrote back until its line is whole."""
+        text = self._begun.pop((rank, stream), "") + text
+        if not text.endswith("\n"):
+            self._begun[rank, stream] = text
             return
-        rank, text = int(found[1]), found[3]
         if rank not in self._files:
             self._files[rank] = self.path(rank).open("a", encoding="utf-8")
         self._files[rank].write(text)
         self._files[rank].flush()
         if rank == 0:
-            _say(sys.stdout if found[2] == "stdout" else sys.stderr, text)
+            _say(sys.stdout if stream == "stdout" else sys.stderr, text)
         elif text.strip():
             host = f" {self._hosts[rank]}" if rank < len(self._hosts) else ""
             _say(sys.stderr, f"[rank {rank}{host}] {text}")
 
 
 def _say(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        # Nobody reads any more (| head). The run goes on, and so do the logs.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

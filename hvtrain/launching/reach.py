@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -43,13 +44,12 @@ def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths
 
     Raises RankError in one line for the first host that cannot take part.
     """
-    remote = [host for host in hosts if not is_local(host)]
-    if not remote:
-        return None
-    with ThreadPoolExecutor(min(32, len(remote))) as pool:
+    with ThreadPoolExecutor(32) as pool:
+        remote = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
+        if not remote:
+            return None
         found = list(pool.map(lambda host: _look(host, ssh, python), remote))
-    ways = {interfaces.address_towards(socket.gethostbyname(host)) for host in remote}
-    mine = {interfaces.interface_of(address) for address in ways}
+    mine = {interfaces.interface_of(_address_towards(host)) for host in remote}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
         raise RankError(
@@ -60,25 +60,44 @@ def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths
     return Paths(interface, tuple(sorted({interface, *found})), interfaces.network_of(interface))
 
 
+def _address_towards(host: str) -> str:
+    try:
+        return interfaces.address_towards(socket.gethostbyname(host))
+    except OSError as error:
+        raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
+
+
 def _look(host: str, ssh: Ssh, python: str) -> str:
     """The interface of a host on the way to this one, by its own Python."""
-    # The third word of SSH_CONNECTION is the address at which that host was reached.
-    script = 'test -x "$0" || exit 86; set -- $SSH_CONNECTION; exec "$0" - "$3"'
+    script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" - "$2"'
     text = Path(interfaces.__file__).read_text(encoding="utf-8")
     try:
-        done = ssh.run(host, ["sh", "-c", script, python], text)
+        done = ssh.run(host, ["sh", "-c", script, python, str(Path.cwd()), _address_towards(host)], text)
     except subprocess.TimeoutExpired:
         raise RankError(f"host {host} let us in by ssh but did not answer within a minute; look at its load") from None
     if done.returncode == 86:
         raise RankError(
             f"host {host} has no {python}; put hvtrain there, at the same path as here, and run its scripts/run once"
         )
+    if done.returncode == 87:
+        raise RankError(
+            f"host {host} has no folder {Path.cwd()}, in which its ranks would start; make it there, or start from "
+            "one that all hosts have"
+        )
     if done.returncode:
         raise RankError(ssh.trouble(host, done.stderr))
-    return done.stdout.split()[-1]
+    # A greeting of the login shell may stand before it.
+    said = re.search(rf"^{interfaces.MARK} (\S+)$", done.stdout, re.MULTILINE)
+    if not said:
+        raise RankError(
+            f"host {host} let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
+        )
+    if said[1] == "-":
+        raise RankError(f"host {host} has no IPv4 way to this host; Horovod needs one")
+    return said[1]
 
 
-def mpi_options(paths: Paths, prefix: str = sys.prefix) -> list[str]:
+def mpi_options(paths: Paths, ssh: Ssh, prefix: str = sys.prefix) -> list[str]:
     """What Open MPI must be told to start and to talk between those hosts.
 
     The network instead of an interface's name: names may differ from host to host, and Open MPI would try an
@@ -88,5 +107,6 @@ def mpi_options(paths: Paths, prefix: str = sys.prefix) -> list[str]:
         *("--prefix", prefix),
         *("-mca", "btl_tcp_if_include", paths.network),
         *("-mca", "oob_tcp_if_include", paths.network),
+        *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *("-x", f"NCCL_SOCKET_IFNAME={','.join(paths.interfaces)}"),
     ]

@@ -138,7 +138,9 @@ def _body(job: Job, settings: Settings, ranks_per_node: int) -> str:
     skipped = 3 if tuple(job.command[:3]) == ("python", "-m", "hvtrain") else 0
     words = [shlex.quote(word) for word in job.command[skipped:]]
     if needs_run_folder(job.command):
-        words += ['run.dir="runs/slurm-$SLURM_JOB_ID"', "resume=auto"]
+        words += ['run.dir="runs/slurm-$SLURM_JOB_ID"']
+    if skipped and not any(word.startswith("resume=") for word in job.command):
+        words += ["resume=auto"]
     environment = job.environment
     lines = ["set -euo pipefail", ""]
     if settings.workdir:

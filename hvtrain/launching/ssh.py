@@ -21,7 +21,15 @@ class Ssh:
     def options(self) -> list[str]:
         """Words between ssh and the host. A host that is new gets known; one whose key has changed is refused."""
         words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
-        words += ["-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        # A host that is gone is noticed within a minute, also in the middle of a run.
+        words += [
+            "-o",
+            f"ConnectTimeout={CONNECT_SECONDS}",
+            "-o",
+            "ServerAliveInterval=15",
+            "-o",
+            "ServerAliveCountMax=4",
+        ]
         words += ["-p", str(self.port)] if self.port else []
         return words + (["-i", self.identity_file] if self.identity_file else [])
 
@@ -37,7 +45,10 @@ class Ssh:
         reason = next((line for line in reversed(said.strip().splitlines()) if line.strip()), "it said nothing").strip()
         port = f" -p {self.port}" if self.port else ""
         if "Could not resolve" in said or "Name or service not known" in said:
-            return f"host {host} has no address here; add it to /etc/hosts or DNS, or give -H its address"
+            return (
+                f"host {host} has no IPv4 address here; add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not "
+                "enough), or give -H its address"
+            )
         if "Permission denied" in said:
             key = self.identity_file or "~/.ssh/id_ed25519"
             return (

@@ -6,22 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from hvtrain.launching.output import RankOutput
 
+SECONDS_TO_STOP = 15.0
+SECONDS_FOR_LAST_LINES = 5.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -> int:
     """The exit code of the line: that of the first rank that failed; 130 after Ctrl-C.
 
-    SIGUSR1 goes on to the ranks of this host: they save, all ranks stop together, and the code is 75. Ctrl-C and
-    SIGTERM go on to the child, once: in this terminal's group it would get a Ctrl-C twice.
+    SIGUSR1 goes on to the ranks of this host: they save, all ranks stop together, and the code is 75. Ctrl-C, SIGTERM
+    and a closed terminal go on to the child; a second one, or SECONDS_TO_STOP later, ends by force all that is left.
     """
-    interrupted = False
     child = subprocess.Popen(
         line,
         env={**environment, "PYTHONUNBUFFERED": "1"},
@@ -31,34 +34,68 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
         text=True,
         encoding="utf-8",
         errors="replace",
+        # In this terminal's group it would get a Ctrl-C twice.
         start_new_session=True,
     )
+    came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted |= number == signal.SIGINT
-        if number != signal.SIGUSR1:
-            # To all of its group: horovodrun leaves a shell between itself and mpirun.
+        if number == signal.SIGUSR1:
+            if not ask_to_stop(child.pid):
+                sys.stderr.write(
+                    "hvtrain: SIGUSR1 came, and no rank runs on this host; send it to one that has ranks\n"
+                )
+            return
+        came.append(number)
+        family = _family(child.pid)
+        if len(came) > 1:
+            _end(family)
+            return
+        # To all of its group: horovodrun leaves a shell between itself and mpirun.
+        with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
-        elif not ask_to_stop(child.pid):
-            sys.stderr.write("hvtrain: SIGUSR1 came, and no rank runs on this host; send it to one that has ranks\n")
+        last_resort = threading.Timer(SECONDS_TO_STOP, _end, [family])
+        last_resort.daemon = True
+        last_resort.start()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, pass_on)
-    assert child.stdout is not None
-    output.take(child.stdout)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        # nohup has SIGHUP ignored already, and so it stays.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
+    reader = threading.Thread(target=output.take, args=[child.stdout], daemon=True)
+    reader.start()
     code = child.wait()
-    if interrupted:
+    reader.join(SECONDS_FOR_LAST_LINES)
+    if came and came[0] == signal.SIGINT:
         return 130
     # A launcher that a signal ended has a negative code here; shells say 128 + its number.
     return code if code >= 0 else 128 - code
+
+
+def _family(process: int) -> set[int]:
+    """The process, all in its session, and all below it: they are found before they are orphans."""
+    found = {process}
+    waiting = [process]
+    while waiting:
+        for child in _children(waiting.pop()):
+            found.add(child)
+            waiting.append(child)
+    return found | {other for other, _, session in _processes() if session == process}
+
+
+def _end(processes: set[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
 
 
 def ask_to_stop(launcher: int) -> int:
     """Sends SIGUSR1 to the ranks among a launcher's descendants; how many there were."""
     ranks = list(_ranks_below(launcher))
     for rank in ranks:
-        os.kill(rank, signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGUSR1)
     return len(ranks)
 
 
@@ -72,16 +109,18 @@ def _ranks_below(process: int) -> Iterator[int]:
 
 
 def _children(process: int) -> list[int]:
-    found = []
+    return [child for child, parent, _ in _processes() if parent == process]
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Each process of this host: its id, its parent's and its session's."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The name in parentheses may hold anything; what follows it is numbers.
-            parent = int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            yield int(stat.parent.name), int(words[1]), int(words[3])
         except (OSError, IndexError):
-            continue
-        if parent == process:
-            found.append(int(stat.parent.name))
-    return found
+            continue  # It has just ended.
 
 
 def _is_rank(process: int) -> bool:

@@ -206,13 +206,16 @@ def see_what_is_wrong(lab):
     (lab.of("s4") / ".ssh" / "authorized_keys").unlink()
     cases = {
         ("-np", "3", "-H", "s1:1,s2:1"): "-np 3 needs as many slots and -H s1:1,s2:1 has 2; lower -np or add hosts",
-        ("-np", "2", "-H", "s1,s9"): "host s9 has no address here; add it to /etc/hosts or DNS, or give -H its address",
+        ("-np", "2", "-H", "s1,s9"): "host s9 has no IPv4 address here; add it to /etc/hosts or DNS",
         ("-np", "2", "-H", "s1,s3"): "nothing answers ssh on host s3, port 22; start sshd there, or name its port: -p",
         ("-np", "2", "-H", "s1,s4"): "host s4 does not let root in without a password: Permission denied",
         ("-np", "2", "-H", "s1,s2x:"): "-H s1,s2x:: 's2x:' is no host and number of ranks; write -H s1:4,s2:4",
         ("-H", "s1", "--env", "NONE"): "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE",
         ("-H", "s1", "cluster=slum"): "cluster=slum is not one of ssh, slurm, mpijob, trainjob, docker, spark; did you",
         ("--port", "2"): "unrecognized arguments: --port",
+        ("-np", "0", "-H", "s1"): "-np 0 is no number of ranks; it must be at least 1",
+        ("-np", "2", "cluster=slurm", "cluster.time=60", "-p", "22"): "-p came with cluster=slurm, which has no place",
+        ("-H", "s1", "--logs", "/proc/x"): "the ranks' logs cannot be written to /proc/x",
         ("-np", "2", "-H", "s1,s2", "--mpi", "--min-np", "1"): "an elastic job needs Gloo and --mpi was given",
     }
     for words, message in cases.items():
@@ -224,6 +227,46 @@ def see_what_is_wrong(lab):
     assert (code, output) == (2, "hvtrain: unknown setting 'train.epoch'; did you mean 'train.epochs'?\n")
     code, output = lab.launch("-np", "2")
     assert code == 2 and "write them after --" in output
+
+
+def test_a_host_without_the_working_folder(lab):
+    """Its ranks would start in the home folder, and relative paths mean something else."""
+    folder = lab.of("s1") / "only-here"
+    folder.mkdir()
+    code, output = lab.run(
+        "s1", "bash", "-c", f"cd only-here && {PYTHON} -m hvtrain.launch -np 2 -H s1,s2 -- model=mlp"
+    )
+    assert code == 2 and f"host s2 has no folder {lab.home}/only-here, in which its ranks would start" in output, output
+
+
+def test_a_host_whose_shell_ends_at_once(lab):
+    start_file = lab.of("s2") / ".bashrc"
+    start_file.write_text("echo Welcome; exit 0\n")
+    code, output = lab.launch("-np", "2", "-H", "s1,s2", "--", "model=mlp")
+    start_file.unlink()
+    assert code == 2 and "host s2 let us in by ssh and ran nothing" in output, output
+
+
+@pytest.mark.parametrize("how", ["gloo", "mpi"])
+def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
+    code, output = lab.launch(
+        "-np", "2", "-H", "s1,s2", f"--{how}", "--",
+        "python", "-c", "import sys; print(sys.argv[1:], 1, 2, flush=True); sys.exit(7)", "a b", "it's $HOME", "-h", "",
+    )  # fmt: skip
+    assert code == 7, output
+    assert """['a b', "it's $HOME", '-h', ''] 1 2\n""" in output
+
+
+def test_the_script_of_a_dry_run_is_what_would_run(lab):
+    code, output = lab.run(
+        "s1", "env", "TF_API_KEY=hunter2", "MINE=a b", PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2",
+        "--gloo", "--env", "MINE", "--dry-run", "--", "python", "-c", "import os; print(os.environ['MINE'])",
+    )  # fmt: skip
+    assert code == 0, output
+    script = lab.of("s1") / "launch" / "ssh" / "launch.sh"
+    assert "hunter2" not in script.read_text() and script.stat().st_mode & 0o777 == 0o700
+    code, output = lab.run("s1", f"{lab.home}/launch/ssh/launch.sh")
+    assert code == 0 and "[1]<stdout>:a b" in output, output
 
 
 def test_a_host_without_this_environment(lab):

@@ -47,7 +47,8 @@ def test_which_variables_travel():
         "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
         "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
-        "HOROVOD_SECRET_KEY": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x", "AWS_REGION": "x", "MINE": "yes",
+        "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
+        "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x", "AWS_REGION": "x", "MINE": "yes",
     }  # fmt: skip
     found = environment.for_ranks(given, ["MINE", "NEW=a=b"])
     travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
@@ -96,6 +97,8 @@ def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
     assert any("-p 2222 -i key" in word for word in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
+    own = start_line(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), Ssh())
+    assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
 
 
 def test_what_ranks_print_is_told_apart(tmp_path, capsys):
@@ -111,8 +114,21 @@ def test_what_ranks_print_is_told_apart(tmp_path, capsys):
     assert (tmp_path / "rank-0001-s2.log").read_text() == "oh no: [1]\n\n"
 
 
+def test_pieces_of_lines_that_mpirun_marks_are_put_together(tmp_path, capsys):
+    output = RankOutput(tmp_path, ["s1", "s2"])
+    output.take(["[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n", "[1,1]<stdout>: two\n", "[1,0]<stdout>:no end"])
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("1 2\nno end\n", "[rank 1 s2] one two\n")
+
+
+def test_logs_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the ranks' logs cannot be written to .*: Not a directory; give another"):
+        RankOutput(tmp_path / "file" / "logs", ["s1"])
+
+
 SAID = {
-    "ssh: Could not resolve hostname s9: Name or service not known": "host s9 has no address here",
+    "ssh: Could not resolve hostname s9: Name or service not known": "host s9 has no IPv4 address here",
     "connect to host s9 port 22: Connection refused": "nothing answers ssh on host s9, port 22",
     "root@s9: Permission denied (publickey).": "does not let",
     "connect to host s9 port 22: Connection timed out": r"host s9 cannot be reached \(Connection timed out\)",
