@@ -311,7 +311,7 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
         f"until [ -s {run}/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
         "kill -INT $launcher; wait $launcher; echo code $?; "
         "left() { ps ax; ssh s2 ps ax; }; "
-        f"for i in $(seq 100); do left | grep -q '[r]un.dir={run}' || break; sleep 0.2; done; echo looked $i times"
+        f"for i in $(seq 100); do left | grep -q '[h]vtrain model=mlp' || break; sleep 0.2; done; echo looked $i times"
     )
     code, output = lab.run("s1", "bash", "-c", script)
     assert code == 0 and "code 130" in output, output

@@ -48,7 +48,8 @@ def test_which_variables_travel():
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
         "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
         "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
-        "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x", "AWS_REGION": "x", "MINE": "yes",
+        "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
+        "AWS_REGION": "x", "MINE": "yes",
     }  # fmt: skip
     found = environment.for_ranks(given, ["MINE", "NEW=a=b"])
     travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
