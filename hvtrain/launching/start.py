@@ -38,6 +38,7 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
         start_new_session=True,
     )
     came: list[int] = []
+    family: set[int] = set()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
@@ -47,7 +48,7 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
                 )
             return
         came.append(number)
-        family = _family(child.pid)
+        family.update(_family(child.pid))
         if len(came) > 1:
             _end(family)
             return
@@ -67,6 +68,7 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
     reader.start()
     code = child.wait()
     reader.join(SECONDS_FOR_LAST_LINES)
+    _end(family)
     if came and came[0] == signal.SIGINT:
         return 130
     # A launcher that a signal ended has a negative code here; shells say 128 + its number.
