@@ -63,6 +63,17 @@ def test_a_host_without_ssh_a_folder_a_file_system(lab, data, tmp_path):
     assert [row["host"] for row in report["rows"] if row["check"] == "all other"] == ["s3"]
 
 
+def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with lab.changed(("s1", f"mount -t tmpfs -o ro tmpfs {runs}", f"umount {runs}")):
+        report = lab.report(*HOSTS, "--no-links", *run_words(data), cwd=tmp_path)
+    (failed,) = [row for row in report["rows"] if row["status"] == "FAIL"]
+    assert (failed["check"], failed["host"]) == ("run folder", "s1")
+    assert failed["found"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
+
+
+
 def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_path):
     metadata = next(site("keras-*.dist-info").glob("METADATA"))
     (tmp_path / "metadata").write_text(re.sub(r"(?m)^Version: .*", "Version: 3.1.4", metadata.read_text()))
