@@ -73,7 +73,6 @@ def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
     assert failed["found"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
 
 
-
 def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_path):
     metadata = next(site("keras-*.dist-info").glob("METADATA"))
     (tmp_path / "metadata").write_text(re.sub(r"(?m)^Version: .*", "Version: 3.1.4", metadata.read_text()))
