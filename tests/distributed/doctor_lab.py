@@ -39,9 +39,11 @@ class DoctorLab(Lab):
         finally:
             self("net", words[0], back)
 
-    def attempt(self, *words, cwd=ROOT, path=""):
-        """The finished doctor on s1. path: a folder before all others in which s1 finds programs."""
+    def attempt(self, *words, cwd=ROOT, path="", packages=""):
+        """The finished doctor on s1. path: a folder before all others in which s1 finds programs; packages: in which
+        Python on all hosts finds packages, besides."""
         prefix = ["env", f"PATH={path}:/usr/bin:/bin"] if path else []
+        prefix += ["env", f"PYTHONPATH={packages}"] if packages else []
         return self("exec", "s1", *prefix, *DOCTOR, *words, check=False, cwd=cwd)
 
     def report(self, *words, **places):

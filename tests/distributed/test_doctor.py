@@ -242,6 +242,27 @@ def test_gpus(lab, tmp_path):
     assert found["gpus", "s3"] == "0 GPUs for 2 slots"
 
 
+def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
+    """As the wheels say them; s2 sees other text in the place of one."""
+    for name, version in (("nvidia_nccl_cu12", "2.27.3"), ("nvidia_cuda_runtime_cu12", "12.9.79")):
+        metadata = tmp_path / "packages" / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    nccl = tmp_path / "packages" / "nvidia_nccl_cu12-2.27.3.dist-info" / "METADATA"
+    (tmp_path / "older").write_text(nccl.read_text().replace("2.27.3", "2.18.1"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nfor gpu in 1 2; do echo 'NVIDIA H200, 550.54.15'; done\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    drivers = [login(host, f"PATH={tmp_path}/bin:$PATH") for host in ("s2", "s3")]
+    with lab.changed(*drivers, over("s2", tmp_path / "older", nccl)):
+        found = lab.failures(path=tmp_path / "bin", packages=tmp_path / "packages")
+    assert [host for check, host in found if check == "gpus"] == ["s2"]
+    assert found["gpus", "s2"] == (
+        "nvidia-cuda-runtime-cu12 12.9.79, nvidia-nccl-cu12 2.18.1; "
+        "s1 has nvidia-cuda-runtime-cu12 12.9.79, nvidia-nccl-cu12 2.27.3"
+    )
+
+
 def test_wrong_usage_is_one_line(lab):
     for words, said in (
         (["-H", "s1:x"], "is no host and number of ranks; write -H s1:4,s2:4"),
