@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from horovod.runner.util import remote
 from hvtrain.errors import UserError
 from hvtrain.launching import reach
 from hvtrain.launching.environment import is_of_this_host, of_this_environment
+from hvtrain.launching.exit_code import failed_rank, of_shell
 from hvtrain.launching.job import Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launching.ssh import Ssh
 
@@ -52,14 +52,12 @@ def main() -> None:
         print(f"horovodrun: {error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        text = str(error)
-        name = re.search(r"Process name: (\S+)", text)
-        code = re.search(r"[Ee]xit code:? (-?\d+)", text)
-        if code is None:
-            sys.exit(f"horovodrun: {' '.join(text.split())}")
-        print(f"horovodrun: rank {name[1] if name else '?'} ended with exit code {code[1]}", file=sys.stderr)
-        # A rank that a signal ended has a negative code; shells say 128 + its number.
-        sys.exit(int(code[1]) if int(code[1]) >= 0 else 128 - int(code[1]))
+        failed = failed_rank(str(error))
+        if failed is None:
+            sys.exit(f"horovodrun: {' '.join(str(error).split())}")
+        name, code = failed
+        print(f"horovodrun: rank {name or '?'} ended with exit code {code}", file=sys.stderr)
+        sys.exit(of_shell(code))
     except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
 

@@ -26,6 +26,7 @@ from hvtrain.door import enter
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.help import help_text
 from hvtrain.launching import environment
+from hvtrain.launching.exit_code import failed_rank
 
 USAGE = """\
 python -m hvtrain.spark [--np N] [--mpi] [GROUP=CHOICE ...] [SETTING=VALUE ...]
@@ -137,14 +138,11 @@ def run_ranks(context: Any, config: RunConfig, options: Options) -> int:
         )
     except Exception as error:
         text = " ".join(str(error).split())
-        code = re.search(r"[Ee]xit code:? (-?\d+)", text)
-        if code:
-            name = re.search(r"Process name: (\S+)", text)
-            print(
-                f"hvtrain.spark: {f'rank {name[1]}' if name else 'a rank'} ended with exit code {code[1]}",
-                file=sys.stderr,
-            )
-            return int(code[1])
+        failed = failed_rank(text)
+        if failed:
+            name, code = failed
+            print(f"hvtrain.spark: {f'rank {name}' if name else 'a rank'} ended with exit code {code}", file=sys.stderr)
+            return code
         if "Timed out" in text:
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
         raise
@@ -202,9 +200,6 @@ def rank_environment(mpi: bool) -> dict[str, str]:
     if mpi:
         # mpirun starts on the driver, and reaches the executors through Horovod and not through ssh.
         found.setdefault("OMPI_MCA_orte_execute_quiet", "1")
-        if list((Path(sys.prefix) / "lib").glob("libmpi.so*")):
-            found.setdefault("OPAL_PREFIX", sys.prefix)
-            found["PATH"] = f"{Path(sys.prefix) / 'bin'}:{found.get('PATH', os.defpath)}"
     return found
 
 

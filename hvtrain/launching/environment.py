@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -59,7 +60,7 @@ def of_this_environment(path: str, prefix: str = sys.prefix) -> dict[str, str]:
     So nobody needs to have activated it. Open MPI looks for its parts on other hosts where it was built.
     """
     programs = f"{prefix}/bin"
-    found = {"PATH": path if programs in path.split(":") else f"{programs}:{path}"}
+    found = {"PATH": path if programs in path.split(":") else f"{programs}:{path or os.defpath}"}
     if list(Path(prefix, "lib").glob("libmpi.so*")):
         found["OPAL_PREFIX"] = prefix
     return found

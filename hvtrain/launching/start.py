@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from hvtrain.launching.exit_code import of_shell
 from hvtrain.launching.output import RankOutput
 
 SECONDS_TO_STOP = 15.0
@@ -69,10 +70,7 @@ def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -
     code = child.wait()
     reader.join(SECONDS_FOR_LAST_LINES)
     _end(family)
-    if came and came[0] == signal.SIGINT:
-        return 130
-    # A launcher that a signal ended has a negative code here; shells say 128 + its number.
-    return code if code >= 0 else 128 - code
+    return 130 if came and came[0] == signal.SIGINT else of_shell(code)
 
 
 def _family(process: int) -> set[int]:

@@ -144,6 +144,6 @@ def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     assert re.search(SAID[text], trouble) and "\n" not in trouble
 
 
-@pytest.mark.parametrize("name", ["environment", "job"])
+@pytest.mark.parametrize("name", ["environment", "exit_code", "job"])
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(f"hvtrain.launching.{name}")).failed == 0
