@@ -1,0 +1,1 @@
+"""Contenders written by hand, as a user would who had no hvtrain."""

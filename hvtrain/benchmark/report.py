@@ -1,0 +1,45 @@
+"""What a contender reports of its run: one JSON file, read by `python -m hvtrain.bench`. Pure.
+
+The clock begins at the end of the last warm-up step and ends at the end of the last step: waiting for data, work,
+reduction, callbacks and what comes at the end of an epoch are all inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+# Where a contender reports, and when its command was started (seconds since the epoch).
+FILE, BEGAN, WARMUP = "HVTRAIN_BENCH_FILE", "HVTRAIN_BENCH_BEGAN", "HVTRAIN_BENCH_WARMUP"
+
+
+class Stopwatch:
+    """Call `step_ended` after each step; `report` after the last one. Each rank has one; every one reports."""
+
+    def __init__(self) -> None:
+        self.warmup = int(os.environ[WARMUP])
+        self.steps = 0
+        self._first = self._begin = self._end = 0.0
+
+    def step_ended(self) -> None:
+        """Counts a step that has really ended on the device."""
+        self.steps += 1
+        if self.steps == 1:
+            self._first = time.time() - float(os.environ[BEGAN])
+        if self.steps == self.warmup:
+            self._begin = time.perf_counter()
+        self._end = time.perf_counter()
+
+    def report(self, rank: int, loss: float) -> None:
+        """Writes what this rank saw. loss: the mean over the last epoch's steps."""
+        found = {
+            "rank": rank,
+            "step_seconds": (self._end - self._begin) / (self.steps - self.warmup),
+            "first_step_seconds": self._first,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "loss": loss,
+        }
+        Path(f"{os.environ[FILE]}.{rank}").write_text(json.dumps(found))

@@ -1,0 +1,60 @@
+"""The quick form of the benchmarks: every contender runs, and does the same work. No time is asserted."""
+
+import json
+import sys
+
+import pytest
+from launch import run
+
+from hvtrain.benchmark.contenders import CONTENDERS
+
+pytestmark = [pytest.mark.distributed, pytest.mark.apart]
+
+BENCH = [sys.executable, "-m", "hvtrain.bench"]
+
+
+@pytest.mark.timeout(400)
+def test_all_contenders_do_the_same_work(tmp_path):
+    words = ["steps", "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0, output
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    runs = {row["contender"]: row for row in found["runs"]}
+    assert set(runs) == {*CONTENDERS, "hvtrain-mpi again"}
+    joint = [runs[name]["loss"] for name, contender in CONTENDERS.items() if contender.is_one_job]
+    assert len(joint) > 4 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
+    assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
+    assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
+    assert "goal: images_per_second of hvtrain-mpi / multi-worker >= 6.00" in output
+
+
+@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+def test_allreduce(transport, tmp_path):
+    words = [
+        "allreduce",
+        "--transport",
+        transport,
+        "--rounds",
+        "1",
+        "--largest",
+        "4",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0, output
+    assert "latency at 4 KiB in ms" in output and ("mpi4py us" in output) is (transport == "mpi")
+    found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
+    assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for words, said in (
+        (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
+        (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
+        (["steps", "--rounds", "0"], "0 came where a number above 0 was needed"),
+        (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        ([], "required: KIND"),
+    ):
+        code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+        assert code == 2 and said in output and len(output.splitlines()) == 1, output
