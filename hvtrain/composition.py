@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from hvtrain.config import GROUPS, UNEVEN, RunConfig, flatten, nearest, to_dict
+from hvtrain.config import GROUPS, OF_EVERY_DATASET, RunConfig, to_dict
 from hvtrain.errors import ConfigError
+from hvtrain.settings import flatten, nearest
 
 # conf/ stands beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
@@ -48,7 +49,7 @@ def schema() -> dict[str, Any]:
     """The declared settings with their defaults, for Hydra to compose on; the groups bring their own."""
     empty: dict[str, Any] = {group: {} for group in GROUPS}
     settings = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
-    return {**settings, "dataset": {"uneven": UNEVEN[0]}}
+    return {**settings, "dataset": {name: choices[0] for name, choices in OF_EVERY_DATASET.items()}}
 
 
 def _in_one_line(error: Exception) -> str:

@@ -15,6 +15,9 @@ from pathlib import Path
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
+SECONDS_FOR_ANOTHER_RANK = 5.0
+
+
 def launched_rank() -> int:
     """This process's rank as its launcher says it, before Horovod starts; 0 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
@@ -72,9 +75,12 @@ def start_log(is_chief: bool) -> None:
 
 def log_to_file(folder: Path, rank: int) -> None:
     """Adds this rank's own file, folder/rank-NNNN.log, on its own host; without one where it cannot be written."""
+    path = folder / f"rank-{rank:04d}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"rank-{rank:04d}.log", encoding="utf-8")
+        if folder.is_symlink() or path.is_symlink():
+            raise OSError(f"{path} is behind a symbolic link, and may lie outside the run folder")
+        handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
         logging.getLogger("hvtrain").warning("rank %d keeps no log file: %s", rank, error)
         return
@@ -83,12 +89,34 @@ def log_to_file(folder: Path, rank: int) -> None:
         logging.getLogger(name).addHandler(handler)
 
 
-def say_error(message: str, rank: int) -> None:
-    """One line on the error output. Ranks above 0 wait first: where all ranks meet the same error, rank 0
-    says it and the launcher has ended the others by then; where one rank alone meets it, that one says it."""
-    if rank:
-        time.sleep(3)
-    where = f"rank {rank}: " if rank else ""
+class _LogFile(logging.FileHandler):
+    """Says once that the file cannot be written any more, and falls silent; Python's own would show a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        for name in ("hvtrain", "py.warnings"):
+            logging.getLogger(name).removeHandler(self)
+        logging.getLogger("hvtrain").warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
+
+
+def say_error(message: str, rank: int, wait_seconds: float | None = None) -> None:
+    """One line on the error output, and in this rank's log file.
+
+    wait_seconds: let another rank, whose message comes first, speak; default: where this one is not rank 0. Where all
+    ranks meet the same error, rank 0 says it and the launcher has ended the others by then; where one rank alone
+    meets it, that one says it.
+    """
+    _note(message)
+    time.sleep((SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds)
+    where = f"rank {rank}: " if rank and not message.startswith(f"rank {rank} ") else ""
     # One write: launchers set Python's output unbuffered and put their mark before each piece.
     sys.stderr.write(f"hvtrain: {where}{message}\n")
     sys.stderr.flush()
+
+
+def _note(message: str) -> None:
+    """Into this rank's log file alone."""
+    logger = logging.getLogger("hvtrain")
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)

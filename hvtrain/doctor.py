@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from hvtrain.composition import compose
 from hvtrain.config import from_dict
 from hvtrain.diagnosis.run import Plan, diagnose
-from hvtrain.door import enter
-from hvtrain.errors import ConfigError
+from hvtrain.door import Parser, enter
 from hvtrain.launching.job import parse_hosts
 from hvtrain.launching.ssh import Ssh
 
@@ -39,11 +38,6 @@ links (8 MiB between each two hosts, with more than 16 hosts between neighbours;
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m hvtrain.doctor --help")
-
-
 def main() -> None:
     """Runs the command line and exits."""
     enter(look, lambda: HELP)
@@ -66,7 +60,7 @@ def look() -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser("python -m hvtrain.doctor", add_help=False, allow_abbrev=False)
     parser.add_argument("-H", dest="hosts")
     parser.add_argument("-p", dest="port", type=int)
     parser.add_argument("-i", dest="identity_file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import socket
@@ -9,15 +10,23 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from hvtrain import console
-from hvtrain.errors import UserError
+from hvtrain.errors import ConfigError, FailedRankError, UserError
 
 SECONDS_TO_EXIT = 4.0
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a command's options; what is wrong is one line. prog begins with "python -m MODULE", for subcommands too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:3])} --help")
+
+
 def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
-    """Does the work and exits with its code: 0 done, 2 bad input, 75 preempted, 130 interrupted, 1 anything else."""
+    """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
     # What stands after -- is another command's.
     if {"--help", "-h"} & set(itertools.takewhile(lambda word: word != "--", sys.argv[1:])):
         print(help_text())
@@ -32,8 +41,11 @@ def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
     except UserError as error:
         if any(word == "debug=true" for word in map(str.lower, sys.argv)):
             traceback.print_exc()
-        console.say_error(" ".join(str(error).split()), rank)
-        code = 2
+        # The rank that failed speaks first.
+        is_second = isinstance(error, FailedRankError) or rank != error.spokesman
+        wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_second else 0.0
+        console.say_error(" ".join(str(error).split()), rank, wait_seconds)
+        code = error.exit_code
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -51,7 +63,9 @@ def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
 def _say_failure(error: BaseException, rank: int) -> None:
     """A defect: its traceback. On ranks that only lost the others, one line, after those had time to speak."""
     if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
-        console.say_error("stopped because another rank did; its message stands above", max(rank, 1))
+        console.say_error(
+            "stopped because another rank did; its message stands above", rank, console.SECONDS_FOR_ANOTHER_RANK
+        )
         return
     traceback.print_exc()
     summary = str(error).strip().partition("\n")[0]

@@ -6,9 +6,14 @@ anything else is a defect of ours, or of the user's own code, and is shown whole
 
 from __future__ import annotations
 
+RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
+
 
 class UserError(Exception):
-    """An error whose message is enough to mend it."""
+    """An error whose message is enough to mend it. Where all ranks meet it, rank `spokesman` says it first."""
+
+    exit_code = 2
+    spokesman = 0
 
 
 class ConfigError(UserError, ValueError):
@@ -35,11 +40,26 @@ class RankError(UserError, RuntimeError):
     """Ranks that do not train together: nothing reduced, one GPU shared, settings that differ."""
 
 
-PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL
+class LostRankError(UserError, RuntimeError):
+    """A rank is gone or makes no progress, through no fault of the run's settings: the same line may go on."""
+
+    exit_code = RESTART_HELPS
+
+
+class BusyError(UserError, RuntimeError):
+    """Something that another run is using, and will leave."""
+
+    exit_code = RESTART_HELPS
+
+
+class FailedRankError(UserError, RuntimeError):
+    """Another rank failed, and said why; this one stops because of it."""
+
+    exit_code = 1
 
 
 class Preempted(SystemExit):
-    """A run that a signal told to make room: saved, and worth the same line again. Exit code PREEMPTED."""
+    """A run that a signal told to make room: saved, and worth the same line again. Exit code RESTART_HELPS."""
 
     def __init__(self) -> None:
-        super().__init__(PREEMPTED)
+        super().__init__(RESTART_HELPS)

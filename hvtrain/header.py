@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from pathlib import Path
 
 import keras
-import tensorflow as tf
 
-from hvtrain import __version__
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
 from hvtrain.plan import StepPlan
+from hvtrain.resuming import Start
 from hvtrain.strategies.base import Strategy
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes and what talks."""
-    return {
-        "hvtrain": __version__,
-        "horovod": version("horovod"),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "python": platform.python_version(),
-    }
+from hvtrain.versions import versions
 
 
 def header(
@@ -34,7 +21,7 @@ def header(
     model: keras.Model,
     plan: StepPlan,
     folder: Path,
-    saved: str | None,
+    start: Start,
 ) -> str:
     """The header, some ten lines without the closing newline."""
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
@@ -55,11 +42,26 @@ def header(
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
         "run folder": str(folder),
     }
-    if saved:
-        step = int(saved.removeprefix("step-"))
-        lines["resumed"] = f"{saved}: {step:,} of {plan.num_steps:,} steps were done"
+    if start.name:
+        lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
+
+
+def resized(start: Start, plan: StepPlan) -> str:
+    """What another number of ranks than before means for a resumed run; nothing where it is the same."""
+    here = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
+    batch = f"global batch {plan.global_batch}"
+    if start.plan_ranks != len(plan.shares):
+        epoch = plan.position(start.step)[0] + 1
+        return (
+            f"{here}: {batch} and learning rate {plan.peak_learning_rate:g} from epoch {epoch} on (train.resize=scale)"
+        )
+    if start.num_ranks == plan.size:
+        return ""
+    parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
+    end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.hands_over else ""
+    return f"{here}: {batch} and learning rate as before{parts}{end}"
 
 
 def device_map(devices: list[str]) -> str:

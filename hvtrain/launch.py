@@ -8,20 +8,17 @@ import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
-from hvtrain import console
 from hvtrain.composition import compose, own_folders
 from hvtrain.config import default_run_dir, from_dict
-from hvtrain.door import enter
+from hvtrain.door import Parser, enter
 from hvtrain.errors import ConfigError
-from hvtrain.launching import environment, reach
+from hvtrain.launching import environment, reach, restart
 from hvtrain.launching.clusters import KINDS, Cluster, choose, settings_help, submit
 from hvtrain.launching.job import Job, parse_hostfile, parse_hosts, rank_places
-from hvtrain.launching.line import start_line
-from hvtrain.launching.output import RankOutput
+from hvtrain.launching.line import Way, start_line
+from hvtrain.launching.restart import Restarts
 from hvtrain.launching.ssh import Ssh
-from hvtrain.launching.start import start
 
 USAGE = """\
 python -m hvtrain.launch [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- WORDS
@@ -43,6 +40,8 @@ OPTIONS
   --network-interfaces NAMES  instead of the ones found
   --env NAME[=VALUE]          one more variable for the ranks; repeatable. They get those of Python, TensorFlow, MPI,
                               Horovod, NCCL and CUDA, and none whose name speaks of a secret
+  --max-restarts N            starts again from the newest checkpoint after a lost host, a killed or a hanging rank
+  --min-np N                  with --max-restarts: goes on with so many ranks when hosts are lost or keep failing
   --min-np N, --max-np N, --host-discovery-script FILE    an elastic job (Gloo)
   --logs DIR                  the ranks' logs; default: launch/ in the run folder
   --dry-run                   print what would run, and write it
@@ -50,11 +49,6 @@ OPTIONS
 
 CLUSTERS (settings with their defaults; one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml)
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m hvtrain.launch --help")
 
 
 def main() -> None:
@@ -101,7 +95,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser("python -m hvtrain.launch", add_help=False, allow_abbrev=False)
     parser.add_argument("-np", type=int)
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts")
@@ -114,6 +108,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         how.add_argument(f"--{name}", dest="how", action="store_const", const=name)
     parser.add_argument("--network-interfaces")
     parser.add_argument("--env", action="append", default=[])
+    parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--min-np", type=int)
     parser.add_argument("--max-np", type=int)
     parser.add_argument("--logs")
@@ -127,7 +122,7 @@ def _refuse_options_of_ssh(options: argparse.Namespace, kind: str) -> None:
     """What a file has no place for is not dropped without a word."""
     given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
     given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
-    given |= {"--mpirun": options.how == "mpirun"}
+    given |= {"--mpirun": options.how == "mpirun", "--max-restarts": options.max_restarts}
     wrong = next((name for name, value in given.items() if value), None)
     if wrong:
         raise ConfigError(f"{wrong} came with cluster={kind}, which has no place for it; leave it out")
@@ -157,9 +152,11 @@ def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]
     num_ranks = (sum(host.slots for host in hosts) or 1) if options.np is None else options.np
     if num_ranks < 1:
         raise ConfigError(f"-np {num_ranks} is no number of ranks; it must be at least 1")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {options.max_restarts} is no number of restarts; it must be at least 0")
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
-    elastic = options.min_np or options.max_np or options.host_discovery_script
+    elastic = (options.min_np and not options.max_restarts) or options.max_np or options.host_discovery_script
     if elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo and --{options.how} was given; leave it out")
     return Job(
@@ -177,23 +174,20 @@ def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]
 
 
 def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
-    places = [] if options.host_discovery_script else rank_places(job)
+    if not options.host_discovery_script:
+        rank_places(job)
     ssh = Ssh(options.port, options.identity_file)
-    mpirun = options.how == "mpirun"
-    # horovodrun looks at the hosts itself.
-    paths = reach.check([host.name for host in job.hosts], ssh) if mpirun else None
-    line = start_line(job, ssh, paths, options.network_interfaces, mpirun, options.host_discovery_script)
+    way = Way(ssh, options.how == "mpirun", options.network_interfaces, options.host_discovery_script)
     if options.dry_run:
+        paths = reach.check([host.name for host in job.hosts], ssh) if way.mpirun else None
+        line = start_line(job, way, paths)
         path = Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    output = RankOutput(Path(options.logs or default), [host for host, _ in places])
-    code = start(line, environment.for_launcher(os.environ, job.environment), output)
-    if code:
-        console.say_error(f"the ranks ended with exit code {code}; what each said is in {output.folder}", 0)
-    return code
+    restarts = Restarts(options.max_restarts, options.min_np)
+    return restart.run(job, way, Path(options.logs or default), run_dir, restarts)
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:

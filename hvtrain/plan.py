@@ -1,14 +1,16 @@
-"""Arithmetic of a run: batches, steps, peak learning rate. Pure. runner builds one StepPlan; everyone else reads it."""
+"""Arithmetic of a run: batches, steps, peak learning rate. Pure. planning makes a StepPlan; everyone else reads it."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
-from hvtrain.config import TrainConfig
 from hvtrain.errors import ConfigError
+from hvtrain.topology import reduced
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,46 @@ class Share:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All numbers that the ranks must agree on. Steps are the same on every rank; shares are by rank."""
+    """All numbers that the ranks must agree on. Steps are the same on every rank.
+
+    shares: how the data are dealt, one share for each rank that the run began with.
+    num_ranks: the ranks that work on it, where they are others: they cut each step's joint batch evenly.
+    shift: steps that the run has counted beyond (or short of) those that this plan would have led to so far.
+    scheduled_steps: the plan's own steps in all, where num_steps, which the run counts, are others.
+    """
 
     shares: tuple[Share, ...]
     num_steps: int
     base_learning_rate: float
     learning_rate_factor: float
     num_examples: int = 0
+    num_ranks: int = 0
+    shift: int = 0
+    scheduled_steps: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_ranks", self.num_ranks or len(self.shares))
+        object.__setattr__(self, "scheduled_steps", self.scheduled_steps or self.num_steps)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.shares)
+        return self.num_ranks
+
+    @property
+    def is_cut_anew(self) -> bool:
+        """True when other ranks work on it than it was made for."""
+        return self.num_ranks != len(self.shares)
+
+    @property
+    def hands_over(self) -> bool:
+        """True when it ends before its time, for another plan to go on."""
+        return self.num_steps < self.scheduled_steps + self.shift
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """How much of the data each share holds, in the smallest whole numbers."""
+        return reduced([share.batch_size for share in self.shares])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,12 +108,14 @@ class StepPlan:
     @property
     def batch_sizes(self) -> list[int]:
         """Examples of a full step, by rank."""
+        if self.is_cut_anew:
+            return [end - begin for begin, end in pairwise(self._even_cuts(self.global_batch))]
         return [share.batch_size for share in self.shares]
 
     @property
     def global_batch(self) -> int:
         """Examples that one full step consumes over all ranks."""
-        return sum(self.batch_sizes)
+        return sum(share.batch_size for share in self.shares)
 
     @property
     def examples_per_epoch(self) -> int:
@@ -91,9 +123,52 @@ class StepPlan:
         return sum(share.num_examples for share in self.shares)
 
     @property
+    def is_full(self) -> bool:
+        """True when every step has a full batch."""
+        return all(share.is_full for share in self.shares)
+
+    @property
     def is_even(self) -> bool:
         """True when all ranks have batches of one size in all steps, so that means over ranks are plain means."""
-        return len(set(self.batch_sizes)) == 1 and all(share.is_full for share in self.shares)
+        return len(set(self.batch_sizes)) == 1 and self.is_full
+
+    def parts(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[tuple[Any, Any]]:
+        """Each rank's part, from and to, of the joint batch of a step of the epoch: the shares' batches in a row.
+
+        >>> StepPlan((Share(32, 10), Share(32, 10)), 10, 0.1, 2.0).on(3).parts(0)
+        [(0, 22), (22, 43), (43, 64)]
+        """
+        dealt = self.begins(step, minimum)
+        return list(pairwise(self._even_cuts(dealt[-1]) if self.is_cut_anew else dealt))
+
+    def shares_of(self, rank: int) -> range:
+        """The shares of which a rank has a part in some step; with full batches it is one and the same part."""
+        steps = range(1 if self.is_full else self.steps_per_epoch)
+        touched: set[int] = set()
+        for dealt, (begin, end) in ((self.begins(step), self.parts(step)[rank]) for step in steps):
+            touched.update((bisect_right(dealt, begin) - 1, bisect_left(dealt, end) - 1))
+        return range(min(touched), max(touched) + 1)
+
+    def on(self, num_ranks: int) -> StepPlan:
+        """This plan on another number of ranks. Raises ConfigError where a rank would have no example of a step."""
+        last = self.steps_per_epoch - 1  # Shares have full batches first, so no step is smaller.
+        smallest = self.begins(last)[-1]
+        if num_ranks > smallest:
+            raise ConfigError(
+                f"{num_ranks} ranks are more than the {smallest} examples of step {last + 1} of an epoch, as the run's "
+                f"{len(self.shares)} ranks began; use at most {smallest} ranks, or train.resize=scale"
+            )
+        return replace(self, num_ranks=num_ranks)
+
+    def until_epoch_end(self, step: int) -> StepPlan:
+        """This plan up to the end of the epoch that is begun at a step of the run."""
+        left = -self.position(step)[1] % self.steps_per_epoch
+        return replace(self, num_steps=min(step + left, self.num_steps))
+
+    def from_position(self, step: int, epoch: int, step_in_epoch: int) -> StepPlan:
+        """This plan for a run that stands there after so many steps, maybe of another plan."""
+        shift = step - epoch * self.steps_per_epoch - step_in_epoch
+        return replace(self, num_steps=max(step, self.scheduled_steps + shift), shift=shift)
 
     def weight(self, rank: int, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
         """Weight of a rank's mean gradient in the mean over ranks: its examples of the step over the ranks' mean.
@@ -104,13 +179,22 @@ class StepPlan:
         >>> plan.weight(0, 3), plan.weight(1, 3)
         (1.5, 0.5)
         """
+        parts = self.parts(step, minimum)
+        begin, end = parts[rank]
+        return self.size * (end - begin) / parts[-1][1]
+
+    def begins(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[Any]:
+        """Where the shares' batches of a step of the epoch begin in the joint batch, and its end."""
         sizes = [share.begin(step + 1, minimum) - share.begin(step, minimum) for share in self.shares]
-        return self.size * sizes[rank] / sum(sizes)
+        return list(accumulate(sizes, initial=0))
+
+    def _even_cuts(self, total: Any) -> list[Any]:
+        return [-(-total * rank // self.size) for rank in range(self.size + 1)]
 
     @property
     def num_epochs(self) -> int:
         """Epochs begun; the last one may be cut short by train.steps."""
-        return math.ceil(self.num_steps / self.steps_per_epoch)
+        return math.ceil((self.num_steps - self.shift) / self.steps_per_epoch)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -122,7 +206,7 @@ class StepPlan:
         >>> StepPlan((Share(32, 10),) * 2, 35, 0.1, 2.0).position(23)
         (2, 3)
         """
-        return divmod(step, self.steps_per_epoch)
+        return divmod(step - self.shift, self.steps_per_epoch)
 
     def stretches(self, start_step: int = 0) -> list[Stretch]:
         """The calls of fit that lead from start_step to num_steps: rest of an epoch, whole epochs, a short end.
@@ -144,81 +228,3 @@ class StepPlan:
                 found.append(Stretch(step, epoch, epoch + whole_epochs, self.steps_per_epoch))
                 step += whole_epochs * self.steps_per_epoch
         return found
-
-
-def make_plan(
-    train: TrainConfig,
-    base_learning_rate: float,
-    shard_sizes: list[int],
-    dataset_name: str,
-    batch_sizes: list[int] | None = None,
-    uneven: str = "trim",
-) -> StepPlan:
-    """The plan of a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] a step.
-
-    Steps per epoch are equal on all ranks by construction. What does not fill a batch on all ranks is left out
-    of the epoch (uneven="trim"; another part each time), trained on in short batches ("pad"), or refused ("error").
-    Raises ConfigError when a rank would have no example, or less than one batch.
-    """
-    size, total = len(shard_sizes), sum(shard_sizes)
-    batch_sizes = batch_sizes or size_of_each_rank(train.batch_size, ["host"] * size)
-    if min(shard_sizes) == 0:
-        raise ConfigError(
-            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
-            f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
-        )
-    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
-    if batch > examples:
-        raise ConfigError(
-            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
-            f"({total} of {dataset_name} over {size} ranks); "
-            f"lower train.batch_size to at most {examples} or use fewer ranks"
-        )
-    full = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
-    shares = tuple(Share(batch, full) for batch in batch_sizes)
-    left_out = total - full * sum(batch_sizes)
-    if uneven == "error" and left_out:
-        raise ConfigError(
-            f"dataset.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
-            f"{size} ranks; choose another train.batch_size, dataset.uneven=pad (short batches) or trim (left out)"
-        )
-    if uneven == "pad":
-        shares = _padded(shard_sizes, batch_sizes, dataset_name)
-    steps_per_epoch = shares[0].steps
-    if train.steps is None:
-        num_steps = train.epochs * steps_per_epoch
-    else:
-        num_steps = max(1, train.steps // size) if train.divide_steps_by_size else train.steps
-    factor = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[train.learning_rate_scale]
-    return StepPlan(shares, num_steps, base_learning_rate, factor, total)
-
-
-def size_of_each_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Batch sizes by rank, from one number, one for each rank, or one for each host in the order of the ranks.
-
-    Raises ConfigError for a list of any other length.
-
-    >>> size_of_each_rank([48, 16], ["s1", "s1", "s2", "s2"])
-    [48, 48, 16, 16]
-    """
-    if isinstance(batch_size, int):
-        return [batch_size] * len(hosts)
-    if len(batch_size) == len(hosts):
-        return batch_size
-    order = list(dict.fromkeys(hosts))
-    if len(batch_size) != len(order):
-        raise ConfigError(
-            f"train.batch_size={batch_size} has {len(batch_size)} numbers for {len(hosts)} ranks on {len(order)} "
-            "hosts; give one number, one for each rank, or one for each host"
-        )
-    return [batch_size[order.index(host)] for host in hosts]
-
-
-def _padded(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -> tuple[Share, ...]:
-    steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
-    if steps > min(shard_sizes):
-        raise ConfigError(
-            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} and another so "
-            f"many that an epoch takes {steps} steps; spread the files more evenly, or choose dataset.uneven=trim"
-        )
-    return tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))

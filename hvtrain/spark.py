@@ -25,6 +25,7 @@ from hvtrain.config import RunConfig, default_run_dir, from_dict
 from hvtrain.door import enter
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.help import help_text
+from hvtrain.imports import without
 from hvtrain.launching import environment
 from hvtrain.launching.exit_code import failed_rank
 
@@ -221,7 +222,7 @@ def _train(config: RunConfig) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if not config.verbose:
         console.quiet_tensorflow()
-    with console.native_notes_held(not config.verbose):
+    with console.native_notes_held(not config.verbose), without("sklearn"):
         from hvtrain.runner import train
     train(config)
     return 0

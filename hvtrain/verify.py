@@ -9,6 +9,7 @@ from hvtrain import console
 from hvtrain.composition import compose
 from hvtrain.config import from_dict
 from hvtrain.door import enter
+from hvtrain.imports import without
 
 HELP = """\
 python -m hvtrain.verify [GROUP=CHOICE ...] [SETTING=VALUE ...]
@@ -37,7 +38,7 @@ def compose_and_verify() -> int:
         config = from_dict(tree)
         if not config.verbose:
             console.quiet_tensorflow()
-        with console.native_notes_held(not config.verbose):
+        with console.native_notes_held(not config.verbose), without("sklearn"):
             from hvtrain.verification.run import verify
         own_run = any("=" in word and not word.startswith("--") for word in sys.argv[1:])
         return 0 if verify(config, own_run) else 1

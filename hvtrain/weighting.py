@@ -20,7 +20,8 @@ def weigh(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) 
     steps = tf.data.Dataset.range(start_step, 2**62)
 
     def add(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        weight = tf.cast(plan.weight(rank, step % plan.steps_per_epoch, tf.minimum), tf.float32)
+        step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
+        weight = tf.cast(plan.weight(rank, step_in_epoch, tf.minimum), tf.float32)
         return *batch, tf.fill(tf.shape(batch[1])[:1], weight)
 
     return tf.data.Dataset.zip(steps, batches).map(add)

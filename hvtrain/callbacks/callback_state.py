@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import rate_factor
+from hvtrain.errors import CheckpointError
 from hvtrain.strategies.base import Strategy
 
 # What Keras's EarlyStopping, ReduceLROnPlateau and their like count, and reset whenever a fit begins.
@@ -64,8 +65,15 @@ class CallbackState(keras.callbacks.Callback):
 
 
 def saved_state(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> Saved:
-    """What `numbers` and `arrays` gave a checkpoint."""
-    saved: Saved = {name: dict(numbers) for name, numbers in meta.get("callbacks", {}).items()}
+    """What `numbers` and `arrays` gave a checkpoint. Raises CheckpointError for anything else."""
+    # Numbers alone, by known names: a checkpoint sets nothing else of a callback.
+    try:
+        saved: Saved = {
+            name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
+            for name, numbers in meta.get("callbacks", {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's callbacks are no numbers ({error}); choose another run.dir") from error
     for name, values in saved.items():
         prefix = f"callback/{name}/"
         weights = [arrays[key] for key in sorted(arrays) if key.startswith(prefix)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,6 +14,7 @@ from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import CheckpointConfig
+from hvtrain.saving import Writer
 from hvtrain.strategies.base import Strategy, WeightCheck
 
 # The minutes are the chief's clock, so the ranks must ask it; not at each step.
@@ -22,11 +22,14 @@ STEPS_BETWEEN_CLOCK_LOOKS = 20
 
 
 class Checkpointing(keras.callbacks.Callback):
-    """Writes a checkpoint when one is due and at the end (state of all ranks gathered, written by the chief)."""
+    """Writes a checkpoint when one is due and at the end (state of all ranks gathered, written by the chief).
+
+    Training waits while the state is copied; the writer does the rest in the background, and the end waits for it.
+    """
 
     def __init__(
         self,
-        folder: Path,
+        writer: Writer,
         config: CheckpointConfig,
         meta: dict[str, Any],
         strategy: Strategy,
@@ -37,7 +40,7 @@ class Checkpointing(keras.callbacks.Callback):
         interruption: Interruption,
     ) -> None:
         super().__init__()
-        self.folder = folder
+        self.writer = writer
         self.config = config
         self.meta = meta
         self.strategy = strategy
@@ -48,13 +51,19 @@ class Checkpointing(keras.callbacks.Callback):
         self.interruption = interruption
         self._last_seconds = time.monotonic()
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # What failed in the background the chief alone knows. Its wish to stop comes before the ranks agree on
+        # wishes, after this step; then on_epoch_end raises the error on all of them.
+        if self.writer.failed:
+            self.model.stop_training = True
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
         if self.position.ends_epoch:
             return
         every_steps = self.config.every_steps
         if (every_steps and self.position.step % every_steps == 0) or self._minutes_due():
-            self._write(self.validation.latest if self._validated_now() and self.validation else {})
+            self._save(self.validation.latest if self._validated_now() and self.validation else {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         config, step = self.config, self.position.step
@@ -67,7 +76,9 @@ class Checkpointing(keras.callbacks.Callback):
             metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
-            self._write(metrics)
+            self._save(metrics)
+        if last or self.model.stop_training:
+            self.strategy.on_chief(self.writer.finish)
 
     def _validated_now(self) -> bool:
         return self.validation is not None and self.validation.latest_step == self.position.step
@@ -79,28 +90,22 @@ class Checkpointing(keras.callbacks.Callback):
             return False
         return self.strategy.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 
-    def _write(self, metrics: dict[str, float]) -> None:
+    def _save(self, metrics: dict[str, float]) -> None:
         self.weights.level()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
-        states = self.strategy.gather(checkpoint.rank_state(self.model))
-        self.strategy.on_chief(lambda: self._write_on_chief(states, metrics))
+        # One exchange for both: the state of all ranks, and how the chief's write before this one ended.
+        found = self.strategy.gather((checkpoint.rank_state(self.model), self.writer.outcome()))
+        for _, error in found:
+            if error:
+                raise error
+        if self.strategy.topology.is_chief:
+            self._begin_to_write([state for state, _ in found], metrics)
         self._last_seconds = time.monotonic()
 
-    def _write_on_chief(self, states: list[dict[str, np.ndarray]], metrics: dict[str, float]) -> None:
+    def _begin_to_write(self, states: list[dict[str, np.ndarray]], metrics: dict[str, float]) -> None:
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
         meta = {**self.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "metrics": metrics}
         meta["callbacks"] = self.callback_state.numbers()
         meta["ended"] = self.model.stop_training and not self.interruption.reason
-        checkpoint.write(self.folder, step, self.model, meta, states, self.callback_state.arrays())
-        name = self.config.best
-        if name in metrics and self._is_best(metrics[name]):
-            checkpoint.mark_best(self.folder, step, name, metrics[name])
-        checkpoint.prune(self.folder, self.config.keep)
-
-    def _is_best(self, value: float) -> bool:
-        best = checkpoint.read_best(self.folder)
-        if best is None or best["metric"] != self.config.best:
-            return True
-        lower_is_better = "loss" in self.config.best or "error" in self.config.best
-        return value < best["value"] if lower_is_better else value > best["value"]
+        self.writer.submit(step, checkpoint.snapshot(self.model, states, self.callback_state.arrays()), meta)

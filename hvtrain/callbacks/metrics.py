@@ -13,7 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.callbacks.heartbeat import Beats
 from hvtrain.strategies.base import Strategy
+from hvtrain.watch.progress import VALIDATION
 
 
 def metrics_over_ranks(model: keras.Model, strategy: Strategy) -> dict[str, float]:
@@ -36,7 +38,8 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -
     if int(dataset.cardinality().numpy()) == 0:
         build_metrics(model, dataset)
     else:
-        model.evaluate(dataset, verbose=0)
+        with strategy.watch.phase(VALIDATION):
+            model.evaluate(dataset, verbose=0, callbacks=[Beats(strategy)])
     results = metrics_over_ranks(model, strategy)
     for variable, value in zip(model.metrics_variables, training):
         variable.assign(value)

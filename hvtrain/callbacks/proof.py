@@ -26,7 +26,7 @@ class Proof(keras.callbacks.Callback):
         # Keras's mean of the loss counts the examples that it was computed on.
         own = next(metric for metric in self.model.metrics if metric.name == "loss").count
         count = int(self.strategy.sum_arrays([np.asarray(own)])[0])
-        if not self.position.in_epoch and self.position.step % self.position.plan.steps_per_epoch == 0:
+        if self.position.plan.position(self.position.step)[1] == 0:
             self.examples.append(count)
 
     def numbers(self, reductions: int) -> dict[str, Any]:

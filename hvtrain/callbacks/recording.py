@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,32 @@ import keras
 
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.throughput import Throughput
+from hvtrain.errors import StorageError
 from hvtrain.records import EpochRecord, read_history, write_history
 from hvtrain.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
 
 
 class Recording(keras.callbacks.Callback):
     """Writes history.csv anew after each epoch (chief only, but an error is everyone's).
 
-    A resumed run keeps the rows up to its start.
+    A resumed run keeps the rows up to its start. on_error="warn": training goes on without the file, and the next
+    epoch tries again.
     """
 
-    def __init__(self, folder: Path, strategy: Strategy, position: Position, throughput: Throughput) -> None:
+    def __init__(
+        self, folder: Path, strategy: Strategy, position: Position, throughput: Throughput, on_error: str
+    ) -> None:
         super().__init__()
         self.strategy = strategy
         self.folder = folder
         self.position = position
         self.throughput = throughput
-        self.records = [record for record in read_history(folder) if record.step <= position.start_step]
+        self.on_error = on_error
+        records = strategy.on_chief(lambda: read_history(folder))
+        # By epochs: where another plan took over, steps before it are counted otherwise.
+        self.records = [record for record in records if record.epoch <= position.epoch]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.position.in_epoch:
@@ -42,4 +52,12 @@ class Recording(keras.callbacks.Callback):
             metrics=metrics,
         )
         self.records.append(record)
-        self.strategy.on_chief(lambda: write_history(self.folder, self.records))
+        self.strategy.on_chief(self._write)
+
+    def _write(self) -> None:
+        try:
+            write_history(self.folder, self.records)
+        except StorageError as error:
+            if self.on_error == "stop":
+                raise
+            log.warning("%s; training goes on (checkpoint.on_error=warn)", error)

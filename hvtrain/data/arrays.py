@@ -6,11 +6,12 @@ digits, mnist and cifar10 build on ArraySource; a user's own data set does so in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.manifest import of_arrays
 from hvtrain.data.pipeline import IndexedSource, Read
 from hvtrain.data.transform import Transform, check_standardize, fit
 from hvtrain.errors import ConfigError, DataError
@@ -65,8 +66,7 @@ class ArraySource(IndexedSource):
         self._standardize, self._max_value = standardize, max_value
         self._counts: dict[str, int] = {}
         self._parts: dict[str, Part] | None = None  # Whole arrays: only between counting and cutting.
-        self._shards: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
-        self._shards_of: Topology | None = None  # The place that _shards was cut for.
+        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # By place: see data/regroup.py.
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -74,31 +74,51 @@ class ArraySource(IndexedSource):
             self._counts = {name: len(part.rows) for name, part in self._parts.items()}
         return self._counts.get(split, 0)
 
+    def manifest(self) -> dict[str, Any]:
+        found = super().manifest()
+        parts = self._parts or self._open()
+        whole: dict[int, str] = {}  # Validation and training are rows of the same arrays.
+        for split, part in parts.items():
+            digest = whole.get(id(part.images)) or of_arrays([part.images, part.labels])
+            whole[id(part.images)] = digest
+            if split in found["splits"]:
+                found["splits"][split]["digest"] = of_arrays([np.frombuffer(digest.encode(), np.uint8), part.rows])
+        return found
+
     def reader(self, split: str, topology: Topology) -> Read:
         self._cut(topology)
         empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
-        images, labels = self._shards.get(split, empty)
+        images, labels = self._shards[topology].get(split, empty)
         return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
 
     def _cut(self, topology: Topology) -> None:
-        """Makes _shards this rank's, and drops the whole arrays."""
-        if self._shards_of == topology:
+        """Cuts the shards of a place, once, and drops the whole arrays."""
+        if topology in self._shards:
             return
         parts, self._parts = self._parts or self._open(), None
         train = parts["train"]
         mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
         self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
-        self._shards = {}
+        shards = self._shards[topology] = {}
         with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
             for name, part in parts.items():
                 rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
-                self._shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
-        self._shards_of = topology
+                shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
 
     def _open(self) -> dict[str, Part]:
+        try:
+            return self._checked(self._load())
+        except OSError as error:
+            raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; mend the file") from error
+        except DataError as error:
+            if self.on_error == "skip":
+                raise DataError(f"{error} (arrays are read as a whole: dataset.on_error=skip is of no help)") from error
+            raise
+
+    def _checked(self, arrays: Arrays) -> dict[str, Part]:
         parts = {}
-        for split, (images, labels) in self._load().items():
+        for split, (images, labels) in arrays.items():
             images, labels = self._check(split, np.asarray(images), np.asarray(labels))
             parts[split] = Part(images, labels, np.arange(len(labels)))
         train, wanted = parts["train"], self._num_validation

@@ -9,18 +9,21 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.arrays import SPLIT_SEED
+from hvtrain.data.careful import mark_unreadable
 from hvtrain.data.decode import check_image_shape, decode, decode_batch
-from hvtrain.data.pipeline import IndexedSource, Read, parallel_map
+from hvtrain.data.files import FileSource
+from hvtrain.data.pipeline import IndexedSource, Read, Then
 from hvtrain.data.source import reason
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.topology import Topology
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
+CACHE_BATCH = 32
 Files = tuple[list[str], list[int]]  # Paths and labels.
 
 
-class ImageFolder(IndexedSource):
+class ImageFolder(FileSource, IndexedSource):
     """Class names are the sorted folder names, the same in every split; pixels are scaled to 0 ... 1.
 
     image_shape: every image is resized to [height, width], and read with that many channels.
@@ -48,8 +51,7 @@ class ImageFolder(IndexedSource):
         self.num_classes = len(self.class_names)
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
         self._cache = cache
-        self._cached: dict[tuple[str, int, int], tf.Tensor] = {}  # Pixels by split, rank, size.
-        self._opened: dict[str, None] = {}  # Files that streams of this process read, for explain().
+        self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
         self._files = self._find_files(folder, {"validation": validation_fraction, "test": test_fraction})
 
     def _find_files(self, folder: Path, fractions: dict[str, float]) -> dict[str, Files]:
@@ -77,50 +79,71 @@ class ImageFolder(IndexedSource):
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, ([], []))[0])
 
-    def reader(self, split: str, topology: Topology) -> Read:
-        paths, labels = self._files.get(split, ([], []))
-        share, shape = topology.share(len(paths)), self.image_shape
-        shard = [paths[index] for index in share]
-        self._opened.update(dict.fromkeys(shard))
-        with tf.device("CPU:0"):
-            path_tensor = tf.constant(shard, tf.string)
-            label_tensor = tf.constant([labels[index] for index in share], tf.int32)
+    def paths(self, split: str) -> list[str]:
+        return self._files.get(split, ([], []))[0]
 
+    def reader(self, split: str, topology: Topology) -> Read:
+        paths, label_tensor = self._shard(split, topology)
+        shape = self.image_shape
         if self._cache:
             key = (split, topology.rank, topology.size)
             if key not in self._cached:
-                self._cached[key] = self._decode_all(path_tensor)
-            pixels = self._cached[key]
-            return lambda indices: (tf.gather(pixels, indices), tf.gather(label_tensor, indices))
+                self._cached[key] = self._decode_all(paths, label_tensor, topology)
+            pixels, known = self._cached[key]
+            return lambda indices: (tf.gather(pixels, indices), tf.gather(known, indices))
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            encoded = tf.map_fn(tf.io.read_file, tf.gather(path_tensor, indices))
+            encoded = tf.map_fn(tf.io.read_file, tf.gather(paths, indices))
             return decode_batch(encoded, shape), tf.gather(label_tensor, indices)
 
         return read
 
-    def _decode_all(self, paths: tf.Tensor) -> tf.Tensor:
-        files = tf.data.Dataset.from_tensor_slices(paths)
-        pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        images = parallel_map(files, lambda path: decode(tf.io.read_file(path), self.image_shape))
-        try:
-            for index, image in enumerate(images.as_numpy_iterator()):
-                pixels[index] = image
-        except tf.errors.OpError as error:
-            raise self.explain(error) from error
-        with tf.device("CPU:0"):
-            return tf.constant(pixels)
+    def load(
+        self, steps: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
+    ) -> tf.data.Dataset:
+        paths, _ = self._shard(split, topology)
+        read = self.reader(split, topology)
 
-    def explain(self, error: Exception) -> Exception:
-        """Decodes the files that were opened, one by one, until one fails as the pipeline did."""
-        if "DecodeImage" not in str(error):
-            return error
-        for path in self._opened:
-            try:
-                decode(tf.io.read_file(path), self.image_shape)
-            except tf.errors.OpError as cause:
-                return DataError(f"{path} cannot be decoded ({reason(cause)}); mend or remove the file")
-        return error
+        def keys(indices: tf.Tensor) -> tf.Tensor:
+            return tf.gather(paths, indices)
+
+        return self.read_carefully(steps, read, keys, then, topology, batch_size, len(paths))
+
+    def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's paths and labels."""
+        paths, labels = self._files.get(split, ([], []))
+        share = topology.share(len(paths))
+        with tf.device("CPU:0"):
+            return (
+                tf.constant([paths[index] for index in share], tf.string),
+                tf.constant([labels[index] for index in share], tf.int32),
+            )
+
+    def _decode_all(self, paths: tf.Tensor, labels: tf.Tensor, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """All images, and their labels, -1 for one that cannot be read: whoever wants that one hears of it."""
+        pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
+        known = np.zeros([len(paths)], np.int32)
+
+        def read(paths: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return decode_batch(tf.map_fn(tf.io.read_file, paths), self.image_shape), labels
+
+        batches = tf.data.Dataset.from_tensor_slices((paths, labels)).batch(CACHE_BATCH)
+        for at, batch in mark_unreadable(batches, read, topology).enumerate().as_numpy_iterator():
+            place = slice(at * CACHE_BATCH, (at + 1) * CACHE_BATCH)
+            pixels[place], known[place] = batch
+        with tf.device("CPU:0"):
+            return tf.constant(pixels), tf.constant(known)
+
+    def locate(self, key: str) -> tuple[str, str]:
+        try:
+            encoded = tf.io.read_file(key)
+        except tf.errors.OpError as error:
+            return key, f"cannot be read ({reason(error).removeprefix(f'{key}; ')})"
+        try:
+            decode(encoded, self.image_shape)
+        except tf.errors.OpError as error:
+            return key, f"cannot be decoded ({reason(error)})"
+        return key, "could not be read, but can now"
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.data.decode import check_image_shape, decode, decode_batch
-from hvtrain.data.framing import deal
-from hvtrain.data.pipeline import AUGMENT, derive_seed, finish, parallel_map, share_of_epoch
-from hvtrain.data.row_groups import Columns, RowGroup, find_files, is_encoded, read_footer, read_group
-from hvtrain.data.row_order import Batch, Piece, Rows, epochs, read_ahead, rebatch
-from hvtrain.data.source import Source, reason
+from hvtrain.data.files import FileSource
+from hvtrain.data.framing import LEAVE_OUT, deal
+from hvtrain.data.pipeline import AUGMENT, derive_seed, end_with_python, finish, numbered, share_of_epoch
+from hvtrain.data.row_groups import Columns, RowGroup, find_files, is_encoded, pixel_type, read_footer, read_group
+from hvtrain.data.row_order import Batch, Piece, Read, epochs, read_ahead, rebatch
+from hvtrain.data.source import reason
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.topology import Topology
 
+ROW_BITS = 40  # A row's code is the number of its row group above these bits, and the row.
 
-class Parquet(Source):
+
+class Parquet(FileSource):
     """DIR/train*.parquet or DIR/train/, and likewise validation and test; or one file, the training part.
 
     Opening reads the footers, which hold the counts. Epoch e of a rank: its row groups in an order made from
@@ -35,6 +36,9 @@ class Parquet(Source):
     """
 
     name = "parquet"
+    _encoded: bool
+    _pixel_type: tf.DType
+    _all_groups: list[RowGroup]
 
     def __init__(
         self,
@@ -58,24 +62,48 @@ class Parquet(Source):
         self.transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
-        self._groups: dict[str, dict[str, RowGroup]] = {}
+        self._place = place
+        self._wrong: dict[str, str] = {}  # Why rows that were read cannot be used, by key.
+        self._failure: DataError | None = None
+
+    @cached_property
+    def _groups(self) -> dict[str, dict[str, RowGroup]]:
+        """Row groups by split and name; read when first asked for, since what damage does depends on on_error."""
+        groups: dict[str, dict[str, RowGroup]] = {}
         first_of: dict[pa.DataType, Path] = {}
         for split in self.SPLITS:
-            self._groups[split] = {}
-            for path in find_files(place, split):
-                groups, pixel = read_footer(path, self._columns)
-                self._groups[split].update({f"{group.path} {group.number:09d}": group for group in groups})
-                if groups:
-                    first_of.setdefault(pixel, path)
-        if not self._groups["train"]:
-            raise DataError(f"{place} holds no rows in train*.parquet or train/; give dataset.dir a folder that does")
+            groups[split] = {}
+            for path in find_files(self._place, split):
+                found = self._read_footer(path, first_of)
+                groups[split].update({f"{group.path} {group.number:09d}": group for group in found})
+        if not groups["train"]:
+            raise DataError(
+                f"{self._place} holds no rows in train*.parquet or train/; give dataset.dir a folder that does"
+            )
         self._encoded = any(map(is_encoded, first_of))
         self._pixel_type = tf.uint8 if set(first_of) == {pa.uint8()} else tf.float32
         if self._encoded and not all(map(is_encoded, first_of)):
             paths = " and ".join(map(str, first_of.values()))
-            raise DataError(f"{paths}: {image_column} is encoded in one and pixels in the other; write them alike")
-        self._opened: dict[RowGroup, None] = {}  # Row groups that streams of this process read, for explain().
-        self._failure: DataError | None = None
+            raise DataError(
+                f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write them alike"
+            )
+        self._all_groups = [group for part in groups.values() for group in part.values()]
+        return groups
+
+    def _read_footer(self, path: Path, first_of: dict[pa.DataType, Path]) -> list[RowGroup]:
+        try:
+            groups, schema = read_footer(path)
+        except DataError as error:
+            if not self.skips:
+                raise
+            self.lose(str(path), str(error).removeprefix(f"{path} "))
+            return []
+        if groups:
+            first_of.setdefault(pixel_type(path, schema, self._columns), path)
+        return groups
+
+    def paths(self, split: str) -> list[str]:
+        return list(dict.fromkeys(group.path for group in self._groups[split].values()))
 
     def num_examples(self, split: str) -> int:
         return sum(group.num_rows for group in self._groups.get(split, {}).values())
@@ -114,13 +142,12 @@ class Parquet(Source):
             sizes = (share.begin(step % share.steps + 1) - share.begin(step % share.steps) for step in steps)
             return self._cut(pieces, sizes)
 
-        def load(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = self._decode(*batch)
+        def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images = self.transform.augment(images, derive_seed(seed, AUGMENT, topology.rank, step))
             return self.transform.normalize(images), labels
 
-        stream = self._stream(batches, batch_size if share.is_full else None)
-        return finish(parallel_map(stream.enumerate(start=start_step), load), topology)
+        steps = numbered(self._stream(batches, batch_size if share.is_full else None), start_step)
+        return finish(self.read_carefully(steps, self._decode, _keys, augment, topology), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         groups = self._open(split, topology)
@@ -130,24 +157,25 @@ class Parquet(Source):
             pieces = (Piece([group], np.arange(group.num_rows)) for group in groups)
             return self._cut(pieces, (min(batch_size, num_local - at) for at in range(0, num_local, batch_size)))
 
-        def load(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = self._decode(images, labels)
+        def normalize(_: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self.transform.normalize(images), labels
 
-        return finish(parallel_map(self._stream(batches, None), load), topology)
+        steps = numbered(self._stream(batches, None))
+        return finish(
+            self.read_carefully(steps, self._decode, _keys, normalize, topology, batch_size, num_local), topology
+        )
 
     def _open(self, split: str, topology: Topology) -> list[RowGroup]:
-        groups = self.shard_groups(split, topology.size, topology.weights)[topology.rank]
-        self._opened.update(dict.fromkeys(groups))
-        return groups
+        return self.shard_groups(split, topology.size, topology.weights)[topology.rank]
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
-        atexit.register(_end_streams)
+        end_with_python()
         shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)
-        signature = (tf.TensorSpec([batch_size, *shape], kind), tf.TensorSpec([batch_size], tf.int32))
+        numbers = tf.TensorSpec([batch_size], tf.int32), tf.TensorSpec([batch_size], tf.int64)
+        signature = (tf.TensorSpec([batch_size, *shape], kind), *numbers)
         return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
-    def _decode(self, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _decode(self, images: tf.Tensor, labels: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return (decode_batch(images, self.image_shape) if self._encoded else images), labels
 
     def _cut(self, pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[Batch]:
@@ -158,36 +186,52 @@ class Parquet(Source):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, piece: Piece) -> Rows:
-        try:
-            parts = [read_group(group, self._columns) for group in piece.groups]
-        except DataError as error:
-            self._failure = error
-            raise
-        images, labels = ([part[which] for part in parts] for which in (0, 1))
-        joined = images[0] if len(parts) == 1 else np.concatenate(images)
+    def _read(self, piece: Piece) -> Read:
+        parts = [self._read_group(group) for group in piece.groups]
+        images, labels, codes = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
         if not self._encoded:
-            joined = joined.astype(self._pixel_type.as_numpy_dtype, copy=False)
-        return joined, np.concatenate(labels), piece.rows
+            images = images.astype(self._pixel_type.as_numpy_dtype, copy=False)
+        return (images, labels, codes), piece.rows
 
-    def explain(self, error: Exception) -> Exception:
-        """What a read met; for an image that cannot be decoded, the first such one of the row groups opened."""
-        if "DataError" in str(error) and self._failure:
-            return self._failure
-        if not self._encoded or "DecodeImage" not in str(error):
-            return error
-        for group in self._opened:
-            for row, encoded in enumerate(read_group(group, self._columns)[0]):
-                try:
-                    decode(tf.constant(encoded), self.image_shape)
-                except tf.errors.OpError as cause:
-                    return DataError(f"{group}, row {row}: {reason(cause)}; write the file again")
-        return error
+    def _read_group(self, group: RowGroup) -> Batch:
+        """Images, labels, and codes, which say where a row lies."""
+        try:
+            images, labels, wrong = read_group(group, self._columns)
+            if wrong and not self.skips:
+                row = min(wrong)
+                raise DataError(f"{group}, row {row}: {wrong[row]}, {LEAVE_OUT}")
+        except DataError as error:
+            if not self.skips:
+                self._failure = error
+                raise
+            self.lose(str(group), str(error).removeprefix(f"{group} "), group.num_rows)
+            return self._nothing(group.num_rows)
+        first = self._all_groups.index(group) << ROW_BITS
+        self._wrong.update({str(first + row): why for row, why in wrong.items()})
+        return images, labels, np.arange(first, first + group.num_rows)
+
+    def _nothing(self, num_rows: int) -> Batch:
+        """Rows that are not there, and are counted as a whole."""
+        blank = np.full(num_rows, b"", object) if self._encoded else np.zeros([num_rows, *self.image_shape], np.uint8)
+        return blank, np.full(num_rows, -1, np.int32), np.full(num_rows, -1)
+
+    def locate(self, key: str) -> tuple[str, str]:
+        number, row = divmod(int(key), 1 << ROW_BITS)
+        group = self._all_groups[number]
+        place = f"{group}, row {row}"
+        if key in self._wrong:
+            return place, self._wrong[key]
+        try:
+            decode(tf.constant(read_group(group, self._columns).images[row]), self.image_shape)
+        except tf.errors.OpError as error:
+            return place, reason(error)
+        except DataError as error:
+            return place, str(error)
+        return place, "could not be read, but can now"
+
+    def search(self, error: Exception) -> Exception:
+        return self._failure if "DataError" in str(error) and self._failure else error
 
 
-def _end_streams() -> None:
-    """Ends open streams while Python is alive: TensorFlow's threads call these generators, and wait for ever for a
-    call that the end of the interpreter has cut off."""
-    for found in gc.get_objects():
-        if isinstance(found, OwnedIterator):
-            found._iterator_resource = None
+def _keys(images: tf.Tensor, labels: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
+    return tf.where(codes < 0, "", tf.strings.as_string(codes))

@@ -5,11 +5,14 @@ Skipping happens on rows of indices, before a pixel is touched, so resuming at s
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from abc import abstractmethod
 from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
@@ -19,6 +22,8 @@ from hvtrain.topology import Topology
 
 Read = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 """Indices [batch] within this rank's shard -> raw images [batch, h, w, c], labels int32 [batch]."""
+Then = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+"""Step (or number of the batch), raw images, labels -> what the model sees."""
 
 # What a random number is for: two purposes never share a stream of numbers.
 ORDER, AUGMENT, BLOCK = range(3)
@@ -52,6 +57,24 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
 
 def parallel_map(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
     return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+
+def numbered(batches: tf.data.Dataset, start: int = 0) -> tf.data.Dataset:
+    """(batch...) as (step, batch...)."""
+    return batches.enumerate(start).map(lambda step, batch: (step, *batch))
+
+
+def end_with_python() -> None:
+    """To be called before a stream has a Python generator in it."""
+    atexit.register(_end_streams)
+
+
+def _end_streams() -> None:
+    """Ends open streams while Python is alive: TensorFlow's threads call these generators, and wait for ever for a
+    call that the end of the interpreter has cut off."""
+    for found in gc.get_objects():
+        if isinstance(found, OwnedIterator):
+            found._iterator_resource = None
 
 
 def share_of_epoch(
@@ -94,6 +117,16 @@ class IndexedSource(Source):
     def reader(self, split: str, topology: Topology) -> Read:
         """Opens this rank's shard of a split and returns the function that reads from it."""
 
+    def load(
+        self, steps: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
+    ) -> tf.data.Dataset:
+        """(step, indices) -> then(step, images, labels); batch_size is that of evaluation, None in training.
+
+        The reader is asked for first, since it may fit the transform that `then` leans on.
+        """
+        read = self.reader(split, topology)
+        return parallel_map(steps, lambda step, indices: then(step, *read(indices)))
+
     def training(
         self,
         topology: Topology,
@@ -106,23 +139,18 @@ class IndexedSource(Source):
         num_local = len(topology.share(self.num_examples("train")))
         share = share_of_epoch(num_local, batch_size, steps_per_epoch, num_examples, topology)
         indices = index_batches(num_local, topology, share, seed, start_step)
-        read = self.reader("train", topology)
-        transform = self.transform  # After reader(), which may fit it.
 
-        def load(step: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = read(indices)
-            images = transform.augment(images, derive_seed(seed, AUGMENT, topology.rank, step))
-            return transform.normalize(images), labels
+        def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            images = self.transform.augment(images, derive_seed(seed, AUGMENT, topology.rank, step))
+            return self.transform.normalize(images), labels
 
-        return finish(parallel_map(indices, load), topology)
+        return finish(self.load(indices, "train", topology, augment), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         num_local = len(topology.share(self.num_examples(split)))
-        read = self.reader(split, topology)
-        transform = self.transform
+        indices = tf.data.Dataset.range(num_local).batch(batch_size).enumerate()
 
-        def load(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = read(indices)
-            return transform.normalize(images), labels
+        def normalize(_: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return self.transform.normalize(images), labels
 
-        return finish(parallel_map(tf.data.Dataset.range(num_local).batch(batch_size), load), topology)
+        return finish(self.load(indices, split, topology, normalize, batch_size), topology)

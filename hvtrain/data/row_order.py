@@ -13,10 +13,10 @@ from hvtrain.data.pipeline import BLOCK, ORDER
 from hvtrain.data.row_groups import RowGroup
 from hvtrain.plan import Share
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""Images and labels."""
-Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Images and labels of a piece, and its rows in the order in which they are taken."""
+Batch = tuple[np.ndarray, ...]
+"""Images, labels, and where they come from."""
+Read = tuple[Batch, np.ndarray]
+"""What a piece holds, and its rows in the order in which they are taken."""
 
 
 class Piece(NamedTuple):
@@ -45,9 +45,9 @@ def epochs(
             before += num_rows
 
 
-def read_ahead(pool: Executor, read: Callable[[Piece], Rows], pieces: Iterable[Piece]) -> Iterator[Rows]:
+def read_ahead(pool: Executor, read: Callable[[Piece], Read], pieces: Iterable[Piece]) -> Iterator[Read]:
     """read(piece) of each piece in turn; while one is in use, the next is being read, and no other."""
-    reading: Future[Rows] | None = None
+    reading: Future[Read] | None = None
     for piece in pieces:
         ready = reading.result() if reading else None
         try:
@@ -60,7 +60,7 @@ def read_ahead(pool: Executor, read: Callable[[Piece], Rows], pieces: Iterable[P
         yield reading.result()
 
 
-def rebatch(pieces: Iterator[Rows], sizes: Iterable[int]) -> Iterator[Batch]:
+def rebatch(pieces: Iterator[Read], sizes: Iterable[int]) -> Iterator[Batch]:
     """Batches of the given sizes, across the borders of pieces."""
     at, rows = 0, np.empty(0, np.int64)
     for size in sizes:
@@ -70,8 +70,8 @@ def rebatch(pieces: Iterator[Rows], sizes: Iterable[int]) -> Iterator[Batch]:
                 piece = next(pieces, None)
                 if piece is None:
                     return
-                at, (images, labels, rows) = 0, piece
+                at, (arrays, rows) = 0, piece
             taken = rows[at : at + size]
-            parts.append((images[taken], labels[taken]))
+            parts.append(tuple(array[taken] for array in arrays))
             at, size = at + len(taken), size - len(taken)
-        yield parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts)))  # type: ignore[misc]
+        yield parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts)))

@@ -5,15 +5,24 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
 
 from hvtrain.topology import Topology
 
 
+class Unreadable(NamedTuple):
+    """What dataset.on_error=skip left out."""
+
+    place: str
+    why: str
+    num_examples: int | None
+    """None where nobody can know: what follows the damage in a file."""
+
+
 class Source(ABC):
-    """An opened data set. Opening finds and checks the files; pixels are read when a stream is asked for.
+    """An opened data set. Opening finds the files, the first count checks them; pixels are read by streams.
 
     The laws that every source keeps:
     - A rank's shard is fixed by (rank, size): shards are disjoint and together complete.
@@ -31,6 +40,8 @@ class Source(ABC):
     image_shape: tuple[int, int, int]
     """Height, width, channels."""
     num_classes: int
+    on_error: str = "stop"
+    """What an example that cannot be read does: "stop", or "skip" it and count. Set before a stream is asked for."""
     same_on_all_ranks: bool = False
     """Set it where ranks are meant to read the same data; otherwise equal first batches are an error."""
 
@@ -63,6 +74,23 @@ class Source(ABC):
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         """Finite stream of this rank's shard, each example once; the last batch may be short, or all empty."""
 
+    def unreadable(self) -> list[Unreadable]:
+        """What this process has left out since the last call, where on_error is "skip" and the source can do that."""
+        return []
+
+    def manifest(self) -> dict[str, Any]:
+        """What the data set is, for JSON: it differs where another one lies under the same settings. See manifest.py.
+
+        Every rank computes it, before the first stream; a source that can say more than counts does.
+        """
+        splits = {split: {"examples": self.num_examples(split)} for split in self.SPLITS if self.num_examples(split)}
+        return {
+            "name": self.name,
+            "image_shape": list(self.image_shape),
+            "num_classes": self.num_classes,
+            "splits": splits,
+        }
+
     def explain(self, error: Exception) -> Exception:
         """A DataError that names the culprit when TensorFlow's error came from reading data, else `error`.
 
@@ -78,4 +106,4 @@ def reason(error: tf.errors.OpError) -> str:
     >>> reason(tf.errors.DataLossError(None, None, "{{function_node f}} corrupted record at 9 [Op:Next] name: "))
     'corrupted record at 9'
     """
-    return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip()
+    return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip().rstrip(".")

@@ -1,35 +1,39 @@
-"""TFRecord files of encoded images, dealt to the ranks by file; and a small writer of such files."""
+"""TFRecord files of encoded images, dealt to the ranks by file."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.decode import check_image_shape, decode, decode_batch
-from hvtrain.data.framing import count_records, deal
+from hvtrain.data.files import SEARCH_SECONDS, FileSource
+from hvtrain.data.framing import LEAVE_OUT, count_records, deal, scan_records
 from hvtrain.data.pipeline import (
     AUGMENT,
     BLOCK,
     FOREVER,
     ORDER,
     derive_seed,
+    end_with_python,
     finish,
-    parallel_map,
     share_of_epoch,
 )
-from hvtrain.data.source import Source, reason
+from hvtrain.data.record_reader import find_changed, find_corrupted, find_fingerprint, fingerprints, read_at, walk
+from hvtrain.data.source import reason
 from hvtrain.data.transform import Transform
 from hvtrain.errors import DataError
 from hvtrain.plan import Share
 from hvtrain.topology import Topology
 
+CHANGED = "dataset was expected to contain"  # TensorFlow's words where a file is shorter than it was.
 INTERLEAVED_FILES = 8  # A constant: the order of examples must not depend on the machine.
 
 
-class TFRecords(Source):
+class TFRecords(FileSource):
     """DIR/train*.tfrecord, DIR/validation*.tfrecord, DIR/test*.tfrecord; pixels are scaled to 0 ... 1.
 
     Epoch e of a rank: its files in an order made from (seed, e, rank), eight read in turns, and the records
@@ -61,13 +65,26 @@ class TFRecords(Source):
             label_key: tf.io.FixedLenFeature([], tf.int64),
         }
         self._shuffle_buffer = shuffle_buffer
-        self._counts = {
-            split: {str(path): count_records(path) for path in sorted(folder.glob(f"{split}*.tfrecord"))}
-            for split in self.SPLITS
-        }
+        self._paths = {split: sorted(map(str, folder.glob(f"{split}*.tfrecord"))) for split in self.SPLITS}
         self._opened: dict[str, None] = {}  # Files that streams of this process read, for explain().
-        if not self._counts["train"]:
+        if not self._paths["train"]:
             raise DataError(f"{folder} holds no train*.tfrecord; give dataset.dir a folder that does")
+
+    @cached_property
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """Records by split and file; counted when first asked for, since what damage does depends on on_error."""
+        return {split: {path: self._count(path) for path in paths} for split, paths in self._paths.items()}
+
+    def _count(self, path: str) -> int:
+        if not self.skips:
+            return count_records(Path(path))
+        offsets, problem = scan_records(Path(path), check_lengths=True)
+        if problem:
+            self.lose(path, f"{problem}; what follows in this file is left out")
+        return len(offsets)
+
+    def paths(self, split: str) -> list[str]:
+        return self._paths[split]
 
     def num_examples(self, split: str) -> int:
         return sum(self._counts.get(split, {}).values())
@@ -102,27 +119,31 @@ class TFRecords(Source):
 
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
             records = self._shuffled(paths, seed, topology.rank, epoch).take(share.num_examples)
+            # Or an epoch of files that were emptied meanwhile would be looked for for ever.
+            records = records.apply(tf.data.experimental.assert_cardinality(share.num_examples))
             # Only the first epoch of a resumed run is entered in the middle; its records stay encoded.
             done = tf.cast(share.begin(tf.where(epoch == first_epoch, steps_done, 0), tf.minimum), tf.int64)
             return _cut(records.skip(done), share, done)
 
         batches = tf.data.Dataset.range(first_epoch, FOREVER).flat_map(epoch_batches).enumerate(start=start_step)
 
-        def load(step: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = self._parse(records)
+        def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images = self.transform.augment(images, derive_seed(seed, AUGMENT, topology.rank, step))
             return self.transform.normalize(images), labels
 
-        return finish(parallel_map(batches, load), topology)
+        return finish(self.read_carefully(batches, self._parse, self._keys, augment, topology), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        records = tf.data.TFRecordDataset(tf.constant(self._open(split, topology), tf.string))
+        paths = self._open(split, topology)
+        num_local = sum(self._counts[split][path] for path in paths)
+        batches = self._in_turn(tf.constant(paths, tf.string)).batch(batch_size).enumerate()
 
-        def load(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images, labels = self._parse(records)
+        def normalize(_: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self.transform.normalize(images), labels
 
-        return finish(parallel_map(records.batch(batch_size), load), topology)
+        return finish(
+            self.read_carefully(batches, self._parse, self._keys, normalize, topology, batch_size, num_local), topology
+        )
 
     def _open(self, split: str, topology: Topology) -> list[str]:
         paths = self.shard_files(split, topology.size, topology.weights)[topology.rank]
@@ -133,7 +154,7 @@ class TFRecords(Source):
         """All of this rank's records once, in the order of that epoch."""
         order = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=derive_seed(seed, ORDER, rank, epoch))
         records = tf.data.Dataset.from_tensor_slices(order).interleave(
-            tf.data.TFRecordDataset,
+            self._in_turn,
             cycle_length=min(INTERLEAVED_FILES, len(paths)),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
@@ -146,39 +167,68 @@ class TFRecords(Source):
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
+    def _in_turn(self, path: tf.Tensor) -> tf.data.Dataset:
+        """The records of a file; each with its key where damaged ones are left out, which costs more."""
+        if not self.skips:
+            return tf.data.TFRecordDataset(path)
+        end_with_python()
+        pieces = tf.TensorSpec([None, 2], tf.string)
+        paths = tf.data.Dataset.from_tensor_slices(tf.reshape(path, [-1]))
+        return paths.flat_map(
+            lambda path: tf.data.Dataset.from_generator(walk, args=(path,), output_signature=pieces).unbatch()
+        )
+
     def _parse(self, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Serialised examples [batch] to raw images and labels; a label outside the classes stops the run."""
-        features = tf.io.parse_example(records, self._features)
+        """Serialised examples [batch], or [batch, 2] with their keys, to raw images and labels, -1 for a wrong one."""
+        features = tf.io.parse_example(records[:, 1] if self.skips else records, self._features)
         labels = features[self._label_key]
-        inside = tf.reduce_all((labels >= 0) & (labels < self.num_classes))
-        message = f"DataError: a label is outside 0 ... {self.num_classes - 1}"
-        with tf.control_dependencies([tf.debugging.Assert(inside, [message, labels])]):
-            labels = tf.cast(labels, tf.int32)
+        inside = (labels >= 0) & (labels < self.num_classes)
+        labels = tf.cast(tf.where(inside, labels, -1), tf.int32)
         return decode_batch(features[self._image_key], self.image_shape), labels
 
-    def explain(self, error: Exception) -> Exception:
-        """Reads the files that were opened, record by record, until one fails as the pipeline did."""
-        signs = ("DecodeImage", "DataError", "corrupted record", "truncated record", "ParseExample")
-        if not any(sign in str(error) for sign in signs):
-            return error
+    def _keys(self, records: tf.Tensor) -> tf.Tensor:
+        return records[:, 0] if self.skips else fingerprints(records)
+
+    def locate(self, key: str) -> tuple[str, str]:
+        if not self.skips:
+            found = find_fingerprint(self._opened, key, time.monotonic() + SEARCH_SECONDS)
+            if found is None:
+                why = f"a record cannot be read; it was not found in {SEARCH_SECONDS:.0f} s, but skip would name it"
+                return self.origin, why
+            key = found
+        place, record, why = read_at(key)
+        return place, why if record is None else self._check(record)
+
+    def search(self, error: Exception) -> Exception:
+        """For damage that reading the file itself met, which is not said to be in which file."""
+        said, deadline_seconds = str(error), time.monotonic() + SEARCH_SECONDS
+        found = find_corrupted(self._opened, said, deadline_seconds)
+        if CHANGED in said:
+            counted = {path: count for counts in self._counts.values() for path, count in counts.items()}
+            found = find_changed({path: counted[path] for path in self._opened}, self.skips, deadline_seconds)
+        if found:
+            return DataError(f"{found[0]}: {found[1]}; write or fetch the file again, {LEAVE_OUT}")
         for path in self._opened:
-            index = 0
-            try:
-                for record in tf.data.TFRecordDataset(path):
-                    self._check(record)
-                    index += 1
-            except (tf.errors.OpError, DataError) as cause:
-                what = reason(cause) if isinstance(cause, tf.errors.OpError) else cause
-                return DataError(f"{path}, record {index}: {what}; write the file again")
+            if path in said:
+                return DataError(f"{path}: {reason(error).removeprefix(f'{path}; ')}; leave files alone in a run")
+        if isinstance(error, tf.errors.DataLossError) or CHANGED in said:
+            return DataError(
+                f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
+                f"{SEARCH_SECONDS:.0f} s, but dataset.on_error=skip would name it"
+            )
         return error
 
-    def _check(self, record: tf.Tensor) -> None:
-        """Does to one record, eagerly, what the pipeline does, so that it fails where that failed."""
-        features = tf.io.parse_single_example(record, self._features)
-        label = int(features[self._label_key])
-        if not 0 <= label < self.num_classes:
-            raise DataError(f"label {label} is outside 0 ... {self.num_classes - 1}")
-        decode(features[self._image_key], self.image_shape)
+    def _check(self, record: bytes) -> str:
+        """Why the pipeline could not use a record: does to it, eagerly, what that does."""
+        try:
+            features = tf.io.parse_single_example(record, self._features)
+            label = int(features[self._label_key])
+            if not 0 <= label < self.num_classes:
+                return f"label {label} is outside 0 ... {self.num_classes - 1}"
+            decode(features[self._image_key], self.image_shape)
+        except tf.errors.OpError as error:
+            return reason(error)
+        return "could not be read, but can now"
 
 
 def _cut(records: tf.data.Dataset, share: Share, begin: tf.Tensor) -> tf.data.Dataset:
@@ -197,27 +247,3 @@ def _cut(records: tf.data.Dataset, share: Share, begin: tf.Tensor) -> tf.data.Da
         return begins[step + 1] - begins[step]
 
     return records.enumerate(start=begin).group_by_window(step_of, batch, window_size_func=size)
-
-
-def write_tfrecords(dir: str | Path, split: str, images: np.ndarray, labels: np.ndarray, num_files: int) -> list[Path]:
-    """Writes images uint8 [n, h, w, c] as PNG and labels [n] to num_files files that TFRecords reads.
-
-    Example i goes to file i % num_files. A file appears under its name only when it is complete.
-    """
-    folder = Path(dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number in range(num_files):
-        path = folder / f"{split}-{number:05d}-of-{num_files:05d}.tfrecord"
-        partial = path.with_suffix(".partial")
-        with tf.io.TFRecordWriter(str(partial)) as writer:
-            for image, label in zip(images[number::num_files], labels[number::num_files], strict=True):
-                encoded = tf.io.encode_png(image).numpy()
-                features = {
-                    "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[encoded])),
-                    "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[int(label)])),
-                }
-                example = tf.train.Example(features=tf.train.Features(feature=features))
-                writer.write(example.SerializeToString())
-        paths.append(partial.rename(path))
-    return paths

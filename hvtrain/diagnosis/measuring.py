@@ -14,7 +14,7 @@ from typing import Any
 
 from hvtrain.launching import environment
 from hvtrain.launching.job import Host, Job
-from hvtrain.launching.line import start_line
+from hvtrain.launching.line import Way, start_line
 from hvtrain.launching.ssh import Ssh
 
 WORKER = "hvtrain.diagnosis.links"
@@ -35,7 +35,7 @@ class Measurement:
 def measure(hosts: Sequence[str], ssh: Ssh, interfaces: str | None) -> Measurement:
     """Measures the links between the hosts; ends in bounded time."""
     job = Job(("python", "-m", WORKER), len(hosts), tuple(Host(name, 1) for name in hosts))
-    line = start_line(job, ssh, interfaces=interfaces)
+    line = start_line(job, Way(ssh, interfaces=interfaces))
     # Sets of two ranks come and go while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})
@@ -57,7 +57,7 @@ def most_seconds(num_hosts: int) -> int:
 def _last_words(output: str) -> str:
     """What the rank that failed said last, and then what the launcher made of it."""
     texts = [text.strip() for text in output.splitlines() if text.strip()]
-    failed = re.search(r"rank (\d+) ended", texts[-1]) if texts else None
+    failed = re.search(r"FIRST FAILURE rank (\d+)", texts[-1]) if texts else None
     of_rank = [text for text in texts if failed and text.startswith(f"[{failed[1]}]<std")]
     return "; ".join([*of_rank[-1:], *texts[-1:]]) or "nothing"
 

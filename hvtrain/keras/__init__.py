@@ -70,6 +70,8 @@ from hvtrain.keras.collectives import (
 from hvtrain.keras.devices import pin_gpu
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.keras.finite import MARK as NOT_FINITE
+from hvtrain.keras.lost_ranks import tells_of_lost_ranks
+from hvtrain.keras.marks import StepMarks
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -77,7 +79,8 @@ from hvtrain.keras.optimizer import (
     num_reductions,
     ranks_at_fault,
 )
-from hvtrain.keras.process import init, launched_size
+from hvtrain.keras.process import init, is_elastic, launched_size
+from hvtrain.keras.resets import Resets
 from hvtrain.keras.saving import load_model
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
@@ -101,6 +104,8 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReductionCheckCallback",
+    "Resets",
+    "StepMarks",
     "StopTogetherCallback",
     "Sum",
     "SyncBatchNormalization",
@@ -132,6 +137,7 @@ __all__ = [
     "grouped_reducescatter",
     "init",
     "is_distributed",
+    "is_elastic",
     "is_homogeneous",
     "is_initialized",
     "join",
@@ -156,4 +162,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "sum_arrays",
+    "tells_of_lost_ranks",
 ]

@@ -19,29 +19,20 @@ Make all optimizers there, not in train: messages are named by the order in whic
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.keras.collectives import broadcast_variables
+from hvtrain.keras.lost_ranks import lost_ranks_told
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
-
-# What TensorFlow says when a message between ranks broke: the words of Horovod, Gloo or NCCL, or the operation's
-# type. Not the bare word Horovod: a traceback out of the user's data function may hold it in the name of a folder.
-_LOST = re.compile(
-    r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
-    r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
-)
 
 # Set as model.stop_training to end an epoch early. True to Keras, and no other callback sets this very object.
 _END_OF_EPOCH = "end of the epoch that was begun before the reset"
@@ -55,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def converted(state: Any, *args: Any, **kwargs: Any) -> Any:
-        with _lost_ranks_told():
+        with lost_ranks_told():
             return func(state, *args, **kwargs)
 
     return run_fn(converted, _restart)
@@ -65,21 +56,6 @@ def _restart() -> None:
     # Not hvtrain's own init, which wants the number of ranks of the launch.
     hvd.shutdown()
     hvd.init()
-
-
-@contextlib.contextmanager
-def _lost_ranks_told() -> Iterator[None]:
-    """TensorFlow's error for a broken message becomes the one that Horovod's elastic loop waits for.
-
-    Only UnknownError: Horovod's kernels raise others for what each retry would meet again, as tensors whose
-    shapes differ between ranks.
-    """
-    try:
-        yield
-    except tf.errors.UnknownError as error:
-        if _LOST.search(error.message):
-            raise HorovodInternalError(error.message) from error
-        raise
 
 
 class KerasState(ObjectState):
@@ -120,7 +96,7 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         """Sets everything to what rank 0 has now, and saves it (every rank)."""
-        with _lost_ranks_told():
+        with lost_ranks_told():
             broadcast_variables(self._variables(), root_rank=0)
             self.__dict__.update(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
         self.save()

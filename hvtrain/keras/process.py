@@ -34,14 +34,18 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
+def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """True in an elastic job, where ranks come and go; the launcher's number of them may be old already."""
+    return environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; a second call does nothing. Arguments are those of horovod.tensorflow.init.
 
     Raises RankError when the launcher started several ranks and this one finds itself alone.
     """
     _choose_interface()
-    # In an elastic job ranks come and go, and the launcher's number may be old already.
-    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+    elastic = is_elastic()
     expected = launched_size()
     if expected is None and not elastic:
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.ballot import Ballot
-from hvtrain.keras.in_graph import new_counter
+from hvtrain.keras.in_graph import count_after, new_counter
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
@@ -24,6 +24,12 @@ _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, 
 # Horovod pairs tensors of different ranks by name. Names made from Keras's would differ where one rank has
 # built more models than another; the order in which a program makes its optimizers does not.
 _numbers = itertools.count()
+
+
+def number_anew() -> None:
+    """Numbers the optimizers to come from 0, as a rank does that begins now (every rank; none uses older ones)."""
+    global _numbers
+    _numbers = itertools.count()
 
 
 class Reducer:
@@ -66,11 +72,18 @@ class Reducer:
         self._local: set[int] = set()
         self.name = name or f"hvtrain_gradients_{next(_numbers)}"
         self._count = new_counter() if count is None else count
+        self.ready: tf.Variable | None = None
 
     @property
     def num_reductions(self) -> int:
         """Reductions that ran so far on this rank."""
         return int(self._count.numpy())
+
+    def count_ready(self) -> tf.Variable:
+        """From now on, in what is traced, this counts gradients that are ready and wait for the other ranks'."""
+        if self.ready is None:
+            self.ready = new_counter()
+        return self.ready
 
     @property
     def is_alone(self) -> bool:
@@ -97,6 +110,8 @@ class Reducer:
         shared = [i for i, g in enumerate(reduced) if g is not None and keys[i] not in self._local]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         dense = [i for i in shared if i not in sparse]
+        if self.ready is not None:
+            count_after([reduced[i] for i in shared], self.ready)
         done = []
         for number, group in enumerate(self._groups(reduced, dense, keys)):
             tensors = [reduced[i] for i in group]

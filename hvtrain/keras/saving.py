@@ -22,7 +22,8 @@ def load_model(
     """keras.models.load_model, with the optimizer wrapped in DistributedOptimizer; its slots and iterations stay.
 
     custom_optimizers are classes of one's own; a model that was saved without an optimizer comes without one.
-    Raises ValueError for legacy_opts=True: Keras 3 has no legacy optimizers.
+    Raises ValueError for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for a file that
+    holds code, such as a Lambda layer's, unless keras.config.enable_unsafe_deserialization() was called.
     """
     if legacy_opts:
         raise ValueError("legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have")

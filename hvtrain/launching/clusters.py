@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from hvtrain.config import nearest, typed
 from hvtrain.errors import ConfigError
 from hvtrain.launching import docker, mpijob, slurm, spark, trainjob
 from hvtrain.launching.job import Job
+from hvtrain.settings import nearest, typed
 
 KINDS: dict[str, types.ModuleType] = {
     "slurm": slurm,

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from hvtrain.config import setting
 from hvtrain.errors import ConfigError
 from hvtrain.launching.job import Job, rank_places
+from hvtrain.settings import setting
 
 SCRIPT = "docker-run.sh"
 COMPOSE = "compose.yaml"

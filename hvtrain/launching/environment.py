@@ -24,6 +24,10 @@ _SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_"
 _OF_THIS_HOST = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
 )
+# Names of more variables that horovodrun lets travel, with commas between them.
+MORE = "HVTRAIN_ENV"
+# An address with a password in it: postgres://me:secret@host/.
+_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
@@ -32,9 +36,11 @@ def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str
     >>> sorted(for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "TF_SECRET": "x", "HOME": "/root"}).keys() - {"OPAL_PREFIX"})
     ['PATH', 'TF_NUM_INTRAOP_THREADS']
     """
-    chosen = {name: value for name, value in environ.items() if _travels(name)}
+    chosen = {name: value for name, value in environ.items() if travels(name, environ)}
     chosen.update(of_this_environment(chosen.get("PATH", "")))
-    return {**chosen, **asked_for(environ, words)}
+    asked = asked_for(environ, words)
+    # horovodrun could not tell them from the launcher's own.
+    return {**chosen, **asked, **({MORE: ",".join(asked)} if asked else {})}
 
 
 def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
@@ -76,5 +82,7 @@ def is_of_this_host(name: str) -> bool:
     return bool(_OF_THIS_HOST.fullmatch(name))
 
 
-def _travels(name: str) -> bool:
-    return bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name) and not _SECRET.search(name)
+def travels(name: str, environ: Mapping[str, str]) -> bool:
+    """True for a variable that other hosts may have: of those allowed, and neither name nor value looks secret."""
+    is_known = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
+    return is_known and not _SECRET.search(name) and not _WITH_PASSWORD.search(environ.get(name, ""))

@@ -24,7 +24,12 @@ def address_towards(address: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The interface that holds the IPv4 address; None when it is none of this host's."""
-    return next((name for name in names() if _asked(name, _SIOCGIFADDR) == address), None)
+    return next((name for name in names() if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of one of this host's interfaces; None where it has none."""
+    return _asked(interface, _SIOCGIFADDR)
 
 
 def network_of(interface: str) -> str:

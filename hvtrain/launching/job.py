@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
+def hosts_word(hosts: Iterable[Host]) -> str:
+    """The hosts as -H takes them."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file with lines such as `s1 slots=4`; # begins a comment. Raises ConfigError."""
     try:
@@ -78,6 +84,17 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     return parse_hosts(",".join(word for word in words if word))
 
 
+def used_hosts(job: Job) -> tuple[Host, ...]:
+    """The hosts that get a rank, with so many slots. Raises ConfigError.
+
+    Horovod's launcher on Gloo starts a rank in each slot, whatever -np says.
+
+    >>> used_hosts(Job(("true",), 3, parse_hosts("s1:2,s2:2,s3:1")))
+    (Host(name='s1', slots=2), Host(name='s2', slots=1))
+    """
+    return tuple(Host(name, slots) for name, slots in Counter(name for name, _ in rank_places(job)).items())
+
+
 def rank_places(job: Job) -> list[tuple[str, int]]:
     """Each rank's host and local rank, hosts filled one after the other. Raises ConfigError.
 
@@ -86,7 +103,7 @@ def rank_places(job: Job) -> list[tuple[str, int]]:
     """
     places = [(host.name, local_rank) for host in job.hosts for local_rank in range(host.slots)]
     if len(places) < job.num_ranks:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+        listed = hosts_word(job.hosts)
         raise ConfigError(
             f"-np {job.num_ranks} needs as many slots and -H {listed} has {len(places)}; lower -np or add hosts"
         )

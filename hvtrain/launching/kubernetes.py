@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from hvtrain.config import setting
 from hvtrain.errors import ConfigError
 from hvtrain.launching.job import Job
+from hvtrain.settings import setting
 
 SSH_PORT = 2222
 SSH_FOLDER = "/home/hvtrain/.ssh"

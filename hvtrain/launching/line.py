@@ -4,60 +4,72 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from hvtrain.launching.job import Job
-from hvtrain.launching.reach import Paths, mpi_options
+from hvtrain.launching.job import Job, hosts_word
+from hvtrain.launching.on_host import MARK
+from hvtrain.launching.reach import MPI_NOTICES_CUTS, Paths, mpi_options
+from hvtrain.launching.reached import URI_FILE
 from hvtrain.launching.ssh import Ssh
 
 
-def start_line(
-    job: Job,
-    ssh: Ssh,
-    paths: Paths | None = None,
-    interfaces: str | None = None,
-    mpirun: bool = False,
-    discovery_script: str | None = None,
-) -> list[str]:
+@dataclass(frozen=True)
+class Way:
+    """How the ranks are started.
+
+    Args:
+        ssh: how hosts are reached.
+        mpirun: MPI's own launcher instead of Horovod's.
+        interfaces: names joined by commas, instead of those found.
+        discovery_script: prints the hosts that there are, for an elastic job.
+    """
+
+    ssh: Ssh = field(default_factory=Ssh)
+    mpirun: bool = False
+    interfaces: str | None = None
+    discovery_script: str | None = None
+
+
+def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | None = None) -> list[str]:
     """The words that start the job's ranks from this host.
 
     Args:
         paths: the way between the hosts, for mpirun; horovodrun finds it by itself.
-        interfaces: the user's choice instead, names joined by commas.
-        mpirun: MPI's own launcher instead of Horovod's.
-        discovery_script: prints the hosts that there are, for an elastic job.
+        folder: of the launch, as start() takes it; None: the line watches over itself, if it can.
     """
+    ssh = way.ssh
     first, *rest = job.command
     command = [sys.executable if first == "python" else first, *rest]
-    if mpirun:
-        return [*_mpirun(job, ssh, paths, interfaces), *command]
-    line = [sys.executable, "-m", "hvtrain.horovodrun", f"--{job.controller}", "-np", str(job.num_ranks)]
+    if way.mpirun:
+        watched = ["--report-uri", str(folder / URI_FILE), "-x", MARK] if folder else []
+        return [*_mpirun(job, ssh, paths, way.interfaces), *watched, *command]
+    # Whoever has a folder for it watches over the launch; else horovodrun does.
+    line = [sys.executable, "-m", "hvtrain.horovodrun"] if folder else [f"{sys.prefix}/bin/horovodrun"]
+    line += [f"--{job.controller}", "-np", str(job.num_ranks)]
     if job.min_ranks:
         line += ["--min-np", str(job.min_ranks)]
     if job.max_ranks:
         line += ["--max-np", str(job.max_ranks)]
-    if discovery_script:
-        line += ["--host-discovery-script", discovery_script]
+    if way.discovery_script:
+        line += ["--host-discovery-script", way.discovery_script]
     else:
-        line += ["-H", hosts_word(job)]
+        line += ["-H", hosts_word(job.hosts)]
     line += ["--ssh-port", str(ssh.port)] if ssh.port else []
     line += ["--ssh-identity-file", ssh.identity_file] if ssh.identity_file else []
-    line += ["--network-interfaces", interfaces] if interfaces else []
+    line += ["--network-interfaces", way.interfaces] if way.interfaces else []
     return [*line, *command]
 
 
-def hosts_word(job: Job) -> str:
-    """The hosts as -H takes them."""
-    return ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
-
-
 def _mpirun(job: Job, ssh: Ssh, paths: Paths | None, interfaces: str | None) -> list[str]:
-    line = [f"{sys.prefix}/bin/mpirun", "-np", str(job.num_ranks), "-H", hosts_word(job), "--tag-output"]
+    line = [f"{sys.prefix}/bin/mpirun", "-np", str(job.num_ranks), "-H", hosts_word(job.hosts), "--tag-output"]
     # As Horovod starts it: its background thread must not share one core with the rank's others.
     line += ["--bind-to", "none", "--map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     line += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     if interfaces:
         line += ["--prefix", sys.prefix]
         line += ["-mca", "btl_tcp_if_include", interfaces, "-mca", "oob_tcp_if_include", interfaces]
+        line += MPI_NOTICES_CUTS
         line += ["-x", f"NCCL_SOCKET_IFNAME={interfaces}"]
     elif paths:
         line += mpi_options(paths, ssh)

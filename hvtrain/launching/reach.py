@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvtrain.errors import RankError
-from hvtrain.launching import interfaces
+from hvtrain.launching import interfaces, versions
 from hvtrain.launching.ssh import Ssh
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The way between the hosts: this host's interface, every host's, and the network they share."""
+    """The way between the hosts: this host's interface, every host's, and the network they share.
+
+    oom_kills: the other hosts, with the processes that each one's kernel has killed for lack of memory so far.
+    """
 
     interface: str
     interfaces: tuple[str, ...]
     network: str
+    oom_kills: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a look at a host finds: its interface on the way here, its on_host.oom_kills(), its versions."""
+
+    interface: str
+    oom_kills: int | None
+    versions: Mapping[str, str]
 
 
 def is_local(host: str) -> bool:
@@ -49,6 +63,10 @@ def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths
         if not remote:
             return None
         found = list(pool.map(lambda host: _look(host, ssh, python), remote))
+    # This host's own count where it has a rank; a host that only launches may be another kind of machine.
+    of_ranks = {host: seen.versions for host, seen in zip(remote, found)}
+    here = {host: versions.versions() for host in hosts if host not in of_ranks}
+    _compare({**here, **of_ranks})
     mine = {interfaces.interface_of(_address_towards(host)) for host in remote}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
@@ -57,7 +75,24 @@ def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths
             "--network-interfaces NAME"
         )
     interface = str(mine.pop())
-    return Paths(interface, tuple(sorted({interface, *found})), interfaces.network_of(interface))
+    names = tuple(sorted({interface, *(seen.interface for seen in found)}))
+    kills = {host: seen.oom_kills for host, seen in zip(remote, found)}
+    return Paths(interface, names, interfaces.network_of(interface), kills)
+
+
+def absent(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> dict[str, str]:
+    """The hosts that cannot take part, and why."""
+
+    def reason(host: str) -> str:
+        try:
+            if not is_local(host):
+                _look(host, ssh, python)
+        except RankError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(32) as pool:
+        return {host: why for host, why in zip(hosts, pool.map(reason, hosts)) if why}
 
 
 def _address_towards(host: str) -> str:
@@ -67,10 +102,22 @@ def _address_towards(host: str) -> str:
         raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
 
 
-def _look(host: str, ssh: Ssh, python: str) -> str:
-    """The interface of a host on the way to this one, by its own Python."""
-    script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" - "$2"'
-    text = Path(interfaces.__file__).read_text(encoding="utf-8")
+def _compare(found: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises RankError where a host's Python or a package of it has another version than the first one's."""
+    first, *others = found
+    for host in others:
+        for name, version in found[first].items():
+            if found[host].get(name) != version:
+                raise RankError(
+                    f"host {host} has {name} {found[host].get(name)} in {sys.prefix} and host {first} has {version}; "
+                    "make the environment there anew from this folder: scripts/run true"
+                )
+
+
+def _look(host: str, ssh: Ssh, python: str) -> _Seen:
+    """What a host's own Python says of it."""
+    script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; grep "^oom_kill " /proc/vmstat; exec "$0" - "$2"'
+    text = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (interfaces, versions))
     try:
         done = ssh.run(host, ["sh", "-c", script, python, str(Path.cwd()), _address_towards(host)], text)
     except subprocess.TimeoutExpired:
@@ -94,7 +141,18 @@ def _look(host: str, ssh: Ssh, python: str) -> str:
         )
     if said[1] == "-":
         raise RankError(f"host {host} has no IPv4 way to this host; Horovod needs one")
-    return said[1]
+    kills = re.search(r"^oom_kill (\d+)$", done.stdout, re.MULTILINE)
+    its_versions = re.search(rf"^{versions.MARK} (.*)$", done.stdout, re.MULTILINE)
+    return _Seen(said[1], int(kills[1]) if kills else None, json.loads(its_versions[1]) if its_versions else {})
+
+
+# A host that vanished, or a cut network, is noticed after 40 to 45 s: after the ranks' own watch, which says it better.
+# Without, mpirun waits for that host for a quarter of an hour.
+MPI_NOTICES_CUTS = [
+    *("-mca", "oob_tcp_keepalive_time", "5"),
+    *("-mca", "oob_tcp_keepalive_intvl", "1"),
+    *("-mca", "oob_tcp_keepalive_probes", "40"),
+]
 
 
 def mpi_options(paths: Paths, ssh: Ssh, prefix: str = sys.prefix) -> list[str]:
@@ -108,5 +166,6 @@ def mpi_options(paths: Paths, ssh: Ssh, prefix: str = sys.prefix) -> list[str]:
         *("-mca", "btl_tcp_if_include", paths.network),
         *("-mca", "oob_tcp_if_include", paths.network),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
+        *MPI_NOTICES_CUTS,
         *("-x", f"NCCL_SOCKET_IFNAME={','.join(paths.interfaces)}"),
     ]

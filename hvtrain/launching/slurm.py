@@ -1,8 +1,8 @@
 """A batch file for Slurm, which goes on by itself after the time limit.
 
 Pure. The file starts `python -m hvtrain.launch` on the first host of the allocation. Shortly before the time limit
-Slurm signals the batch shell; the launcher has the ranks save together and ends with PREEMPTED, and the file asks for
-the same job again. Slurm keeps the job's id then, so the run folder is the same.
+Slurm signals the batch shell; the launcher has the ranks save together and ends with RESTART_HELPS, and the file asks
+for the same job again. Slurm keeps the job's id then, so the run folder is the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hvtrain.config import setting
-from hvtrain.errors import PREEMPTED, ConfigError
+from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.launching.job import Job
+from hvtrain.settings import setting
 
 FILE = "hvtrain.sbatch"
 
@@ -152,7 +152,7 @@ def _body(job: Job, settings: Settings, ranks_per_node: int) -> str:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     given = "".join(f" --env {name}" for name in environment)
     return "\n".join(lines) + _LAUNCH.format(
-        ranks=ranks_per_node, options=f"--{job.controller}{given}", words=" ".join(words), saved=PREEMPTED
+        ranks=ranks_per_node, options=f"--{job.controller}{given}", words=" ".join(words), saved=RESTART_HELPS
     )
 
 

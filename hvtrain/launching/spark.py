@@ -10,9 +10,9 @@ import re
 import sys
 from dataclasses import dataclass
 
-from hvtrain.config import setting
 from hvtrain.errors import ConfigError
 from hvtrain.launching.job import Job
+from hvtrain.settings import setting
 
 SCRIPT = "hvtrain_on_spark.py"
 # Not hvtrain/spark.py itself: spark-submit would put that file's folder before all others in sys.path.

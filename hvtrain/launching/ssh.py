@@ -26,9 +26,9 @@ class Ssh:
             "-o",
             f"ConnectTimeout={CONNECT_SECONDS}",
             "-o",
-            "ServerAliveInterval=15",
+            "ServerAliveInterval=10",
             "-o",
-            "ServerAliveCountMax=4",
+            "ServerAliveCountMax=3",
         ]
         words += ["-p", str(self.port)] if self.port else []
         return words + (["-i", self.identity_file] if self.identity_file else [])

@@ -1,134 +1,224 @@
-"""Runs a launcher's line as a child process: its output told apart, signals passed on, its exit code."""
+"""Runs a launcher's line as a child and watches over its ranks: signals, the first failure, nothing left behind."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import IO, Any, Protocol
 
-from hvtrain.launching.exit_code import of_shell
-from hvtrain.launching.output import RankOutput
+from hvtrain.errors import RESTART_HELPS
+from hvtrain.launching import on_host, reached
+from hvtrain.launching.failure import AGAIN, Failure, judge
+from hvtrain.launching.listen import Listener
+from hvtrain.launching.reached import Answer, Reached
+from hvtrain.launching.signals import Signals
 
+SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
+SECONDS_BETWEEN_LOOKS = 30.0
 SECONDS_FOR_LAST_LINES = 5.0
-_RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 
 
-def start(line: list[str], environment: Mapping[str, str], output: RankOutput) -> int:
-    """The exit code of the line: that of the first rank that failed; 130 after Ctrl-C.
+class Output(Protocol):
+    """Takes what the launcher writes. `merged`: both of its outputs in one stream, else its error output alone."""
 
-    SIGUSR1 goes on to the ranks of this host: they save, all ranks stop together, and the code is 75. Ctrl-C, SIGTERM
-    and a closed terminal go on to the child; a second one, or SECONDS_TO_STOP later, ends by force all that is left.
+    merged: bool
+    listener: Listener
+
+    def take(self, stream: IO[str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended. failure None: well, or by Ctrl-C, or before any rank started."""
+
+    code: int
+    failure: Failure | None = None
+
+
+def start(
+    line: Sequence[str],
+    environment: Mapping[str, str],
+    output: Output,
+    signals: Signals,
+    folder: Path,
+    known: Reached | None = None,
+) -> Ending:
+    """Runs the line to its end.
+
+    SIGUSR1 and SIGTERM to this process are asked of a rank: the ranks save and stop together, and the code is 75.
+    Ctrl-C and a closed terminal go on to the launcher. A second signal, or no end in time, ends all by force.
+
+    Args:
+        folder: of this launch alone, while it lasts; on_host.MARK holds its name.
+        known: what is known of the hosts; None: the line itself writes it into the folder.
     """
-    child = subprocess.Popen(
-        line,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        # In this terminal's group it would get a Ctrl-C twice.
-        start_new_session=True,
-    )
-    came: list[int] = []
-    family: set[int] = set()
+    launch = _Launch(line, environment, output, folder, known)
+    signals.pass_to(launch.take_signal)
+    try:
+        return launch.wait()
+    finally:
+        signals.pass_to(None)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+
+class _Launch:
+    """A launcher that runs, and all that it started: what has the folder's name as its mark."""
+
+    def __init__(
+        self,
+        line: Sequence[str],
+        environment: Mapping[str, str],
+        output: Output,
+        folder: Path,
+        known: Reached | None,
+    ) -> None:
+        self._output = output
+        self._folder = folder
+        self._known = known
+        self._oom_kills = self._later_oom_kills = on_host.oom_kills()
+        self._came: list[int] = []
+        self._was_asked = False
+        self._was_forced = False
+        parent = os.getpid()
+
+        def go_with_parent() -> None:
+            """kill -9 of this process would leave the launcher and its ranks behind."""
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        read, write = os.pipe()
+        self._stream = os.fdopen(read, encoding="utf-8", errors="replace")
+        self._child = subprocess.Popen(
+            line,
+            env={**environment, on_host.MARK: str(folder)},
+            stdin=subprocess.DEVNULL if output.merged else None,
+            stdout=write if output.merged else None,
+            stderr=write,
+            # It can read its own pipe, which so never breaks: mpirun would die of it, before it has ended its ranks.
+            pass_fds=[read],
+            # In this terminal's group it would get a Ctrl-C twice.
+            start_new_session=True,
+            preexec_fn=go_with_parent,
+        )
+        os.close(write)
+
+    def take_signal(self, number: int) -> None:
+        """What the process was told goes on: the first by asking or passing on, the second by force."""
         if number == signal.SIGUSR1:
-            if not ask_to_stop(child.pid):
-                sys.stderr.write(
-                    "hvtrain: SIGUSR1 came, and no rank runs on this host; send it to one that has ranks\n"
-                )
+            _in_background(self._ask, number)
             return
-        came.append(number)
-        family.update(_family(child.pid))
-        if len(came) > 1:
-            _end(family)
+        self._came.append(number)
+        if len(self._came) > 1:
+            _in_background(self._force)
             return
-        # To all of its group: horovodrun leaves a shell between itself and mpirun.
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        last_resort = threading.Timer(SECONDS_TO_STOP, _end, [family])
+        if number == signal.SIGTERM:
+            _in_background(self._ask, number)
+        else:
+            self._pass_on(number)
+        last_resort = threading.Timer(SECONDS_TO_SAVE if number == signal.SIGTERM else SECONDS_TO_STOP, self._force)
         last_resort.daemon = True
         last_resort.start()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # nohup has SIGHUP ignored already, and so it stays.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, pass_on)
-    # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
-    reader = threading.Thread(target=output.take, args=[child.stdout], daemon=True)
-    reader.start()
-    code = child.wait()
-    reader.join(SECONDS_FOR_LAST_LINES)
-    _end(family)
-    return 130 if came and came[0] == signal.SIGINT else of_shell(code)
+    def wait(self) -> Ending:
+        """Waits for the end, says nothing, leaves nothing behind."""
+        # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
+        reader = threading.Thread(target=self._output.take, args=[self._stream], daemon=True)
+        reader.start()
+        code = self._wait_for_child()
+        if code == 0:
+            reader.join(SECONDS_FOR_LAST_LINES)
+            return Ending(0)
+        answers = self._clear()
+        reader.join(SECONDS_FOR_LAST_LINES)
+        return self._ending(code, answers)
 
+    def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
+        listener, hosts = self._output.listener, self._reached()
+        name = signal.Signals(self._came[0]).name if self._came else "SIGUSR1"
+        if self._came and (self._was_forced or not self._was_asked):
+            # Nothing was saved; but what SIGTERM wanted was room, and an older checkpoint may be there.
+            told = RESTART_HELPS if self._came[0] == signal.SIGTERM else 128 + self._came[0]
+            return Ending(told, _of_all(f"ended by force after {name}", told) if self._was_forced else None)
+        if listener.first is None:
+            if code > 0:
+                return Ending(code)
+            killed = signal.Signals(-code).name
+            why = f"killed by {killed}; {AGAIN}"
+            return Ending(RESTART_HELPS, Failure("the launcher", socket.gethostname(), why, RESTART_HELPS))
+        memory = {host for host in hosts.places if host not in hosts.remote and self._is_short_of_memory()}
+        memory |= {
+            host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])
+        }
+        lost = {*listener.cut, *(host for host, answer in answers.items() if answer is None)}
+        failure = judge(listener.first, listener.words, hosts.places, memory, lost)
+        if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
+            # Before its own handler stood, or a program that has none.
+            failure = _of_all(f"stopped by {name} before it could save", RESTART_HELPS)
+        return Ending(failure.exit_code, failure)
 
-def _family(process: int) -> set[int]:
-    """The process, all in its session, and all below it: they are found before they are orphans."""
-    found = {process}
-    waiting = [process]
-    while waiting:
-        for child in _children(waiting.pop()):
-            found.add(child)
-            waiting.append(child)
-    return found | {other for other, _, session in _processes() if session == process}
+    def _wait_for_child(self) -> int:
+        """Only what the kernel killed in the last minute can be what ends a run of days."""
+        while True:
+            try:
+                return self._child.wait(SECONDS_BETWEEN_LOOKS)
+            except subprocess.TimeoutExpired:
+                self._oom_kills, self._later_oom_kills = self._later_oom_kills, on_host.oom_kills()
 
+    def _is_short_of_memory(self) -> bool:
+        return _grew(self._oom_kills, on_host.oom_kills())
 
-def _end(processes: set[int]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
+    def _ask(self, number: int) -> None:
+        """Asks the ranks of this host, or else those of the first other host that has any."""
+        count = on_host.ask(str(self._folder))
+        for host in self._reached().remote if not count else ():
+            answer = self._reached().there(host, "ask", str(self._folder))
+            count = answer["count"] if answer else 0
+            if count:
+                break
+        self._was_asked = self._was_asked or count > 0
+        if not count:
+            name = signal.Signals(number).name
+            sys.stderr.write(f"hvtrain: {name} came, and no rank was found to pass it to; send it to a rank's host\n")
+            if number == signal.SIGTERM:
+                self._pass_on(number)
 
-
-def ask_to_stop(launcher: int) -> int:
-    """Sends SIGUSR1 to the ranks among a launcher's descendants; how many there were."""
-    ranks = list(_ranks_below(launcher))
-    for rank in ranks:
+    def _pass_on(self, number: int) -> None:
+        # To all of its group: there may be a shell between it and the ranks.
         with suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGUSR1)
-    return len(ranks)
+            os.killpg(self._child.pid, number)
+
+    def _force(self) -> None:
+        if self._child.poll() is None:
+            self._was_forced = True
+        self._clear()
+
+    def _clear(self) -> dict[str, Answer | None]:
+        return self._reached().clear(str(self._folder), reached.job(self._folder))
+
+    def _reached(self) -> Reached:
+        return self._known or reached.read(self._folder)
 
 
-def _ranks_below(process: int) -> Iterator[int]:
-    """The first processes on each branch that carry a rank's mark; what they started themselves is not asked."""
-    for child in _children(process):
-        if _is_rank(child):
-            yield child
-        else:
-            yield from _ranks_below(child)
+def _grew(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
 
 
-def _children(process: int) -> list[int]:
-    return [child for child, parent, _ in _processes() if parent == process]
+def _of_all(cause: str, code: int) -> Failure:
+    return Failure("", "", cause, code, is_preemption=True)
 
 
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """Each process of this host: its id, its parent's and its session's."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name in parentheses may hold anything; what follows it is numbers.
-            words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            yield int(stat.parent.name), int(words[1]), int(words[3])
-        except (OSError, IndexError):
-            continue  # It has just ended.
-
-
-def _is_rank(process: int) -> bool:
-    """A Python process with the mark: shells between the launcher and the rank may carry it too."""
-    folder = Path("/proc") / str(process)
-    try:
-        variables = (folder / "environ").read_bytes().split(b"\0")
-        program = (folder / "exe").resolve().name
-    except OSError:
-        return False
-    return program.startswith("python") and any(variable.startswith(_RANK_MARKS) for variable in variables)
+def _in_background(work: Any, *arguments: Any) -> None:
+    """A signal handler must not wait for ssh."""
+    threading.Thread(target=work, args=arguments, daemon=True).start()

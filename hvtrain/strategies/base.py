@@ -17,6 +17,8 @@ import tensorflow as tf
 from hvtrain.errors import UserError
 from hvtrain.plan import StepPlan
 from hvtrain.topology import Topology
+from hvtrain.watch import Watch
+from hvtrain.watch.progress import CHECKPOINT
 
 T = TypeVar("T")
 
@@ -49,10 +51,20 @@ class Strategy:
     """One process on its own: no exchange, no other rank."""
 
     topology = Topology()
+    watch = Watch()
+    commit_steps = 0
+    """Steps after which all ranks hold the state in memory, for a leg that is begun anew; 0: none is."""
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
         return Topology()
+
+    def watch_over(self, abort_seconds: float) -> None:
+        """Has the ranks watch each other from now on; again: anew, over those that there are now. 0: not."""
+
+    def cause_of(self, error: BaseException) -> UserError | None:
+        """What became of another rank, when that is what this error came of. Not collective."""
+        return None
 
     def devices(self) -> list[str]:
         """The device of each rank, by rank. After start; not collective."""
@@ -92,6 +104,13 @@ class Strategy:
         """What makes a wish to stop of one rank everyone's, after all callbacks that may wish it. Not collective."""
         return []
 
+    def carry(self, leg: Callable[[], T]) -> T:
+        """The result of a leg of the run; it is begun anew where ranks were lost or have joined. Not collective."""
+        return leg()
+
+    def look(self) -> None:
+        """Raises what begins the leg anew where ranks are about to join or to go."""
+
     def broadcast_model(self, model: keras.Model) -> None:
         """Sets weights and optimizer state of all ranks to those of the chief."""
 
@@ -107,7 +126,8 @@ class Strategy:
         """The result of an action that the chief alone does; what it raises for the user is raised on all ranks."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.is_chief:
-            outcome = _attempt(action)
+            with self.watch.phase(CHECKPOINT):
+                outcome = _attempt(action)
         value, error = self.broadcast(outcome)
         if error is not None:
             raise error
@@ -116,11 +136,11 @@ class Strategy:
     def together(self, action: Callable[[], T]) -> T:
         """The result of an action that every rank does; if it fails on one, all raise that error, with its rank."""
         value, error = _attempt(action)
-        errors = self.gather(error)
-        failed = [rank for rank, found in enumerate(errors) if found is not None]
+        errors = self.gather(error and (error, self.topology.host))
+        failed = [rank for rank, found in enumerate(errors) if found]
         if failed:
-            first = errors[failed[0]]
-            where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
+            first, host = errors[failed[0]]
+            where = "" if len(failed) == len(errors) else f"rank {failed[0]} on {host}: "
             raise type(first)(f"{where}{first}")
         return value
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvtrain.keras as hvd
-from hvtrain.errors import ConfigError
+from hvtrain import watch
+from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
+from hvtrain.plan import StepPlan
 from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.topology import Topology
+from hvtrain.watch.progress import EXCHANGE
 
 
 class HorovodStrategy(Strategy):
@@ -28,6 +33,7 @@ class HorovodStrategy(Strategy):
         self.compression = getattr(hvd.Compression, compression)
         self.share_gpus = share_gpus
         self._devices: list[str] = []
+        self._marks: hvd.StepMarks | None = None
 
     def start(self) -> Topology:
         hvd.init()
@@ -35,6 +41,33 @@ class HorovodStrategy(Strategy):
         self._devices = hvd.pin_gpu(host, self.share_gpus)
         self.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
         return self.topology
+
+    def watch_over(self, abort_seconds: float) -> None:
+        place = self.topology
+        self.watch.stop()  # In an elastic job that of the ranks before, of whom this one may be the last.
+        self.watch = watch.Watch()
+        if place.size == 1:
+            return
+        self._marks = hvd.StepMarks() if self._marks is None else self._marks
+        self.watch = watch.start(
+            place.rank,
+            place.size,
+            place.host,
+            abort_seconds,
+            self.gather,
+            self.broadcast,
+            self._marks,
+            calls_launcher=hvd.local_rank() == 0,
+            survives_loss=self.commit_steps > 0,
+        )
+
+    def cause_of(self, error: BaseException) -> UserError | None:
+        verdict = self.watch.cause() if hvd.tells_of_lost_ranks(error) else None
+        if verdict is None:
+            return None
+        cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
+        cause.exit_code, cause.spokesman = verdict.code, self.watch.spokesman
+        return cause
 
     def devices(self) -> list[str]:
         return self._devices
@@ -47,13 +80,16 @@ class HorovodStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
-        return hvd.DistributedOptimizer(optimizer, compression=self.compression, check_finite=check_finite)
+        distributed = hvd.DistributedOptimizer(optimizer, compression=self.compression, check_finite=check_finite)
+        if self._marks:
+            self._marks.follow(distributed)
+        return distributed
 
     def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
         return hvd.ranks_at_fault(optimizer) if hvd.NOT_FINITE in str(error) else []
 
     def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        return hvd.WeightCheck(model, enabled)
+        return _WatchedCheck(model, enabled, self)
 
     def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
         return hvd.num_reductions(optimizer)
@@ -62,19 +98,67 @@ class HorovodStrategy(Strategy):
         return [hvd.ReductionCheckCallback()]
 
     def agreement(self) -> list[keras.callbacks.Callback]:
-        return [hvd.StopTogetherCallback()]
+        return [_WatchedAgreement(self)]
 
     def broadcast_model(self, model: keras.Model) -> None:
-        hvd.broadcast_model(model)
+        with self.watch.phase(EXCHANGE):
+            hvd.broadcast_model(model)
 
     def broadcast(self, value: Any) -> Any:
-        return hvd.broadcast_object(value, name="hvtrain.broadcast") if hvd.size() > 1 else value
+        with self.watch.phase(EXCHANGE):
+            return hvd.broadcast_object(value, name="hvtrain.broadcast") if hvd.size() > 1 else value
 
     def gather(self, value: Any) -> list[Any]:
-        return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
+        with self.watch.phase(EXCHANGE):
+            return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
 
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        return hvd.sum_arrays(arrays)
+        with self.watch.phase(EXCHANGE):
+            return hvd.sum_arrays(arrays)
+
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int,
+    ) -> None:
+        if self._marks is None:
+            super().fit(model, batches_from, plan, start_step, callbacks, verbose)
+            return
+        with self._marks.counting_batches(model):
+            super().fit(model, batches_from, plan, start_step, callbacks, verbose)
 
     def stop(self) -> None:
+        self.watch.stop()
         hvd.shutdown()
+
+
+class _WatchedCheck(hvd.WeightCheck):
+    """A comparison waits for the other ranks, and the watch knows."""
+
+    def __init__(self, model: keras.Model, enabled: bool, strategy: Strategy) -> None:
+        super().__init__(model, enabled)
+        self._strategy = strategy
+
+    def __call__(self, when: str, everything: bool = False) -> None:
+        with self._strategy.watch.phase(EXCHANGE):
+            super().__call__(when, everything)
+
+    def level(self) -> None:
+        with self._strategy.watch.phase(EXCHANGE):
+            super().level()
+
+
+class _WatchedAgreement(hvd.StopTogetherCallback):
+    """So does an agreement."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        with self._strategy.watch.phase(EXCHANGE):
+            super().on_epoch_end(epoch, logs)

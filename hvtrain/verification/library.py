@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvtrain.keras as hvd
-from hvtrain import checkpoint
+from hvtrain import checkpoint, saving
 from hvtrain.callbacks.metrics import evaluate
 from hvtrain.data import from_arrays
 from hvtrain.header import device_map, versions
@@ -170,7 +170,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     with tempfile.TemporaryDirectory() as folder:
 
         def write() -> None:
-            checkpoint.write(Path(folder), 1, model, {}, [checkpoint.rank_state(model)])
+            saving.write(Path(folder), 1, checkpoint.snapshot(model, [checkpoint.rank_state(model)]), {})
 
         def restore() -> None:
             newest, _ = checkpoint.read_newest(Path(folder))

@@ -7,8 +7,8 @@ import logging
 from hvtrain import console
 from hvtrain.config import RunConfig
 from hvtrain.errors import RankError
+from hvtrain.failing import leave
 from hvtrain.instantiate import build
-from hvtrain.runner import leave
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.verification.check import run_checks
@@ -30,7 +30,7 @@ def verify(config: RunConfig, own_run: bool) -> bool:
             checks += own_run_checks(config, strategy)
         passed = run_checks(checks, strategy)
         strategy.stop()
-    except BaseException:
-        leave(strategy)
+    except BaseException as error:
+        leave(strategy, error)
         raise
     return passed

@@ -1,4 +1,4 @@
-"""Horovod's own launcher, quicker and surer: what `horovodrun` is in the environment that scripts/run makes.
+"""Horovod's own launcher, quicker and surer; hvtrain.launch and `horovodrun` start it as their child.
 
 Same command line, same launch. What differs:
 - Horovod finds out what it was built with by importing TensorFlow in child processes, some 10 seconds and a page
@@ -6,9 +6,8 @@ Same command line, same launch. What differs:
 - Before anything starts, every host is asked by ssh whether it is there, holds this environment, and over which
   interface it is reached. What is wrong is said in one line. Horovod's own search for an interface, which opens
   ports that unpickle what they get, is not needed then; Open MPI is told the network and where it lies.
-- Variables that mean something on this host alone (HOME, USER, SSH_AUTH_SOCK) do not travel.
-- A failed rank ends in one line and in that rank's exit code, not in a traceback of the launcher. And mpirun's
-  banner about the failed rank, which buries what the rank said, is left out.
+- What changes.py says.
+- A failed rank ends in one line and in that rank's exit code, not in a traceback of the launcher.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,14 @@ import horovod
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
-from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
-from hvtrain.launching import reach
-from hvtrain.launching.environment import is_of_this_host, of_this_environment
+from hvtrain.horovodrun import changes
+from hvtrain.launching import on_host, reach, reached
+from hvtrain.launching.environment import of_this_environment
 from hvtrain.launching.exit_code import failed_rank, of_shell
-from hvtrain.launching.job import Job, parse_hostfile, parse_hosts, rank_places
+from hvtrain.launching.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
+from hvtrain.launching.reached import URI_FILE, Reached
 from hvtrain.launching.ssh import Ssh
 
 
@@ -40,10 +42,9 @@ def main() -> None:
     launch.mpi_built = lambda verbose=False: b"MPI_Allreduce" in library
     launch.gloo_built = lambda verbose=False: b"GlooContext" in library
     launch.parse_args = _prepared(launch.parse_args)
-    is_exportable = horovod_env.is_exportable
-    horovod_env.is_exportable = lambda name: is_exportable(name) and not is_of_this_host(name)
-    os.environ.setdefault("OMPI_MCA_orte_execute_quiet", "1")
+    changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
+    parent = os.getppid()
     try:
         launch.run_commandline()
     except KeyboardInterrupt:
@@ -56,10 +57,17 @@ def main() -> None:
         if failed is None:
             sys.exit(f"horovodrun: {' '.join(str(error).split())}")
         name, code = failed
-        print(f"horovodrun: rank {name or '?'} ended with exit code {code}", file=sys.stderr)
+        # In one piece: the parent takes it out of the output.
+        sys.stderr.write(f"horovodrun: rank {name or '?'} ended with exit code {code}\n")
         sys.exit(of_shell(code))
     except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
+    finally:
+        if os.getppid() != parent and on_host.MARK in os.environ:
+            # Who watched over it was killed, and nobody else will end the ranks of other hosts.
+            folder = Path(os.environ[on_host.MARK])
+            reached.read(folder).clear(str(folder), reached.job(folder))
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.Namespace]:
@@ -68,35 +76,46 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
     def parse_args() -> argparse.Namespace:
         args = parse()
         if args.hostfile and not args.hosts:
-            args.hosts = ",".join(f"{host.name}:{host.slots}" for host in parse_hostfile(Path(args.hostfile)))
+            args.hosts = hosts_word(parse_hostfile(Path(args.hostfile)))
+        folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
+        by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
+        known = None
         # In an elastic job hosts come and go, and Kubernetes may have a command of its own in place of ssh.
-        if args.hosts and args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
-            _look_at_hosts(args)
+        if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
+            here = (socket.gethostname(),) * args.num_proc
+            known = _look_at_hosts(args, by_gloo) if args.hosts else Reached(here)
+        if known and folder:
+            known.write(folder)
+        if folder and not by_gloo:
+            args.mpi_args = f"--report-uri {shlex.quote(str(folder / URI_FILE))} {args.mpi_args or ''}"
         return args
 
     return parse_args
 
 
-def _look_at_hosts(args: argparse.Namespace) -> None:
-    hosts = parse_hosts(args.hosts)
-    rank_places(Job((), args.num_proc, hosts))
+def _look_at_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
+    job = Job((), args.num_proc, parse_hosts(args.hosts))
+    places = tuple(host for host, _ in rank_places(job))
+    hosts = used_hosts(job)
+    args.hosts = hosts_word(hosts)  # Horovod takes no host without its number of slots.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
     paths = reach.check([host.name for host in hosts], ssh)
     if paths is None:
-        return
-    remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
+        return Reached(places)
+    changes.reach_hosts_by(ssh)
     args.ssh_port = args.ssh_identity_file = None  # They are among those options now.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
-    by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
     if args.nics:
         words = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
-        words += ["-mca", "plm_rsh_args", " ".join(ssh.options)]
+        words += ["-mca", "plm_rsh_args", " ".join(ssh.options), *reach.MPI_NOTICES_CUTS]
     else:
         words = reach.mpi_options(paths, ssh)
         driver_service.get_common_interfaces = lambda *args: [paths.interface] if by_gloo else []
     if not by_gloo:
         args.mpi_args = f"{shlex.join(words)} {args.mpi_args or ''}"
+    return Reached(places, paths.oom_kills, ssh)
 
 
+changes.make_in_every_process()
 if __name__ == "__main__":
     main()

@@ -1,0 +1,100 @@
+"""All callbacks of a run, in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvtrain.callbacks.callback_state import CallbackState
+from hvtrain.callbacks.checkpointing import Checkpointing
+from hvtrain.callbacks.committing import Committing
+from hvtrain.callbacks.guard import Guard
+from hvtrain.callbacks.heartbeat import StepBegins, StepEnds
+from hvtrain.callbacks.interruption import Interruption
+from hvtrain.callbacks.metrics import EpochMetrics
+from hvtrain.callbacks.progress import Progress, verbosity
+from hvtrain.callbacks.proof import Proof
+from hvtrain.callbacks.recording import Recording
+from hvtrain.callbacks.resumed_metrics import ResumedMetrics
+from hvtrain.callbacks.same_logs import SameLogs
+from hvtrain.callbacks.skipped import Skipped
+from hvtrain.callbacks.throughput import Throughput
+from hvtrain.callbacks.validation import Validation
+from hvtrain.config import RunConfig
+from hvtrain.data.source import Source
+from hvtrain.errors import ConfigError
+from hvtrain.instantiate import build
+from hvtrain.prepare import evaluation_data
+from hvtrain.resuming import Held, Start
+from hvtrain.saving import Writer
+from hvtrain.strategies.base import Strategy
+
+
+def make_callbacks(
+    config: RunConfig,
+    strategy: Strategy,
+    source: Source,
+    meta: dict[str, Any],
+    held: Held,
+    start: Start,
+    throughput: Throughput,
+    proof: Proof,
+    interruption: Interruption,
+    skipped: Skipped,
+    writer: Writer,
+) -> list[keras.callbacks.Callback]:
+    """In this order: count the step; see that it was reduced; time it; make the epoch's metrics those of all ranks,
+    look at them and validate, so that whoever reads the logs after that reads the truth; let the user's callbacks
+    act, and all ranks stop if one of them wishes to; then record, save, and commit. A run that is killed goes on from
+    what was saved: what was recorded later than that would be missing."""
+    position, weights, folder = proof.position, proof.weights, held.folder
+    assert folder is not None
+    callbacks = [position, StepEnds(strategy, position), *strategy.callbacks(), throughput, proof]
+    callbacks.append(EpochMetrics(strategy))
+    callbacks.append(Guard(weights, config.guard.every, strategy, position))
+    if position.in_epoch:
+        callbacks.append(ResumedMetrics(start.rank_state))
+    validation = None
+    dataset = evaluation_data(config, source, "validation", strategy.topology)
+    if dataset is not None:
+        every = (config.train.validate_every_epochs, config.train.validate_every_steps)
+        validation = Validation(dataset, strategy, position, *every, weights)
+        callbacks.append(validation)
+    own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
+    state = CallbackState(own, start.callbacks, strategy)
+    callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.agreement()]
+    callbacks.append(Recording(folder, strategy, position, throughput, config.checkpoint.on_error))
+    saving = (writer, config.checkpoint, meta, strategy, position, validation, weights, state)
+    callbacks.append(Checkpointing(*saving, interruption))
+    if verbosity(strategy.topology.is_chief) == 2:
+        callbacks.append(Progress(position))
+    callbacks.append(skipped)
+    if strategy.commit_steps:
+        callbacks.append(Committing(held, meta, strategy, position, weights, state))
+    return [*callbacks, StepBegins(strategy, position)]
+
+
+# They only write, and ranks would write over each other.
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
+
+
+def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
+    """The user's callbacks by name: on every rank, but those of Keras's that only write on the chief alone."""
+    built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
+    for name, callback in built.items():
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
+        monitor = str(getattr(callback, "monitor", ""))
+        if monitor.startswith("val_") and not validates:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
+                f"training data (dataset.num_validation=N) or choose callbacks.{name}.monitor={monitor[4:]}"
+            )
+    return {name: built[name] for name in built if is_chief or not isinstance(built[name], _WRITERS)}

@@ -1,0 +1,28 @@
+"""`horovodrun` in the environment that scripts/run makes: Horovod's own launcher, watched over.
+
+The launcher proper is a child, `python -m hvtrain.horovodrun` (its __main__ says what differs from Horovod's). This
+parent lets its output through, asks the ranks to save on SIGTERM, names the rank that failed first, ends whatever is
+left on any host, and says by its exit code whether the same line can help.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from hvtrain import console
+from hvtrain.launching.relay import Relay
+from hvtrain.launching.signals import Signals
+from hvtrain.launching.start import start
+
+
+def main() -> None:
+    """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
+    line = [sys.executable, "-m", "hvtrain.horovodrun", *sys.argv[1:]]
+    with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
+        ending = start(line, os.environ, Relay(), Signals(), Path(folder))
+    if ending.failure and not ending.failure.is_told:
+        console.say_error(str(ending.failure), 0)
+    sys.exit(ending.code)

@@ -1,0 +1,154 @@
+"""How a run goes on from a checkpoint: what was found, what must be as it was, and each rank's own state."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvtrain import checkpoint
+from hvtrain.callbacks.callback_state import saved_state
+from hvtrain.checkpoint import Checkpoint
+from hvtrain.errors import CheckpointError
+from hvtrain.plan import StepPlan
+from hvtrain.run_lock import RunLock
+from hvtrain.sameness import check_unchanged
+from hvtrain.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
+
+RankState = dict[str, np.ndarray]
+# Without these, of these types, a checkpoint does not say how its run went.
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "num_ranks": int,
+    "batch_size": (int, list),
+    "batch_sizes": list,
+    "epoch": int,
+    "step_in_epoch": int,
+}
+
+
+@dataclass
+class Held:
+    """What a run keeps in memory from leg to leg. checkpoint: of the last commit, where ranks come and go."""
+
+    began: float
+    """time.monotonic() at the beginning of the run."""
+    folder: Path | None = None
+    lock: RunLock = field(default_factory=RunLock)
+    signals: list[int] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from: what it says, on every rank, and all of it on the chief alone."""
+
+    name: str
+    step: int
+    meta: dict[str, Any]
+    whole: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint that num_ranks ranks wrote, by a plan made for plan_ranks.
+
+    rank_state is this rank's own.
+    """
+
+    name: str | None = None
+    step: int = 0
+    ended: bool = False
+    num_ranks: int = 0
+    plan_ranks: int = 0
+    rank_state: RankState = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def find(folder: Path, strategy: Strategy, held: Checkpoint | None = None) -> Found | None:
+    """The newest checkpoint in the run folder that is whole, or what the chief holds if that is no older; or None
+    (every rank)."""
+    whole: list[Checkpoint] = []
+
+    def look() -> Found | None:
+        newest, damaged = checkpoint.read_newest(folder / "checkpoints")
+        for line in damaged:
+            log.warning("%s", line)
+        where = ""
+        if held is not None and (newest is None or held.step >= newest.step):
+            newest, where = held, " in memory"
+        if newest is None:
+            return None
+        missing = [name for name, kind in _NEEDED.items() if not isinstance(newest.meta.get(name), kind)]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {newest.path.name} lacks {', '.join(missing)} and so is of no run; choose another run.dir"
+            )
+        whole.append(newest)
+        return Found(newest.path.name + where, newest.step, newest.meta)
+
+    found = strategy.on_chief(look)
+    return replace(found, whole=whole[0]) if found and whole else found
+
+
+def resume(
+    found: Found | None,
+    model: keras.Model,
+    plan: StepPlan,
+    meta: dict[str, Any],
+    refuse_other_data: bool,
+    strategy: Strategy,
+) -> Start:
+    """Restores on the chief; returns, on every rank, where the run stands. meta is what it will say of itself."""
+
+    def restore() -> tuple[Start, list[RankState]]:
+        if found is None or found.whole is None:
+            return Start(), [{}] * plan.size
+        whole = found.whole
+        check_unchanged(found.name, whole.meta.get("data"), meta["data"], refuse_other_data)
+        _refuse_other_plan(whole, meta)
+        checkpoint.restore(whole, model)
+        ended, plan_ranks = whole.meta.get("ended", False), whole.meta["num_ranks"]
+        num_ranks = whole.meta.get("world_size", plan_ranks)
+        callbacks = saved_state(whole.meta, whole.arrays)
+        start = Start(found.name, whole.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
+        return start, states_on(plan.size, [whole.rank_state(rank) for rank in range(num_ranks)])
+
+    start, states = strategy.on_chief(restore)
+    start = replace(start, rank_state=states[strategy.topology.rank])
+    checkpoint.restore_rank(start.rank_state, model)
+    return start
+
+
+def states_on(size: int, states: list[RankState]) -> list[RankState]:
+    """The ranks' states, for another number of ranks: each rank keeps its own.
+
+    The metrics of the epoch begun are sums: the chief takes those of the ranks that are gone. A new rank has
+    counted nothing, has seeds of its own, and the chief's learning rate.
+    """
+    kept = states[:size]
+    for gone in states[size:]:
+        added = {name: value + gone[name] for name, value in kept[0].items() if name.startswith("metric/")}
+        kept[0] = {**kept[0], **added}
+    new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
+    return kept + [new] * (size - len(kept))
+
+
+def _refuse_other_plan(saved: Checkpoint, meta: dict[str, Any]) -> None:
+    # With another number of ranks in its plan, the run is to have another plan.
+    names = ("batch_sizes", "steps_per_epoch") if saved.meta["num_ranks"] == meta["num_ranks"] else ()
+    different = [
+        f"{name} {saved.meta.get(name)}, now {meta[name]}"
+        for name in (*names, "uneven")
+        if saved.meta.get(name) != meta[name]
+    ]
+    if different:
+        raise CheckpointError(
+            f"checkpoint {saved.path.name} was made with {'; '.join(different)}; "
+            "start with the same numbers, or choose another run.dir"
+        )

@@ -1,0 +1,79 @@
+"""One run at a time in a run folder: a lock that its rank 0 holds, and that goes with the process however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from hvtrain.errors import BusyError
+
+LOCK_FILE = ".lock"
+# Rank 0 of a run that was ended a moment ago may still be on its way out.
+SECONDS_TO_WAIT = 15.0
+# Of file systems that know no locks: the run goes on without one.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class RunLock:
+    """A lock on a run folder (flock, so that `kill -9` leaves none behind; NFS has it too). Chief only."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
+        """Takes the lock, if it is not held already; waits for another run's end.
+
+        Raises:
+            BusyError: another run holds it.
+            OSError: the folder cannot be written.
+        """
+        if self._file:
+            return
+        # No link is followed out of the run folder.
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
+        deadline = time.monotonic() + wait_seconds
+        while not _lock(file):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read(200).strip() or "another process"
+                file.close()
+                raise BusyError(
+                    f"run.dir={folder} is in use by another run ({holder}); wait for its end, or choose another run.dir"
+                )
+            time.sleep(0.2)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

@@ -1,0 +1,113 @@
+"""Settings by name: declared with a type, a range and one line of help; checked; flattened; near misses. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+import typing
+from contextlib import suppress
+from dataclasses import MISSING, field, fields, is_dataclass
+from typing import Any
+
+from hvtrain.errors import ConfigError
+
+
+def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field with its one-line description and its range; `low` is the lowest value allowed."""
+    return field(default=default, metadata={"doc": doc, "low": low, "choices": choices})
+
+
+def typed(schema: type, tree: Any, path: str = "") -> Any:
+    """The tree as the dataclass `schema`, whose fields `setting` made; path stands before names in messages.
+
+    Raises ConfigError, whose message names the setting, what it was, and what it may be.
+    """
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path.rstrip('.')}: {tree!r} came where a group of settings was needed")
+    known = {item.name: item for item in fields(schema)}
+    for key in tree:
+        if key not in known:
+            raise ConfigError(f"unknown setting '{path}{key}'; {nearest(str(key), list(known))}")
+    hints = typing.get_type_hints(schema)
+    values = {
+        name: typed(hints[name], tree[name], f"{path}{name}.")
+        if is_dataclass(hints[name])
+        else _value(f"{path}{name}", tree[name], hints[name], known[name].metadata)
+        for name in known
+        if name in tree
+    }
+    missing = [
+        item.name
+        for item in fields(schema)
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"no {missing[0]} was chosen; add {missing[0]}=NAME (--help lists the names)")
+    return schema(**values)
+
+
+def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
+    """The value as its declared type, within its range; 3 is taken for 3.0 but 3.5 not for 3."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if isinstance(value, list) and list[int] in options:
+        return [_value(name, item, int, rule) for item in value]
+    kind = next(option for option in options if option is not type(None))
+    if typing.get_origin(kind) is dict:
+        kind = dict
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        or_null = " or null" if type(None) in options else ""
+        raise ConfigError(f"{name}={value} is not {expected.get(kind, 'a group of settings')}{or_null}")
+    if rule.get("choices") and value not in rule["choices"]:
+        raise ConfigError(f"{name}={value} is not one of {', '.join(rule['choices'])}")
+    low = rule.get("low")
+    if low is not None and not (low <= value < math.inf):
+        raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
+    return value
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names and their values.
+
+    >>> flatten({"train": {"epochs": 3}, "seed": 1})
+    {'train.epochs': 3, 'seed': 1}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A hint for a misspelt name, or the list of the known ones.
+
+    >>> nearest("epoch", ["epochs", "batch_size"])
+    "did you mean 'epochs'?"
+    >>> nearest("xyz", ["a", "b"])
+    'known: a, b'
+    """
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def seconds(name: str, duration: str) -> float:
+    """Seconds of a duration such as 1d2h, 11h50m or 90s. Raises ConfigError, which names the setting.
+
+    >>> seconds("time", "1h30m"), seconds("time", "90s")
+    (5400.0, 90.0)
+    """
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
+    total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0.0
+    if total <= 0:
+        raise ConfigError(f"{name}={duration} is no duration; write it as 11h50m, 45m or 90s")
+    return total

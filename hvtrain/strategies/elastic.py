@@ -1,0 +1,51 @@
+"""Ranks that come and go while training goes on, on what Horovod calls elastic: the default strategy, and resets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import hvtrain.keras as hvd
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.topology import Topology
+
+T = TypeVar("T")
+
+
+class ElasticStrategy(HorovodStrategy):
+    """For `horovodrun --gloo --min-np ... --host-discovery-script ...`; with one rank and no launcher too.
+
+    Every rank holds the state in memory, committed now and then. After a loss the first rank that is left restores
+    its last commit, or a newer checkpoint, and the run goes on as it would be resumed on another number of ranks.
+
+    Args:
+        commit_steps: commit after so many steps, and at the end of each epoch; a loss throws back by less than that.
+        compression, share_gpus: as in HorovodStrategy.
+    """
+
+    def __init__(self, commit_steps: int = 100, compression: str = "none", share_gpus: bool = False) -> None:
+        super().__init__(compression, share_gpus)
+        if commit_steps < 1:
+            raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
+        self.commit_steps = commit_steps
+        self._resets = hvd.Resets()
+
+    def start(self) -> Topology:
+        topology = super().start()
+        if topology.size > 1 and not hvd.is_elastic():
+            raise ConfigError(
+                "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo --min-np N "
+                "--host-discovery-script FILE, or leave strategy=elastic out"
+            )
+        return topology
+
+    def description(self) -> str:
+        return f"{super().description()}, elastic"
+
+    def carry(self, leg: Callable[[], T]) -> T:
+        # The watch over the ranks before a reset lasts until the one over those after it: a reset may hang, too.
+        return self._resets.carry(leg)
+
+    def look(self) -> None:
+        self._resets.check_host_updates()

@@ -1,0 +1,22 @@
+"""Versions of what computes and what talks, for the header, records and checkpoints."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+import keras
+import tensorflow as tf
+
+from hvtrain import __version__
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes and what talks."""
+    return {
+        "hvtrain": __version__,
+        "horovod": version("horovod"),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "python": platform.python_version(),
+    }
