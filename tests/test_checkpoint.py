@@ -6,13 +6,18 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from safetensors.numpy import load_file
 
-from hvtrain import checkpoint
-from hvtrain.errors import CheckpointError
+from hvtrain import checkpoint, saving
+from hvtrain.config import CheckpointConfig
+from hvtrain.errors import CheckpointError, StorageError
 
 
 def model(units=3, seed=0, dtype="float32"):
@@ -33,7 +38,8 @@ def trained():
 def written(folder, *steps, net=None):
     net = net or trained()
     for step in steps:
-        checkpoint.write(folder, step, net, {"epoch": step // 10}, [checkpoint.rank_state(net)])
+        arrays = checkpoint.snapshot(net, [checkpoint.rank_state(net)])
+        saving.write(folder, step, arrays, {"epoch": step // 10})
     return net
 
 
@@ -81,6 +87,17 @@ def test_any_damage_is_noticed(tmp_path, name, damage):
     assert newest.step == 10
     assert len(damaged) == 1
     assert damaged[0].startswith("checkpoint step-00000020 is damaged")
+    assert damaged[0].endswith("(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost")
+    assert checkpoint.read_newest(tmp_path)[1] == [], "it is not in the way any more"
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
+    net = written(tmp_path, 10, 20)
+    (tmp_path / "step-00000020" / "meta.json").write_bytes(b"")
+    assert checkpoint.read_newest(tmp_path)[0].step == 10
+    written(tmp_path, 15, net=net)
+    saving.prune(tmp_path, keep=1)
+    assert checkpoint.read_newest(tmp_path)[0].step == 15
 
 
 def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
@@ -102,14 +119,118 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"
 
 
+def test_a_snapshot_does_not_follow_the_training():
+    """TensorFlow's own arrays may share their memory."""
+    net = model()
+    arrays = checkpoint.snapshot(net, [checkpoint.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))})
+    before = {key: array.copy() for key, array in arrays.items()}
+    mine += 1
+    for variable in [*net.variables, *net.optimizer.variables]:
+        variable.value.assign_add(tf.ones_like(variable.value))
+    assert all(np.array_equal(arrays[key], before[key]) for key in before)
+
+
+def test_the_file_is_one_of_safetensors(tmp_path):
+    """Its own library reads what is written here in pieces."""
+    arrays = {
+        "é": np.arange(6, dtype=np.float16).reshape(2, 3).T,
+        "nothing": np.zeros((0, 3), np.float32),
+        "one": np.array(7, np.uint8),
+        "flags": np.array([True, False, True]),
+        **{kind: np.arange(3).astype(kind) for kind in ("int8", "int64", "uint32", "float64", ">f4")},
+    }
+    (tmp_path / "file").write_bytes(b"".join(map(bytes, saving.pieces(arrays))))
+    read = load_file(tmp_path / "file")
+    assert read.keys() == arrays.keys()
+    assert all(np.array_equal(read[key], array) for key, array in arrays.items())
+    assert all(read[key].dtype.name == array.dtype.name for key, array in arrays.items())
+
+
+META = {"metrics": {"val_accuracy": 0.5}}
+
+
+def test_what_was_begun_is_finished_also_when_training_fails(tmp_path):
+    arrays = {"model/0000/kernel": np.zeros(3_000_000, np.float32)}
+    with pytest.raises(ArithmeticError), saving.Writer(tmp_path, CheckpointConfig()) as writer:
+        writer.submit(10, arrays, META)
+        raise ArithmeticError
+    assert checkpoint.read_newest(tmp_path)[0].step == 10
+
+
+def test_writes_come_one_after_the_other_each_pruned(tmp_path):
+    writer = saving.Writer(tmp_path, CheckpointConfig(keep=1))
+    for step in range(1, 9):
+        writer.submit(step, {"model/0000/kernel": np.zeros(step * 100_000, np.float32)}, META)
+    writer.finish()
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-00000001", "step-00000008"], (
+        "the first is best"
+    )
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_an_error_in_the_background(on_error, tmp_path, caplog):
+    (tmp_path / "checkpoints").touch()
+    writer = saving.Writer(tmp_path / "checkpoints", CheckpointConfig(on_error=on_error))
+    writer.submit(10, {"model/0000/kernel": np.zeros(3, np.float32)}, META)
+    if on_error == "stop":
+        with pytest.raises(CheckpointError, match=r"step-00000010 was not written: .*, then start again with the same"):
+            writer.finish()
+        assert writer.failed
+        return
+    writer.finish()
+    assert not writer.failed
+    assert "; training goes on (checkpoint.on_error=warn), the next save tries again" in caplog.messages[0]
+    assert caplog.messages[1].startswith("the last state is not saved: checkpoint step-00000010 was not written: ")
+
+
+def test_a_defect_in_the_background_is_raised(tmp_path):
+    writer = saving.Writer(tmp_path, CheckpointConfig(on_error="warn"))
+    writer.submit(10, {"model/0000/kernel": np.zeros(3, np.complex64)}, META)
+    with pytest.raises(KeyError):
+        writer.finish()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "1"}', '{"step": 10, "metric": 1, "value": 1}', "[" * 99999])
+def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, caplog):
+    written(tmp_path, 10)
+    (tmp_path / "best.json").write_text(text)
+    assert saving.read_best(tmp_path) is None
+    assert "best.json is damaged" in caplog.text and "is chosen anew" in caplog.text
+    assert not (tmp_path / "best.json").exists()
+
+
+def test_a_best_checkpoint_that_is_gone_is_none(tmp_path):
+    saving.mark_best(tmp_path, 10, "val_accuracy", 0.9)
+    assert saving.read_best(tmp_path) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become a user who may not read a file")
+def test_what_cannot_be_read_is_not_called_damaged():
+    """A file server that fails for a moment would otherwise cost the newest checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written(folder, 10, 20)
+        folder.chmod(0o777)
+        (folder / "step-00000020" / "state.safetensors").chmod(0o600)
+        os.seteuid(12345)
+        try:
+            with pytest.raises(
+                StorageError, match=r"step-00000020 cannot be read: Permission denied .*; mend that, and"
+            ):
+                checkpoint.read_newest(folder)
+        finally:
+            os.seteuid(0)
+        assert checkpoint.read_newest(folder)[0].step == 20, "it has its name still"
+
+
 def test_keep_and_best(tmp_path):
     net = written(tmp_path, 10)
-    checkpoint.mark_best(tmp_path, 10, "val_accuracy", 0.9)
+    saving.mark_best(tmp_path, 10, "val_accuracy", 0.9)
     for step in (20, 30, 40):
         written(tmp_path, step, net=net)
-        checkpoint.prune(tmp_path, keep=2)
+        saving.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000030", "step-00000040"]
-    assert checkpoint.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
+    assert saving.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
 
 
 def test_a_write_over_an_old_checkpoint_of_the_same_step(tmp_path):
@@ -125,7 +246,7 @@ def test_what_an_interrupted_write_left_is_passed_over_and_removed(tmp_path):
     (tmp_path / ".tmp-step-00000020").mkdir()
     (tmp_path / ".tmp-step-00000020" / "state.safetensors").write_bytes(b"half")
     assert checkpoint.read_newest(tmp_path)[0].step == 10
-    checkpoint.prune(tmp_path, keep=2)
+    saving.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 

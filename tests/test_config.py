@@ -2,8 +2,9 @@
 
 import pytest
 
-from hvtrain.config import RunConfig, TrainConfig, flatten, from_dict, nearest, to_dict
+from hvtrain.config import RunConfig, TrainConfig, from_dict, to_dict
 from hvtrain.errors import ConfigError
+from hvtrain.settings import flatten, nearest
 
 GROUPS = {
     "model": {"_target_": "hvtrain.models.cnn"},

@@ -87,7 +87,7 @@ def imported(path):
 
 def test_the_launcher_is_whole_where_the_environment_proves_itself():
     """horovodrun is hvtrain's own front, and of hvtrain only some files are there at that step."""
-    needed = {str(file.relative_to(ROOT)) for file in imported(ROOT / "hvtrain" / "horovodrun.py")}
+    needed = {str(file.relative_to(ROOT)) for file in imported(ROOT / "hvtrain" / "horovodrun" / "__main__.py")}
     assert "hvtrain/errors.py" in needed and "hvtrain/launching/reach.py" in needed
     for name in ("build-cpu", "build-gpu"):
         instructions = STAGES[name].instructions

@@ -1,6 +1,20 @@
 """Records come back as they were written."""
 
-from hvtrain.records import EpochRecord, RunRecord, read_history, read_result, write_history, write_result
+import contextlib
+import resource
+
+import pytest
+
+from hvtrain.errors import StorageError
+from hvtrain.records import (
+    EpochRecord,
+    RunRecord,
+    read_history,
+    read_result,
+    write_atomic,
+    write_history,
+    write_result,
+)
 
 
 def test_history_comes_back(tmp_path):
@@ -17,6 +31,32 @@ def test_history_comes_back(tmp_path):
 
 def test_no_history_is_empty(tmp_path):
     assert read_history(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["\0", "epoch,step\n1\n", "epoch,step,learning_rate\nx,y,z\n", '"', "a\n1\n", "\xff"])
+def test_a_damaged_history_is_named(tmp_path, text):
+    (tmp_path / "history.csv").write_bytes(text.encode("latin-1"))
+    with contextlib.suppress(StorageError):
+        assert read_history(tmp_path) == []
+    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,images_per_second\n1,22,0.1,1.5")
+    with pytest.raises(StorageError, match=r"history.csv is damaged .*; mend it or move it away, then start again"):
+        read_history(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "result.json"
+    write_atomic(path, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))
+    try:
+        with pytest.raises(
+            StorageError, match=r"was not written: File too large \(3 bytes needed, .* free at .*\); make"
+        ):
+            write_atomic(path, "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_result_comes_back(tmp_path):

@@ -59,15 +59,16 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
     write_folder(tmp_path / "train", *random_images(6))
     culprit = tmp_path / "train" / "class_1" / "0001.png"
     culprit.write_bytes(content)
-    source = ImageFolder(str(tmp_path), SHAPE)
-    with pytest.raises(tf.errors.OpError) as caught:
-        list(source.training(Topology(), 6, 1, 0, 1).take(1))
-    explained = source.explain(caught.value)
-    assert isinstance(explained, DataError)
-    assert str(explained).startswith(f"{culprit} cannot be decoded (")
-
-    with pytest.raises(DataError, match=f"{culprit} cannot be decoded"):
-        ImageFolder(str(tmp_path), SHAPE, cache=True).training(Topology(), 6, 1, 0, 1)
+    for cache in (False, True):
+        source = ImageFolder(str(tmp_path), SHAPE, cache=cache)
+        with pytest.raises(tf.errors.OpError) as caught:
+            list(source.training(Topology(), 6, 1, 0, 1).take(1))
+        explained = source.explain(caught.value)
+        assert isinstance(explained, DataError)
+        assert str(explained).startswith(f"{culprit}: cannot be decoded (")
+        assert str(explained).endswith(
+            "); mend or remove it, or leave out what cannot be read with dataset.on_error=skip"
+        )
 
 
 def test_an_error_of_something_else_is_not_explained(tmp_path):

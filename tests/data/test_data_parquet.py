@@ -103,7 +103,7 @@ def test_encoded_images_in_a_field_of_a_struct(tmp_path):
     source = Parquet(str(tmp_path), SHAPE, 3, image_column="image.bytes")
     assert images_of(source.evaluation("train", Topology(), 4)) == scaled(images)
     with pytest.raises(DataError, match=r"has no column image.data; it has image.bytes, image.path, label$"):
-        Parquet(str(tmp_path), SHAPE, 3, image_column="image.data")
+        Parquet(str(tmp_path), SHAPE, 3, image_column="image.data").num_examples("train")
 
 
 def test_folders_as_spark_writes_them_and_a_single_file(tmp_path):
@@ -175,11 +175,13 @@ def test_files_that_cannot_be_opened(tmp_path):
     data = path.read_bytes()
     for damaged in (data[:-9], b"no Parquet", b""):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"^{path} is no Parquet file, or a damaged one: .+; write it again$"):
-            Parquet(str(tmp_path), SHAPE, 3)
+        with pytest.raises(
+            DataError, match=rf"^{path} is no Parquet file, or a damaged one: .+; write it again, or leave out"
+        ):
+            Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()
     with pytest.raises(DataError, match=r"holds no rows in train\*.parquet or train/"):
-        Parquet(str(tmp_path), SHAPE, 3)
+        Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
 
 
 def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
@@ -191,10 +193,10 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
         ({"label_column": "text"}, "column text is string; labels must be whole numbers"),
     ]:
         with pytest.raises(DataError, match=message):
-            Parquet(str(tmp_path), SHAPE, 3, **options)
+            Parquet(str(tmp_path), SHAPE, 3, **options).num_examples("train")
     other = write(tmp_path / "train2.parquet", pa.array(png(images)), labels)
     with pytest.raises(DataError, match=f"{path} and {other}: image is encoded in one and pixels in the other"):
-        Parquet(str(tmp_path), SHAPE, 3)
+        Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     for options in ({"scale": 0}, {"shuffle_groups": 0}):
         with pytest.raises(ConfigError, match=rf"dataset.{next(iter(options))}=0 "):
             Parquet(str(tmp_path), SHAPE, 3, **options)
@@ -229,7 +231,9 @@ def broken(images: list, labels: list, what: str) -> tuple[pa.Array, pa.Array]:
 def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):
     images, labels = random_images(8)
     path = write(tmp_path / "train.parquet", *broken(images.reshape(8, -1).tolist(), labels.tolist(), what))
-    assert explained(Parquet(str(tmp_path), SHAPE, 3)) == f"{path}, row group 1, row 2: {message}"
+    assert explained(Parquet(str(tmp_path), SHAPE, 3)) == (
+        f"{path}, row group 1, row 2: {message}, or leave out what cannot be read with dataset.on_error=skip"
+    )
 
 
 def test_an_image_that_cannot_be_decoded_is_traced_to_its_place(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tensorflow as tf
 from tiny_data import SHAPE, images_of, joined, random_images
 
 from hvtrain.data import write_tfrecords
-from hvtrain.data.framing import count_records, deal
+from hvtrain.data.framing import count_records, deal, scan_records
 from hvtrain.data.tfrecord import TFRecords
 from hvtrain.errors import DataError
 from hvtrain.topology import Topology
@@ -21,10 +23,13 @@ def test_records_are_counted_and_truncation_is_found_with_its_place(tmp_path):
     data = paths[0].read_bytes()
     paths[0].write_bytes(data[:-1])
     with pytest.raises(DataError, match=rf"{paths[0]}: record 3 at byte \d+ should end at byte {len(data)}, "):
-        TFRecords(str(tmp_path), SHAPE, 3)
+        TFRecords(str(tmp_path), SHAPE, 3).num_examples("train")
     paths[0].write_bytes(data + b"\x01")
     with pytest.raises(DataError, match=rf"record 4 at byte {len(data)} "):
-        TFRecords(str(tmp_path), SHAPE, 3)
+        TFRecords(str(tmp_path), SHAPE, 3).num_examples("train")
+    paths[0].write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{paths[0]}: is empty; write or fetch it again"):
+        TFRecords(str(tmp_path), SHAPE, 3).num_examples("train")
 
 
 def test_files_are_dealt_whole_and_evenly():
@@ -70,7 +75,11 @@ def test_a_flipped_bit_is_traced_to_its_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[-30] ^= 1
     path.write_bytes(data)
-    assert explained(TFRecords(str(tmp_path), SHAPE, 3)).startswith(f"{path}, record 3: corrupted record")
+    message = explained(TFRecords(str(tmp_path), SHAPE, 3))
+    assert message == (
+        f"{path}, record 3 at byte {scan_records(path)[0][3]}: corrupted record; write or fetch the file again, "
+        "or leave out what cannot be read with dataset.on_error=skip"
+    )
 
 
 def test_a_label_outside_the_classes_is_traced_to_its_file(tmp_path):
@@ -78,12 +87,14 @@ def test_a_label_outside_the_classes_is_traced_to_its_file(tmp_path):
     labels[5] = 7
     _, path = write_tfrecords(tmp_path, "train", images, labels, num_files=2)
     message = explained(TFRecords(str(tmp_path), SHAPE, 3))
-    assert message.startswith(f"{path}, record 2: label 7 is outside 0 ... 2")
+    assert message.startswith(f"{path}, record 2 at byte "), message
+    assert ": label 7 is outside 0 ... 2; mend or remove it" in message
 
 
 def test_a_missing_feature_and_a_bad_image_are_traced_to_their_file(tmp_path):
     (path,) = write_tfrecords(tmp_path, "train", *random_images(8), num_files=1)
-    assert explained(TFRecords(str(tmp_path), SHAPE, 3, image_key="picture")).startswith(f"{path}, record 0: ")
+    message = explained(TFRecords(str(tmp_path), SHAPE, 3, image_key="picture"))
+    assert re.match(rf"{path}, record \d at byte \d+: Feature: picture .* is required", message), message
     with tf.io.TFRecordWriter(str(path)) as writer:
         for _ in range(8):
             feature = {
@@ -91,4 +102,5 @@ def test_a_missing_feature_and_a_bad_image_are_traced_to_their_file(tmp_path):
                 "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[0])),
             }
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
-    assert explained(TFRecords(str(tmp_path), SHAPE, 3)).startswith(f"{path}, record 0: Unknown image file")
+    message = explained(TFRecords(str(tmp_path), SHAPE, 3))
+    assert re.match(rf"{path}, record \d at byte \d+: Unknown image file", message), message

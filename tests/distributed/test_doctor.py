@@ -302,5 +302,6 @@ def test_ranks_that_do_not_start(lab):
         report = lab.report(*HOSTS)
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert [row["check"] for row in failed] == ["allreduce"], failed
-    assert re.match(r"the ranks did not reduce; said last: \[1\]<stderr>:.+; horovodrun: rank 1 ", failed[0]["found"])
+    said = r"the ranks did not reduce; said last: \[1\]<stderr>:.+; hvtrain: FIRST FAILURE rank 1 "
+    assert re.match(said, failed[0]["found"])
     assert "hvtrain.diagnosis.links" in failed[0]["fix"]

@@ -57,7 +57,7 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     assert "stdout>" not in uninterrupted
     run = lab.of("s1") / "whole"
     assert {path.name for path in run.iterdir()} == {
-        "checkpoints", "history.csv", "launch", "logs", "model.keras", "result.json"
+        ".lock", "checkpoints", "history.csv", "launch", "logs", "model.keras", "result.json"
     }  # fmt: skip
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-0000.log"]
     assert sorted(path.name for path in (run / "launch").iterdir()) == ["rank-0000-s1.log", "rank-0001-s2.log"]
@@ -66,6 +66,7 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     assert [str(path.relative_to(there)) for path in sorted(there.rglob("*"))] == ["logs", "logs/rank-0001.log"]
 
 
+@pytest.mark.apart
 def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupted):
     """It travels by broadcast, and the run ends at the bits of the uninterrupted one."""
     line = ["-np", "2", "-H", "s1,s2", "--gloo", "--", *words(lab, "halves")]
@@ -82,9 +83,8 @@ def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupte
 @pytest.mark.apart
 @pytest.mark.parametrize(
     ("how", "hosts"),
-    [("gloo", "s1:2,s2:2"), ("mpi", "s1:2,s2:2"), ("mpirun", "s1:2,s2:2"),
-     ("gloo", "s1:1,s2:1,s3:1,s4:1"), ("mpi", "s1:1,s2:1,s3:1,s4:1"), ("mpirun", "s1:1,s2:1,s3:1,s4:1")],
-)  # fmt: skip
+    [("gloo", "s1:2,s2:2"), ("mpi", "s1:1,s2:1,s3:1,s4:1"), ("mpirun", "s1:2,s2:2")],
+)
 def test_four_ranks(lab, how, hosts):
     run = f"{how}-{hosts.count(',')}"
     code, output = lab.launch("-np", "4", "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
@@ -113,10 +113,11 @@ def test_local_ranks_are_pinned_per_host(lab, how):
 
 
 def test_the_same_with_horovodrun_alone_and_nothing_activated(lab):
-    """And a variable of the user's travels, but not what belongs to this host."""
+    """And a variable that the user names travels, but not what belongs to this host."""
     seen = "import os; print(os.environ['MINE'], os.environ['HOME'], 'SSH_AUTH_SOCK' in os.environ)"
     code, output = lab.run(
-        "s1", "env", "MINE=yes", "SSH_AUTH_SOCK=/nowhere", BIN / "horovodrun", "--gloo", "-np", "2", "-H", "s1:1,s2:1",
+        "s1", "env", "MINE=yes", "HVTRAIN_ENV=MINE", "SSH_AUTH_SOCK=/nowhere",
+        BIN / "horovodrun", "--gloo", "-np", "2", "-H", "s1:1,s2:1",
         "python", "-c", f"{seen}; import socket; print(socket.gethostname())",
     )  # fmt: skip
     assert code == 0, output
@@ -221,8 +222,7 @@ def see_what_is_wrong(lab):
     for words, message in cases.items():
         code, output = lab.launch(*words, *run)
         assert code == 2, (words, output)
-        (line,) = [line for line in output.splitlines() if not line.startswith("hvtrain: the ranks ended")]
-        assert message in line, (words, output)
+        assert message in output and output.count("\n") == 1, (words, output)
     code, output = lab.launch("-np", "2", "-H", "s1,s2", "--", "train.epoch=3")
     assert (code, output) == (2, "hvtrain: unknown setting 'train.epoch'; did you mean 'train.epochs'?\n")
     code, output = lab.launch("-np", "2")

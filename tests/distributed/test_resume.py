@@ -104,6 +104,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(uninterrupted
     run, code, output = resume(damaged, tmp_path)
     assert code == 0, output
     assert "checkpoint step-00000028 is damaged: state.safetensors has SHA-256" in output
+    assert "; step-00000021 is taken, 7 steps are lost" in output
     assert "step-00000021: 21 of 120 steps were done" in output
     ours, theirs = state(run), state(uninterrupted)
     assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)

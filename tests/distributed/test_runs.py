@@ -83,7 +83,7 @@ def test_rank_0_alone_writes(default_run):
     written = [sorted(set(run.with_name(f"run.rank{rank}").read_text().split())) for rank in (0, 1)]
     own = {str(run / "logs"), str(run / "logs" / "rank-0001.log")}
     assert set(written[1]) <= own, "rank 1 writes its own log and nothing else"
-    assert str(run / "history.csv") in " ".join(written[0]).replace(".history.csv.tmp", "history.csv")
+    assert str(run / "history.csv") in " ".join(written[0]).replace(".tmp-history.csv", "history.csv")
     assert any("checkpoints" in path for path in written[0])
     assert (run / "logs" / "rank-0000.log").exists()
 

@@ -22,6 +22,7 @@ def outcomes(output):
     return {name.strip(): outcome for outcome, name, _ in lines}, {name.strip(): text for _, name, text in lines}
 
 
+@pytest.mark.apart
 def test_three_ranks_and_a_run_of_ones_own(tmp_path):
     words = [*OWN, "model.norm=true", "train.batch_size=[32,16,16]", "dataset.uneven=pad"]
     code, output = run("gloo", 3, "python", "-m", "hvtrain.verify", *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.config import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launching import docker
 from hvtrain.launching.job import Job, parse_hosts
+from hvtrain.settings import typed
 
 BIN = Path(sys.executable).parent
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME ${HOME} $$ "q"', "a: b #c")

@@ -10,7 +10,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.launching import environment
 from hvtrain.launching.clusters import KINDS, choose, settings_help
 from hvtrain.launching.job import Host, Job, parse_hostfile, parse_hosts, rank_places
-from hvtrain.launching.line import start_line
+from hvtrain.launching.line import Way, start_line
 from hvtrain.launching.output import RankOutput
 from hvtrain.launching.reach import Paths
 from hvtrain.launching.ssh import Ssh
@@ -53,7 +53,7 @@ def test_which_variables_travel():
     }  # fmt: skip
     found = environment.for_ranks(given, ["MINE", "NEW=a=b"])
     travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
-    assert travelling | {"PATH", "MINE", "NEW"} == found.keys() - {"OPAL_PREFIX"}
+    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == found.keys() - {"OPAL_PREFIX"}
     assert found["NEW"] == "a=b"
     launcher = environment.for_launcher(given, found)
     assert launcher.keys() - found.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
@@ -92,13 +92,13 @@ def test_each_kind_has_documented_settings(kind):
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     job = Job(("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"})
-    line = start_line(job, Ssh(2222, "key"), Paths("eth0", ("ens5", "eth0"), "10.0.0.0/24"), mpirun=True)
+    line = start_line(job, Way(Ssh(2222, "key"), mpirun=True), Paths("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
     assert any("-p 2222 -i key" in word for word in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
-    own = start_line(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), Ssh())
+    own = start_line(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), Way())
     assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
 
 
@@ -144,6 +144,6 @@ def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     assert re.search(SAID[text], trouble) and "\n" not in trouble
 
 
-@pytest.mark.parametrize("name", ["environment", "exit_code", "job"])
+@pytest.mark.parametrize("name", ["environment", "exit_code", "job", "restart"])
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(f"hvtrain.launching.{name}")).failed == 0

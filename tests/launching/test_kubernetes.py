@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.config import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launching import kubernetes, mpijob, trainjob
 from hvtrain.launching.job import Job, parse_hosts
+from hvtrain.settings import typed
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $$ "q"', "a: b #c")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from slurm_cluster import cluster as cluster
 
-from hvtrain.config import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launching import slurm
 from hvtrain.launching.job import Job, parse_hosts
+from hvtrain.settings import typed
 
 BIN = Path(sys.executable).parent
 RUN = ("python", "-m", "hvtrain")

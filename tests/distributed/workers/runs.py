@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 import hvtrain.keras as hvd
 from hvtrain import runner
+from hvtrain.callbacks.metrics import EpochMetrics
 from hvtrain.composition import CONFIGS, schema
 from hvtrain.config import from_dict
 from hvtrain.errors import UserError
@@ -42,7 +43,14 @@ class Stays(HorovodStrategy):
 
 
 def composed(name, words):
-    words = ["model=tiny", "dataset=leaves", *words, f"run.dir={FOLDER / name.partition('/')[0]}"]
+    # Each run would begin a watch of its own, which only the end of the ranks would end.
+    words = [
+        "model=tiny",
+        "dataset=leaves",
+        "watchdog.abort_seconds=0",
+        *words,
+        f"run.dir={FOLDER / name.partition('/')[0]}",
+    ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
     return from_dict(OmegaConf.to_container(tree, resolve=True))
@@ -84,7 +92,7 @@ def against_the_joint_batches(config):
             metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
         found[name] = largest_difference(model.get_weights(), one.get_weights())
         if name == "weighted":
-            seen = runner.EpochMetrics(strategy)
+            seen = EpochMetrics(strategy)
             seen.set_model(model)
             logs = {}
             seen.on_epoch_end(0, logs)

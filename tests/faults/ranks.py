@@ -1,0 +1,75 @@
+"""Finds and kills single ranks of a run that a test started: all its processes carry a mark in their environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARK = "HVTRAIN_TEST_RUN"
+_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def processes(mark: str) -> dict[int, dict[str, str]]:
+    """All live processes of the run, on any host of this machine, with their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        if variables.get(MARK) == mark and state != "Z":
+            found[int(folder.name)] = variables
+    return found
+
+
+def rank_processes(mark: str) -> dict[int, int]:
+    """Rank -> process id, of those that have started Python."""
+    found: dict[int, int] = {}
+    for process, variables in processes(mark).items():
+        rank = next((variables[name] for name in _RANKS if name in variables), None)
+        try:
+            is_python = Path(f"/proc/{process}/exe").resolve().name.startswith("python")
+            line = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if rank is not None and is_python and b"hvtrain" in line:
+            found[int(rank)] = process
+    return found
+
+
+def send(process: int, number: signal.Signals) -> bool:
+    """Sends the signal; False where the process has gone by itself."""
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(mark: str, timeout: float) -> dict[int, str]:
+    """What is left of the run after that many seconds: process id -> command line."""
+    deadline = time.monotonic() + timeout
+    while (left := processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lines = {}
+    for process in left:
+        try:
+            lines[process] = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return lines
+
+
+def shared_memory() -> set[str]:
+    """Names of what lies in shared memory and in Open MPI's session folders, where ranks could leave something."""
+    sessions = {str(path) for path in Path("/tmp").glob("ompi.*/*")}
+    return {path.name for path in Path("/dev/shm").iterdir()} | sessions
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
