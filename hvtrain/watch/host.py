@@ -144,6 +144,11 @@ class Launcher:
             self._called = time.monotonic()
         return self._refused >= self.REFUSALS
 
+    def end_daemon(self) -> None:
+        """Where the launcher cannot be reached: Open MPI's daemon would try to for a quarter of an hour."""
+        with suppress(OSError):
+            os.kill(self._parent, signal.SIGTERM)
+
     def _is_refused(self) -> bool:
         """A silent network is not a refusal."""
         try:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SECONDS_FOR_A_WOKEN_RANK = 3.0
 SECONDS_TO_JOIN = 10.0
 # Open MPI notices a cut by itself, later than we do (launching/reach.py). But mpirun waits for a host that it cannot
-# reach once a rank has left it, and its daemon there for mpirun once it was given a line for it.
+# reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
@@ -235,7 +235,8 @@ class Member:
         """Says it, the first of those that are left at once, and ends the process."""
         text = f"stopped because {verdict.text}"
         if verdict.is_cut and self._launcher.is_daemon:
-            ending.say(text, self._rank, SECONDS_FOR_THE_LAUNCHER)
+            ending.say(text, self._rank, 0.0)
+            self._launcher.end_daemon()
         else:
             ending.say(text, self._rank, 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK)
             time.sleep(SECONDS_FOR_THE_LAUNCHER if verdict.is_cut else 0.0)
