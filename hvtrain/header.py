@@ -8,8 +8,8 @@ import keras
 
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
-from hvtrain.plan import StepPlan
 from hvtrain.resuming import Start
+from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 from hvtrain.versions import versions
 

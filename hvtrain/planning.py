@@ -7,7 +7,7 @@ from typing import Any
 
 from hvtrain.config import TrainConfig
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.plan import Share, StepPlan
+from hvtrain.step_plan import Share, StepPlan
 
 
 def make_plan(

@@ -16,10 +16,10 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.instantiate import build
 from hvtrain.learning_rate import LearningRate
-from hvtrain.plan import StepPlan
 from hvtrain.planning import dealt_batch_sizes, going_on, make_plan
 from hvtrain.records import TEMPORARY
 from hvtrain.run_lock import RunLock
+from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology, reduced
 from hvtrain.versions import versions

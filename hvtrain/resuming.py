@@ -14,9 +14,9 @@ from hvtrain import checkpoint
 from hvtrain.callbacks.callback_state import saved_state
 from hvtrain.checkpoint import Checkpoint
 from hvtrain.errors import CheckpointError
-from hvtrain.plan import StepPlan
 from hvtrain.run_lock import RunLock
 from hvtrain.sameness import check_unchanged
+from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain.plan import StepPlan
+from hvtrain.step_plan import StepPlan
 
 
 def weigh(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:

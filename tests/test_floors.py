@@ -17,7 +17,7 @@ FLOORS = [
         "help",
         "imports",
         "launching",
-        "plan",
+        "step_plan",
         "planning",
         "records",
         "run_lock",

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvtrain.plan import StepPlan
+from hvtrain.step_plan import StepPlan
 
 
 class Position(keras.callbacks.Callback):

@@ -17,7 +17,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError
-from hvtrain.plan import Share
+from hvtrain.step_plan import Share
 from hvtrain.topology import Topology
 
 Read = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvtrain.data.pipeline import FOREVER, finish, parallel_map
-from hvtrain.plan import StepPlan
+from hvtrain.step_plan import StepPlan
 from hvtrain.topology import Topology
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvtrain.data.pipeline import BLOCK, ORDER
 from hvtrain.data.row_groups import RowGroup
-from hvtrain.plan import Share
+from hvtrain.step_plan import Share
 
 Batch = tuple[np.ndarray, ...]
 """Images, labels, and where they come from."""

@@ -11,7 +11,7 @@ from hvtrain.data.decode import check_image_shape
 from hvtrain.data.pipeline import FOREVER, finish
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.plan import Share
+from hvtrain.step_plan import Share
 from hvtrain.topology import Topology
 
 

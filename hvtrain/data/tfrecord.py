@@ -26,7 +26,7 @@ from hvtrain.data.record_reader import find_changed, find_corrupted, find_finger
 from hvtrain.data.source import reason
 from hvtrain.data.transform import Transform
 from hvtrain.errors import DataError
-from hvtrain.plan import Share
+from hvtrain.step_plan import Share
 from hvtrain.topology import Topology
 
 CHANGED = "dataset was expected to contain"  # TensorFlow's words where a file is shorter than it was.

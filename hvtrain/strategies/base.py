@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import UserError
-from hvtrain.plan import StepPlan
+from hvtrain.step_plan import StepPlan
 from hvtrain.topology import Topology
 from hvtrain.watch import Watch
 from hvtrain.watch.progress import CHECKPOINT

@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain import watch
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
-from hvtrain.plan import StepPlan
+from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.topology import Topology
 from hvtrain.watch.progress import EXCHANGE

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
-from hvtrain.plan import StepPlan
 from hvtrain.prepare import build_model, build_optimizer, open_data, seed_everything, training_batches
+from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 from hvtrain.verification.check import Check, CheckError
 from hvtrain.verification.joint_batch import largest_difference

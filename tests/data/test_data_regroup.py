@@ -6,9 +6,9 @@ import tensorflow as tf
 from tiny_data import KINDS
 
 from hvtrain.config import TrainConfig
-from hvtrain.plan import StepPlan
 from hvtrain.planning import make_plan
 from hvtrain.prepare import training_batches
+from hvtrain.step_plan import StepPlan
 from hvtrain.topology import Topology, reduced
 
 SEED = 5

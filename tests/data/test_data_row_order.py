@@ -9,7 +9,7 @@ import numpy as np
 
 from hvtrain.data.row_groups import RowGroup
 from hvtrain.data.row_order import Piece, epochs, read_ahead
-from hvtrain.plan import Share
+from hvtrain.step_plan import Share
 
 
 def test_a_stream_that_starts_later_reads_nothing_of_before():

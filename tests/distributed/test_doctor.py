@@ -76,13 +76,13 @@ def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
 def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_path):
     metadata = next(site("keras-*.dist-info").glob("METADATA"))
     (tmp_path / "metadata").write_text(re.sub(r"(?m)^Version: .*", "Version: 3.1.4", metadata.read_text()))
-    (tmp_path / "plan.py").write_text("# Another day's.\n" + (ROOT / "hvtrain/plan.py").read_text())
+    (tmp_path / "step_plan.py").write_text("# Another day's.\n" + (ROOT / "hvtrain/step_plan.py").read_text())
     library = next(site("horovod/tensorflow").glob("mpi_lib*.so"))
     (tmp_path / "mpi_lib.so").write_bytes(b"GlooContext")
     (tmp_path / "picture").write_bytes(b"another")
     with lab.changed(
         over("s2", tmp_path / "metadata", metadata),
-        over("s3", tmp_path / "plan.py", ROOT / "hvtrain/plan.py"),
+        over("s3", tmp_path / "step_plan.py", ROOT / "hvtrain/step_plan.py"),
         over("s2", tmp_path / "mpi_lib.so", library),
         emptied("s3", library.parent),
         over("s3", tmp_path / "picture", data / "train/dog/2.png"),
@@ -92,7 +92,7 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
         ("packages", "s2"), ("code", "s3"), ("horovod", "s2"), ("horovod", "s3"), ("data set", "s3"),
     }, found  # fmt: skip
     assert re.search(r"has keras 3\.1\.4, s1 3\.\d+\.\d+$", found["packages", "s2"])
-    assert found["code", "s3"] == "1 differs: plan.py on s3 and on s1"
+    assert found["code", "s3"] == "1 differs: step_plan.py on s3 and on s1"
     assert found["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
     assert found["horovod", "s3"] == "has no library of Horovod for TensorFlow"
     assert found["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")

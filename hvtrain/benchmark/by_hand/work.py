@@ -13,9 +13,9 @@ from hvtrain.benchmark.clock import Clock
 from hvtrain.composition import compose
 from hvtrain.config import RunConfig, from_dict
 from hvtrain.instantiate import build
-from hvtrain.plan import StepPlan
 from hvtrain.planning import make_plan
 from hvtrain.prepare import training_batches
+from hvtrain.step_plan import StepPlan
 from hvtrain.topology import Topology
 
 

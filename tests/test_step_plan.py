@@ -6,8 +6,8 @@ import pytest
 
 from hvtrain.config import TrainConfig
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.plan import Share
 from hvtrain.planning import dealt_batch_sizes, going_on, make_plan, size_of_each_rank
+from hvtrain.step_plan import Share
 
 
 def plan(shards, batch_sizes=None, uneven="trim", **train):
