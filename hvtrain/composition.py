@@ -62,11 +62,26 @@ def _in_one_line(error: Exception) -> str:
     if option:
         choices = sorted(path.stem for path in _choices(option[1]))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help says what they are"
-    unreadable = re.match(r"Lexer\w+: (.+?) \^", text)
+    unreadable = _unreadable(sys.argv[1:])
     if unreadable:
-        name, _, value = unreadable[1].partition("=")
-        return f"{unreadable[1]} holds a character with a meaning of its own; put it in quotes: \"{name}='{value}'\""
+        name, _, value = unreadable.partition("=")
+        return f"{unreadable} holds a character with a meaning of its own; put it in quotes: \"{name}='{value}'\""
     return f"{text}; see --help"
+
+
+def _unreadable(words: list[str]) -> str | None:
+    """The first word that Hydra's grammar does not take; its own message does not say which one it is."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in words:
+        try:
+            if "=" in word and not word.startswith("-"):
+                parser.parse_override(word)
+        except HydraException:
+            return word
+    return None
 
 
 def _known_settings(name: str) -> list[str]:

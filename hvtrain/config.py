@@ -44,6 +44,9 @@ class TrainConfig:
     max_time: str | None = setting(None, "stop after this time (11h50m, 90s), saved, to go on later")
     precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
     deterministic: bool = setting(False, "TensorFlow's deterministic operations: same run, same bits (slower)")
+    steps_per_execution: int | None = setting(
+        None, "steps in one call of the graph; null: what takes 50 ms, and one where callbacks look at steps", low=1
+    )
     jit_compile: bool = setting(False, "compile the step with XLA (only where nothing is reduced: one process)")
 
 

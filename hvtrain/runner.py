@@ -9,10 +9,10 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from hvtrain import console
+from hvtrain import console, loop
 from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.metrics import build_metrics, evaluate
-from hvtrain.callbacks.order import make_callbacks
+from hvtrain.callbacks.order import make_callbacks, periods, steps_per_call
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.progress import verbosity
 from hvtrain.callbacks.proof import Proof, in_words
@@ -105,6 +105,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     skipped = Skipped(source, strategy)
     more = (throughput, proof, interruption, skipped, writer)
     callbacks = make_callbacks(config, strategy, source, meta, held, start, *more)
+    calls = loop.Calls(steps_per_call(config, callbacks), periods(config, strategy), strategy.broadcast)
 
     def batches_from(step: int) -> tf.data.Dataset:
         batches = training_batches(source, plan, topology, config.seed, step)
@@ -116,7 +117,8 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
                 check_first_batches(strategy, source, batches_from(start.step))
             if position.in_epoch:
                 build_metrics(model, batches_from(start.step))
-            strategy.fit(model, batches_from, plan, start.step, callbacks, verbosity(topology.is_chief))
+            verbose = verbosity(topology.is_chief)
+            loop.train(model, batches_from, plan, start.step, callbacks, verbose, calls, strategy.marks)
         cut_short = interruption.reason
         if plan.hands_over and position.step == plan.num_steps and not cut_short:
             return None

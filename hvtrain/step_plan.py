@@ -14,16 +14,6 @@ from hvtrain.topology import reduced
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """One call of Keras's fit: epochs initial_epoch ... epochs - 1, each of steps_per_epoch steps."""
-
-    first_step: int
-    initial_epoch: int
-    epochs: int
-    steps_per_epoch: int
-
-
-@dataclass(frozen=True)
 class Share:
     """One rank's examples of an epoch, cut into steps: full batches as long as there are, then what is left.
 
@@ -207,24 +197,3 @@ class StepPlan:
         (2, 3)
         """
         return divmod(step - self.shift, self.steps_per_epoch)
-
-    def stretches(self, start_step: int = 0) -> list[Stretch]:
-        """The calls of fit that lead from start_step to num_steps: rest of an epoch, whole epochs, a short end.
-
-        >>> [(s.first_step, s.initial_epoch, s.epochs, s.steps_per_epoch)
-        ...  for s in StepPlan((Share(32, 10),) * 2, 35, 0.1, 2.0).stretches(13)]
-        [(13, 1, 2, 7), (20, 2, 3, 10), (30, 3, 4, 5)]
-        """
-        found = []
-        step = start_step
-        while step < self.num_steps:
-            epoch, done = self.position(step)
-            whole_epochs = (self.num_steps - step) // self.steps_per_epoch
-            if done or not whole_epochs:
-                steps = min(self.steps_per_epoch - done, self.num_steps - step)
-                found.append(Stretch(step, epoch, epoch + 1, steps))
-                step += steps
-            else:
-                found.append(Stretch(step, epoch, epoch + whole_epochs, self.steps_per_epoch))
-                step += whole_epochs * self.steps_per_epoch
-        return found

@@ -48,18 +48,6 @@ def test_batch_larger_than_the_shard():
         plan([11, 10])
 
 
-@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 25, 34, 35])
-def test_stretches_cover_each_step_once(start):
-    made = plan([320, 320], steps=35)
-    assert made.steps_per_epoch == 10
-    covered = []
-    for stretch in made.stretches(start):
-        for epoch in range(stretch.initial_epoch, stretch.epochs):
-            first = stretch.first_step + (epoch - stretch.initial_epoch) * stretch.steps_per_epoch
-            covered += [(epoch, step) for step in range(first, first + stretch.steps_per_epoch)]
-    assert covered == [(step // 10, step) for step in range(start, 35)]
-
-
 @pytest.mark.parametrize("examples", range(23, 93))
 def test_a_padded_share_deals_each_example_once_and_leaves_no_step_empty(examples):
     steps = max(3, -(-examples // 4))
@@ -174,7 +162,6 @@ def test_scaled_at_the_end_of_an_epoch():
     later = resumed(640, saved(made, 40), 2, epochs=4, resize="scale")
     assert (later.global_batch, later.steps_per_epoch, later.peak_learning_rate) == (64, 10, 0.2)
     assert (later.position(40), later.num_steps, later.scheduled_steps, later.shift) == ((2, 0), 60, 40, 20)
-    assert [(s.first_step, s.initial_epoch, s.epochs) for s in later.stretches(40)] == [(40, 2, 4)]
     assert later.num_epochs == 4 and not later.hands_over
     assert resumed(640, saved(later, 53, shift=20), 2, epochs=4, resize="scale") == later
     back = resumed(640, saved(later, 50, shift=20), 1, epochs=4, resize="scale")

@@ -18,9 +18,14 @@ class Clock(keras.callbacks.Callback):
         self._num_steps = num_steps
         self._rank = launched_rank() if rank is None else rank
         self._stopwatch = Stopwatch()
+        self._before = -1
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._before = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._stopwatch.step_ended()
+        self._stopwatch.step_ended(batch - self._before)
+        self._before = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._stopwatch.steps == self._num_steps:

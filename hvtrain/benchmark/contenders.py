@@ -131,7 +131,7 @@ def measure(
     more = list(contender.words)
     if contender.module == RUNNER:
         clock = "+callbacks.bench._target_=hvtrain.benchmark.clock.Clock"
-        more += [clock, f"+callbacks.bench.num_steps={steps.total}", f"run.dir={folder}/run"]
+        more += [clock, f"+callbacks.bench.num_steps={steps.total}", f"run.dir='{folder}/run'"]
     variables = {report.WARMUP: str(steps.warmup), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
     images = sum(batch_size / found["step_seconds"] for found in reports)

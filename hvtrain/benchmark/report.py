@@ -17,27 +17,27 @@ FILE, BEGAN, WARMUP = "HVTRAIN_BENCH_FILE", "HVTRAIN_BENCH_BEGAN", "HVTRAIN_BENC
 
 
 class Stopwatch:
-    """Call `step_ended` after each step; `report` after the last one. Each rank has one; every one reports."""
+    """Call `step_ended` after a step or some, `report` after the last one. Each rank has one; every one reports."""
 
     def __init__(self) -> None:
         self.warmup = int(os.environ[WARMUP])
-        self.steps = 0
+        self.steps = self._steps_before = 0
         self._first = self._begin = self._end = 0.0
 
-    def step_ended(self) -> None:
-        """Counts a step that has really ended on the device."""
-        self.steps += 1
-        if self.steps == 1:
+    def step_ended(self, steps: int = 1) -> None:
+        """Counts a step, or some, that really ended on the device."""
+        if not self.steps:
             self._first = time.time() - float(os.environ[BEGAN])
-        if self.steps == self.warmup:
-            self._begin = time.perf_counter()
+        self.steps += steps
         self._end = time.perf_counter()
+        if self.steps >= self.warmup and not self._begin:
+            self._begin, self._steps_before = self._end, self.steps
 
     def report(self, rank: int, loss: float) -> None:
         """Writes what this rank saw. loss: the mean over the last epoch's steps."""
         found = {
             "rank": rank,
-            "step_seconds": (self._end - self._begin) / (self.steps - self.warmup),
+            "step_seconds": (self._end - self._begin) / (self.steps - self._steps_before),
             "first_step_seconds": self._first,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "loss": loss,

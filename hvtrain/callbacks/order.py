@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvtrain.callbacks.callback_state import CallbackState
-from hvtrain.callbacks.checkpointing import Checkpointing
+from hvtrain.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_LOOKS, Checkpointing
 from hvtrain.callbacks.committing import Committing
 from hvtrain.callbacks.guard import Guard
 from hvtrain.callbacks.heartbeat import StepBegins, StepEnds
@@ -73,6 +73,21 @@ def make_callbacks(
     if strategy.commit_steps:
         callbacks.append(Committing(held, meta, strategy, position, weights, state))
     return [*callbacks, StepBegins(strategy, position)]
+
+
+def periods(config: RunConfig, strategy: Strategy) -> list[int]:
+    """What is due after every N steps of the run, by N: the graph goes on for no longer than to the next of them."""
+    minutes = STEPS_BETWEEN_CLOCK_LOOKS if config.checkpoint.every_minutes else None
+    found = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
+    return [number for number in (*found, strategy.commit_steps, minutes) if number]
+
+
+def steps_per_call(config: RunConfig, callbacks: list[keras.callbacks.Callback]) -> int | None:
+    """train.steps_per_execution; 1 where it is not set and a callback that is not ours or Keras's looks at steps."""
+    hooks = [f"on_{kind}batch_{when}" for kind in ("", "train_") for when in ("begin", "end")]
+    others = [type(item) for item in callbacks if type(item).__module__.split(".")[0] not in ("hvtrain", "keras")]
+    looks = any(getattr(item, hook) is not getattr(keras.callbacks.Callback, hook) for item in others for hook in hooks)
+    return config.train.steps_per_execution or (1 if looks else None)
 
 
 # They only write, and ranks would write over each other.

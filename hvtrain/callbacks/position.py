@@ -10,7 +10,7 @@ from hvtrain.step_plan import StepPlan
 
 
 class Position(keras.callbacks.Callback):
-    """Counts the run's optimizer steps, over all calls of fit and from the step of a resume on (every rank)."""
+    """Counts the run's optimizer steps, from the step of a resume on (every rank)."""
 
     def __init__(self, plan: StepPlan, start_step: int) -> None:
         super().__init__()
@@ -33,4 +33,5 @@ class Position(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.step += 1
+        # Several steps may have been done since the last time.
+        self.step = self.plan.shift + self.epoch * self.plan.steps_per_epoch + batch + 1

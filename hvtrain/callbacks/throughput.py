@@ -16,7 +16,7 @@ WARMUP_STEPS = 10
 class Throughput(keras.callbacks.Callback):
     """Times the steps and puts images/s into the logs (every rank; the steps are the same on all of them).
 
-    A step is timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
+    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
     not validation, checkpoints and other callbacks.
     """
 
@@ -30,6 +30,7 @@ class Throughput(keras.callbacks.Callback):
         self._steps = 0
         self._begin = self._epoch_begin = self._epoch_step_seconds = 0.0
         self._epoch_steps = 0
+        self._last_step = position.start_step
         self.epoch_seconds = 0.0
 
     @property
@@ -56,11 +57,12 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         seconds = time.perf_counter() - self._begin
+        steps, self._last_step = self.position.step - self._last_step, self.position.step
         self._epoch_step_seconds += seconds
-        self._epoch_steps += 1
+        self._epoch_steps += steps
         if self.position.step > self._first:
             self._seconds += seconds
-            self._steps += 1
+            self._steps += steps
         if logs is not None:
             logs["images/s"] = self.epoch_images_per_second
 

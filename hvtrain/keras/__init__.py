@@ -71,11 +71,11 @@ from hvtrain.keras.devices import pin_gpu
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.keras.finite import MARK as NOT_FINITE
 from hvtrain.keras.lost_ranks import tells_of_lost_ranks
-from hvtrain.keras.marks import StepMarks
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     is_distributed,
+    mark,
     num_reductions,
     ranks_at_fault,
 )
@@ -105,7 +105,6 @@ __all__ = [
     "Product",
     "ReductionCheckCallback",
     "Resets",
-    "StepMarks",
     "StopTogetherCallback",
     "Sum",
     "SyncBatchNormalization",
@@ -145,6 +144,7 @@ __all__ = [
     "load_model",
     "local_rank",
     "local_size",
+    "mark",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 _counters: dict[str, tf.Variable] = {}
@@ -38,10 +36,3 @@ def new_counter() -> tf.Variable:
     """On the CPU, so that reading it waits for no GPU."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")
-
-
-def count_after(values: Any, count: tf.Variable) -> None:
-    """Has the graph increment the counter once all those values are there."""
-    # Grouped where they are: one signal goes to the CPU, not one for each of them.
-    with tf.control_dependencies([tf.group(*tf.nest.flatten(values, expand_composites=True))]):
-        count.assign_add(1)

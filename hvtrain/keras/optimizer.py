@@ -28,6 +28,7 @@ from hvtrain.keras.hooks import (
     reducer_of,
 )
 from hvtrain.keras.reduction import Reducer, local_weights
+from hvtrain.step_marks import StepMarks
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -144,6 +145,13 @@ def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
     reducer = reducer_of(optimizer)
     return reducer.num_reductions if reducer else 0
+
+
+def mark(optimizer: Any, marks: StepMarks) -> None:
+    """Has the steps of a distributed optimizer, in what is traced from now on, mark their reductions."""
+    reducer = reducer_of(optimizer)
+    if reducer:
+        reducer.marks = marks
 
 
 def ranks_at_fault(optimizer: Any) -> list[int]:

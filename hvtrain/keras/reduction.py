@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.ballot import Ballot
-from hvtrain.keras.in_graph import count_after, new_counter
+from hvtrain.keras.in_graph import new_counter
+from hvtrain.step_marks import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
@@ -72,18 +73,13 @@ class Reducer:
         self._local: set[int] = set()
         self.name = name or f"hvtrain_gradients_{next(_numbers)}"
         self._count = new_counter() if count is None else count
-        self.ready: tf.Variable | None = None
+        self.marks: StepMarks | None = None
+        """What is traced from now on marks when gradients were ready, and when they were reduced."""
 
     @property
     def num_reductions(self) -> int:
         """Reductions that ran so far on this rank."""
         return int(self._count.numpy())
-
-    def count_ready(self) -> tf.Variable:
-        """From now on, in what is traced, this counts gradients that are ready and wait for the other ranks'."""
-        if self.ready is None:
-            self.ready = new_counter()
-        return self.ready
 
     @property
     def is_alone(self) -> bool:
@@ -110,8 +106,7 @@ class Reducer:
         shared = [i for i, g in enumerate(reduced) if g is not None and keys[i] not in self._local]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         dense = [i for i in shared if i not in sparse]
-        if self.ready is not None:
-            count_after([reduced[i] for i in shared], self.ready)
+        ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = []
         for number, group in enumerate(self._groups(reduced, dense, keys)):
             tensors = [reduced[i] for i in group]
@@ -127,6 +122,8 @@ class Reducer:
         if done:
             with tf.control_dependencies(done):
                 self._count.assign_add(1)
+        if self.marks and ready is not None:
+            self.marks.reduced(done, ready)
         return reduced
 
     def _groups(self, gradients: list[Any], dense: list[int], keys: list[int]) -> list[list[int]]:

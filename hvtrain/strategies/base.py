@@ -12,10 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvtrain.errors import UserError
-from hvtrain.step_plan import StepPlan
+from hvtrain.step_marks import StepMarks
 from hvtrain.topology import Topology
 from hvtrain.watch import Watch
 from hvtrain.watch.progress import CHECKPOINT
@@ -52,11 +51,14 @@ class Strategy:
 
     topology = Topology()
     watch = Watch()
+    marks: StepMarks
+    """Made by start: how far this process's steps came, and what they spent their time on."""
     commit_steps = 0
     """Steps after which all ranks hold the state in memory, for a leg that is begun anew; 0: none is."""
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
+        self.marks = StepMarks()
         return Topology()
 
     def watch_over(self, abort_seconds: float) -> None:
@@ -148,49 +150,8 @@ class Strategy:
         """Element-wise sums over the ranks, as float64."""
         return [np.asarray(array, np.float64) for array in arrays]
 
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        verbose: int,
-    ) -> None:
-        """Trains from start_step to the end of the plan; batches_from(step) is endless and begins at that step."""
-        stretches = plan.stretches(start_step)
-        for stretch in stretches:
-            keeper = [_WeightsAtEpochEnd()] if stretch is not stretches[-1] else []
-            model.fit(
-                batches_from(stretch.first_step),
-                initial_epoch=stretch.initial_epoch,
-                epochs=stretch.epochs,
-                steps_per_epoch=stretch.steps_per_epoch,
-                callbacks=[*callbacks, *keeper],
-                verbose=verbose,
-                shuffle=False,
-            )
-            if model.stop_training:
-                break
-            for callback in keeper:
-                callback.restore()
-
     def stop(self) -> None:
         """Leaves the other ranks. Not collective."""
-
-
-class _WeightsAtEpochEnd(keras.callbacks.Callback):
-    """Keeps the weights as they are after an epoch.
-
-    A run is one training though it may take several calls of fit. At the end of each, Keras overwrites weights with
-    their moving average (EMA), or with the best ones (EarlyStopping); that counts at the end of the run alone.
-    """
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.weights = self.model.get_weights()
-
-    def restore(self) -> None:
-        self.model.set_weights(self.weights)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:

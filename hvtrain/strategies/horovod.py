@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain import watch
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
-from hvtrain.step_plan import StepPlan
+from hvtrain.step_marks import StepMarks
 from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.topology import Topology
 from hvtrain.watch.progress import EXCHANGE
@@ -33,12 +31,12 @@ class HorovodStrategy(Strategy):
         self.compression = getattr(hvd.Compression, compression)
         self.share_gpus = share_gpus
         self._devices: list[str] = []
-        self._marks: hvd.StepMarks | None = None
 
     def start(self) -> Topology:
         hvd.init()
         host = socket.gethostname()
         self._devices = hvd.pin_gpu(host, self.share_gpus)
+        self.marks = StepMarks()
         self.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
         return self.topology
 
@@ -48,7 +46,6 @@ class HorovodStrategy(Strategy):
         self.watch = watch.Watch()
         if place.size == 1:
             return
-        self._marks = hvd.StepMarks() if self._marks is None else self._marks
         self.watch = watch.start(
             place.rank,
             place.size,
@@ -56,7 +53,7 @@ class HorovodStrategy(Strategy):
             abort_seconds,
             self.gather,
             self.broadcast,
-            self._marks,
+            self.marks,
             calls_launcher=hvd.local_rank() == 0,
             survives_loss=self.commit_steps > 0,
         )
@@ -81,8 +78,7 @@ class HorovodStrategy(Strategy):
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         distributed = hvd.DistributedOptimizer(optimizer, compression=self.compression, check_finite=check_finite)
-        if self._marks:
-            self._marks.follow(distributed)
+        hvd.mark(distributed, self.marks)
         return distributed
 
     def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
@@ -115,21 +111,6 @@ class HorovodStrategy(Strategy):
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         with self.watch.phase(EXCHANGE):
             return hvd.sum_arrays(arrays)
-
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        verbose: int,
-    ) -> None:
-        if self._marks is None:
-            super().fit(model, batches_from, plan, start_step, callbacks, verbose)
-            return
-        with self._marks.counting_batches(model):
-            super().fit(model, batches_from, plan, start_step, callbacks, verbose)
 
     def stop(self) -> None:
         self.watch.stop()

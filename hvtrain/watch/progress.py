@@ -17,8 +17,9 @@ WAITING = (REDUCTION, EXCHANGE)
 # Less than this between two looks is a log line, not a file that is read or written.
 LEAST_BYTES_OF_WORK = 1 << 16
 
-Marks = tuple[int, int, int]
-"""Counted inside the graph: batches that arrived, gradients that were ready to be reduced, and that were reduced."""
+Marks = tuple[int, int, int, int]
+"""Counted inside the graph: batches that arrived, gradients that were ready to be reduced, that were reduced, and steps
+that ended."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Progress:
         beat_seconds: how often somebody looks.
     """
 
-    def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0), beat_seconds: float = 1.0) -> None:
+    def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0), beat_seconds: float = 1.0) -> None:
         self._marks = marks
         self._phase = START
-        self._step = self._begun = self._changes = 0
+        self._step = self._changes = 0
         self._started = False
         self._first_marks = marks()
         self._seen: tuple[object, ...] = ()
@@ -83,7 +84,7 @@ class Progress:
     def begin_step(self, step: int) -> None:
         """step: how many the run has done before."""
         self._step = step
-        self._begun += 1
+        self._changes += 1
         self._phase = STEP
 
     def end_step(self, step: int) -> None:
@@ -97,11 +98,11 @@ class Progress:
         now = time.monotonic()
         asleep = self._naps.seconds(now)
         self._since, self._moved = self._since + asleep, self._moved + asleep
-        arrived, ready, reduced = (mark - first for mark, first in zip(self._marks(), self._first_marks))
+        arrived, ready, reduced, ended = (mark - first for mark, first in zip(self._marks(), self._first_marks))
         phase = self._phase
         if phase == STEP:
-            phase = self._within_step(arrived, ready, reduced)
-        seen = (self._step, self._changes, self._begun, arrived, ready, reduced)
+            phase = self._within_step(arrived, ready, reduced, ended)
+        seen = (self._step, self._changes, arrived, ready, reduced, ended)
         if seen != self._seen or (phase not in WAITING and self._moves_bytes()):
             self._moved = now
         if (phase, self._step) != self._seen_phase:
@@ -109,10 +110,10 @@ class Progress:
         self._seen, self._seen_phase = seen, (phase, self._step)
         return Standing(self._step, phase, now - self._since, now - self._moved, self._started)
 
-    def _within_step(self, arrived: int, ready: int, reduced: int) -> str:
+    def _within_step(self, arrived: int, ready: int, reduced: int, ended: int) -> str:
         if ready > reduced:
             return REDUCTION
-        if arrived >= self._begun:
+        if arrived > ended:
             return FORWARD
         # The first step is traced and compiled before its batch is asked for.
         return DATA if self._started else START
