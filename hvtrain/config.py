@@ -30,9 +30,14 @@ class TrainConfig:
     batch_size: int | list[int] = setting(  # noqa: RUF009
         32, "training examples a step of one rank; a list: one for each rank, or each host, of unlike speed", low=1
     )
+    accumulate: int = setting(
+        1, "steps whose gradients are averaged before they are reduced, once, and change weights", low=1
+    )
     evaluation_batch_size: int = setting(256, "examples a step of one rank in validation and test", low=1)
     learning_rate_scale: str = setting(
-        "linear", "peak = base x size, base x sqrt(size), or base", choices=("linear", "sqrt", "none")
+        "linear",
+        "peak = base x n, base x sqrt(n), or base; n is the number of ranks x accumulate",
+        choices=("linear", "sqrt", "none"),
     )
     validate_every_epochs: int | None = setting(1, "validate after every N epochs; null: not by epochs", low=1)
     validate_every_steps: int | None = setting(None, "validate after every N steps too", low=1)
@@ -125,6 +130,8 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     for name, choices in OF_EVERY_DATASET.items():
         if config.dataset.setdefault(name, choices[0]) not in choices:
             raise ConfigError(f"dataset.{name}={config.dataset[name]} is not one of {', '.join(choices)}")
+    if config.train.accumulate > 1:
+        _align_with_accumulation(config)
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
     return config
@@ -153,6 +160,38 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
     for key, value in flatten(group, f"{name}.").items():
         if value == "???":
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
+
+
+def _align_with_accumulation(config: RunConfig) -> None:
+    """In the middle of an accumulation each rank has gradients of its own: no place to stop, to compare or to save."""
+    train, number = config.train, config.train.accumulate
+    if config.optimizer.get("gradient_accumulation_steps"):
+        raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
+    if config.dataset["uneven"] == "pad":
+        raise ConfigError(f"train.accumulate={number} and dataset.uneven=pad exclude each other; choose uneven=trim")
+    given = {
+        "train.steps": None if train.divide_steps_by_size else train.steps,
+        "train.validate_every_steps": train.validate_every_steps,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+    }
+    for name, steps in given.items():
+        if steps and steps % number:
+            near = f"{steps - steps % number} or " if steps > number else ""
+            raise ConfigError(
+                f"{name}={steps} is not a multiple of train.accumulate={number}; choose {near}{whole(steps, number)}"
+            )
+    config.guard.every = whole(config.guard.every, number)
+    if "commit_steps" in config.strategy:
+        config.strategy["commit_steps"] = whole(config.strategy["commit_steps"], number)
+
+
+def whole(steps: int, accumulate: int) -> int:
+    """So many steps, or a few more to make whole accumulations.
+
+    >>> whole(500, 1), whole(500, 3), whole(0, 3)
+    (500, 501, 0)
+    """
+    return -(-steps // accumulate) * accumulate
 
 
 def _base_learning_rate(optimizer: dict[str, Any]) -> float:

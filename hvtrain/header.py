@@ -29,6 +29,8 @@ def header(
     sizes = plan.batch_sizes
     same = len(set(sizes)) == 1
     batch = f"{plan.size} x {sizes[0]}" if same else " + ".join(map(str, sizes))
+    times = plan.accumulate
+    accumulated = f"; {times} of them for each change of weights, {times * plan.global_batch} in all" * (times > 1)
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
@@ -36,7 +38,7 @@ def header(
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
-        "global batch": f"{batch} = {plan.global_batch} ({'ranks x batch' if same else 'by rank'})",
+        "global batch": f"{batch} = {plan.global_batch} ({'ranks x batch' if same else 'by rank'}){accumulated}",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",

@@ -39,6 +39,13 @@ def make_plan(
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
     full = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
+    times = train.accumulate
+    if full < times:
+        raise ConfigError(
+            f"train.accumulate={times} exceeds the {full} batches of a rank in an epoch ({total} examples of "
+            f"{dataset_name} over {size} ranks); lower it to at most {full}, or train.batch_size"
+        )
+    full -= full % times
     shares = tuple(Share(batch, full) for batch in batch_sizes)
     left_out = total - full * sum(batch_sizes)
     if uneven == "error" and left_out:
@@ -52,9 +59,10 @@ def make_plan(
     if train.steps is None:
         num_steps = train.epochs * steps_per_epoch
     else:
-        num_steps = max(1, train.steps // size) if train.divide_steps_by_size else train.steps
-    factor = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[train.learning_rate_scale]
-    return StepPlan(shares, num_steps, base_learning_rate, factor, total)
+        num_steps = max(1, train.steps // size // times) * times if train.divide_steps_by_size else train.steps
+    joint = size * train.accumulate
+    factor = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}[train.learning_rate_scale]
+    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=times)
 
 
 def size_of_each_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:

@@ -130,7 +130,8 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
         num_steps=plan.scheduled_steps,
     )
     rate = LearningRate(schedule, plan.shift)
-    optimizer = build("optimizer", config.optimizer, learning_rate=rate)
+    accumulated = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
+    optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulated)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 

@@ -54,6 +54,8 @@ class RunRecord:
     metrics: dict[str, float]
     versions: dict[str, str]
     config: dict[str, Any]
+    split: dict[str, Any] | None = None
+    """What a step's time went to, in seconds, and the slowest rank (callbacks/step_split.py)."""
     skipped_examples: int = 0
     """Over all ranks, where dataset.on_error=skip; since this start of the run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import keras
@@ -17,6 +18,7 @@ from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.progress import verbosity
 from hvtrain.callbacks.proof import Proof, in_words
 from hvtrain.callbacks.skipped import Skipped
+from hvtrain.callbacks.step_split import StepSplit
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.config import RunConfig, to_dict
 from hvtrain.errors import Preempted
@@ -97,13 +99,13 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     log.info("%s", header(config, strategy, source, model, plan, folder, start))
 
     position = Position(plan, start.step)
-    throughput = Throughput(position)
+    split = StepSplit(strategy, Throughput(position))
     accumulate = getattr(model.optimizer, "inner_optimizer", model.optimizer).gradient_accumulation_steps
     proof = Proof(strategy, position, weights, accumulate or 1)
     interruption = Interruption(config.train.max_time, held.began, strategy, held.signals)
     writer = Writer(folder / "checkpoints", config.checkpoint)
     skipped = Skipped(source, strategy)
-    more = (throughput, proof, interruption, skipped, writer)
+    more = (split, proof, interruption, skipped, writer)
     callbacks = make_callbacks(config, strategy, source, meta, held, start, *more)
     calls = loop.Calls(steps_per_call(config, callbacks), periods(config, strategy), strategy.broadcast)
 
@@ -129,8 +131,8 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     record = RunRecord(
         test_accuracy=metrics.get("accuracy"),
         test_loss=metrics.get("loss"),
-        images_per_second=throughput.images_per_second,
-        step_seconds=throughput.step_seconds,
+        images_per_second=split.throughput.images_per_second,
+        step_seconds=split.throughput.step_seconds,
         num_ranks=topology.size,
         num_parameters=model.count_params(),
         num_steps=position.step,
@@ -142,6 +144,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         metrics={f"test_{name}": value for name, value in metrics.items()},
         versions=versions(),
         config=to_dict(config),
+        split=asdict(split.split) if split.split else None,
         skipped_examples=skipped.num_examples,
     )
     if cut_short:
@@ -149,6 +152,8 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         log.info("stopped by %s after step %s; the same line with run.dir=%s goes on", cut_short, done, folder)
     else:
         strategy.on_chief(lambda: write_outcome(config, folder, record, model))
+        if split.split:
+            log.info("%s", split.split.in_words(topology.size))
     strategy.stop()
     if interruption.by_signal:
         raise Preempted

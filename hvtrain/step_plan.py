@@ -56,6 +56,7 @@ class StepPlan:
     num_ranks: the ranks that work on it, where they are others: they cut each step's joint batch evenly.
     shift: steps that the run has counted beyond (or short of) those that this plan would have led to so far.
     scheduled_steps: the plan's own steps in all, where num_steps, which the run counts, are others.
+    accumulate: steps whose gradients make up one change of weights; an epoch has a multiple of them.
     """
 
     shares: tuple[Share, ...]
@@ -66,6 +67,7 @@ class StepPlan:
     num_ranks: int = 0
     shift: int = 0
     scheduled_steps: int = 0
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_ranks", self.num_ranks or len(self.shares))

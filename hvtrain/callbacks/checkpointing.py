@@ -86,7 +86,8 @@ class Checkpointing(keras.callbacks.Callback):
     def _minutes_due(self) -> bool:
         """The chief's answer, for all (every rank)."""
         minutes = self.config.every_minutes
-        if not minutes or (self.position.step % STEPS_BETWEEN_CLOCK_LOOKS and not self.position.ends_epoch):
+        steps = STEPS_BETWEEN_CLOCK_LOOKS * self.position.plan.accumulate
+        if not minutes or (self.position.step % steps and not self.position.ends_epoch):
             return False
         return self.strategy.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 

@@ -19,7 +19,7 @@ from hvtrain.callbacks.recording import Recording
 from hvtrain.callbacks.resumed_metrics import ResumedMetrics
 from hvtrain.callbacks.same_logs import SameLogs
 from hvtrain.callbacks.skipped import Skipped
-from hvtrain.callbacks.throughput import Throughput
+from hvtrain.callbacks.step_split import StepSplit
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
@@ -38,7 +38,7 @@ def make_callbacks(
     meta: dict[str, Any],
     held: Held,
     start: Start,
-    throughput: Throughput,
+    split: StepSplit,
     proof: Proof,
     interruption: Interruption,
     skipped: Skipped,
@@ -50,7 +50,7 @@ def make_callbacks(
     what was saved: what was recorded later than that would be missing."""
     position, weights, folder = proof.position, proof.weights, held.folder
     assert folder is not None
-    callbacks = [position, StepEnds(strategy, position), *strategy.callbacks(), throughput, proof]
+    callbacks = [position, StepEnds(strategy, position), *strategy.callbacks(), split.throughput, proof]
     callbacks.append(EpochMetrics(strategy))
     callbacks.append(Guard(weights, config.guard.every, strategy, position))
     if position.in_epoch:
@@ -64,7 +64,7 @@ def make_callbacks(
     own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy)
     callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.agreement()]
-    callbacks.append(Recording(folder, strategy, position, throughput, config.checkpoint.on_error))
+    callbacks += [split, Recording(folder, strategy, position, split.throughput, config.checkpoint.on_error)]
     saving = (writer, config.checkpoint, meta, strategy, position, validation, weights, state)
     callbacks.append(Checkpointing(*saving, interruption))
     if verbosity(strategy.topology.is_chief) == 2:
@@ -77,7 +77,8 @@ def make_callbacks(
 
 def periods(config: RunConfig, strategy: Strategy) -> list[int]:
     """What is due after every N steps of the run, by N: the graph goes on for no longer than to the next of them."""
-    minutes = STEPS_BETWEEN_CLOCK_LOOKS if config.checkpoint.every_minutes else None
+    looks = STEPS_BETWEEN_CLOCK_LOOKS * config.train.accumulate
+    minutes = looks if config.checkpoint.every_minutes else None
     found = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
     return [number for number in (*found, strategy.commit_steps, minutes) if number]
 

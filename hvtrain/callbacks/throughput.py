@@ -34,6 +34,11 @@ class Throughput(keras.callbacks.Callback):
         self.epoch_seconds = 0.0
 
     @property
+    def is_warm(self) -> bool:
+        """True when the next steps count."""
+        return self.position.step >= self._first
+
+    @property
     def step_seconds(self) -> float | None:
         """Mean seconds of a step after the warm-up."""
         return self._seconds / self._steps if self._steps else None
