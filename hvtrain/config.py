@@ -106,6 +106,11 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
+    profile: str | None = setting(
+        None, "timeline: trace some steps and say where their time went", choices=("timeline",)
+    )
+    profile_first_step: int = setting(50, "steps of this start before the traced ones", low=0)
+    profile_steps: int = setting(20, "steps that are traced", low=1)
     resume: str = setting(
         "auto",
         "go on from the newest valid checkpoint in run.dir, or never",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -52,6 +53,8 @@ def train(config: RunConfig) -> RunRecord:
     Raises UserError, on all ranks at once where it can, for what the user can mend.
     """
     strategy: Strategy = build("strategy", config.strategy)
+    if config.profile:
+        os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # It traces nothing later that it was not started for.
     try:
         return run(config, strategy)
     except BaseException as error:

@@ -26,7 +26,7 @@ FLOORS = [
         "topology",
         "watch",
     },
-    {"data", "models", "checkpoint", "saving", "learning_rate", "versions", "weighting"},
+    {"data", "models", "checkpoint", "saving", "learning_rate", "step_marks", "versions", "weighting"},
     {"keras"},
     {
         "strategies",
@@ -41,6 +41,7 @@ FLOORS = [
         "verification",
         "diagnosis",
         "benchmark",
+        "loop",
         "composition",
         "failing",
     },

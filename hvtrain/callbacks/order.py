@@ -20,6 +20,7 @@ from hvtrain.callbacks.resumed_metrics import ResumedMetrics
 from hvtrain.callbacks.same_logs import SameLogs
 from hvtrain.callbacks.skipped import Skipped
 from hvtrain.callbacks.step_split import StepSplit
+from hvtrain.callbacks.timeline import Timeline
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import RunConfig
 from hvtrain.data.source import Source
@@ -70,6 +71,8 @@ def make_callbacks(
     if verbosity(strategy.topology.is_chief) == 2:
         callbacks.append(Progress(position))
     callbacks.append(skipped)
+    if config.profile:
+        callbacks.append(Timeline(strategy, position, folder, config.profile_first_step, config.profile_steps))
     if strategy.commit_steps:
         callbacks.append(Committing(held, meta, strategy, position, weights, state))
     return [*callbacks, StepBegins(strategy, position)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import keras
@@ -149,6 +150,12 @@ class Strategy:
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Element-wise sums over the ranks, as float64."""
         return [np.asarray(array, np.float64) for array in arrays]
+
+    def start_timeline(self, path: Path) -> None:
+        """Has what the ranks exchange written there from now on, by the chief, for chrome://tracing."""
+
+    def stop_timeline(self) -> None:
+        """The file is whole then."""
 
     def stop(self) -> None:
         """Leaves the other ranks. Not collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -111,6 +112,14 @@ class HorovodStrategy(Strategy):
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         with self.watch.phase(EXCHANGE):
             return hvd.sum_arrays(arrays)
+
+    def start_timeline(self, path: Path) -> None:
+        if hvd.size() > 1:
+            hvd.start_timeline(str(path))
+
+    def stop_timeline(self) -> None:
+        if hvd.size() > 1:
+            hvd.stop_timeline()
 
     def stop(self) -> None:
         self.watch.stop()

@@ -5,6 +5,7 @@ import json
 import re
 
 import keras
+import numpy as np
 import pytest
 from launch import ROOT, train
 
@@ -32,7 +33,8 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    code, output = train("mpi", 2, f"run.dir={run}", cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
+    words = [f"run.dir={run}", "profile=timeline"]
+    code, output = train("mpi", 2, *words, cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output
 
@@ -78,6 +80,26 @@ def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
     assert not re.search("oneDNN|cuda|WARNING|Traceback", output, re.IGNORECASE)
 
 
+def test_a_run_says_where_its_time_goes(default_run):
+    run, output = default_run
+    split = json.loads((run / "result.json").read_text())["split"]
+    parts = [split[f"{name}_seconds"] for name in ("data", "compute", "communication")]
+    assert all(seconds > 0 for seconds in parts)
+    own = (split["data_seconds"] + split["compute_seconds"]) / sum(parts)
+    assert split["efficiency"] == pytest.approx(own, abs=1e-3)
+    assert split["slowest_rank"] in (0, 1) and split["slowest_seconds"] >= split["median_seconds"]
+    assert re.search(r"a step: data [\d.]+ ms, compute [\d.]+ ms, communication [\d.]+ ms; efficiency \d+%", output)
+
+
+def test_the_timeline_is_told_in_words(default_run):
+    run, output = default_run
+    assert re.search(r"\d+ steps are traced in \S+/profile;", output)
+    for told in (r"waiting until all ranks have their gradients", r"transfer and sum", r"Conv2DBackpropFilter"):
+        assert re.search(rf"[\d.]+ ms +{told}", output), told
+    assert (run / "profile/horovod.json").stat().st_size > 1000
+    assert list((run / "profile").rglob("*.xplane.pb"))
+
+
 def test_rank_0_alone_writes(default_run):
     run, _ = default_run
     written = [sorted(set(run.with_name(f"run.rank{rank}").read_text().split())) for rank in (0, 1)]
@@ -115,6 +137,23 @@ def test_uneven_shards_give_the_single_process_metrics(tmp_path):
             row = next(csv.DictReader(stream))
         results[num_ranks] = [result["test_loss"], result["test_accuracy"], row["val_loss"], row["val_accuracy"]]
     assert [float(x) for x in results[2]] == pytest.approx([float(x) for x in results[1]], rel=1e-6)
+
+
+@pytest.mark.apart
+def test_accumulated_batches_are_one_batch(tmp_path):
+    """2 ranks x 2 batches of 16 are 2 ranks x 32: half as many reductions as batches, the same weights."""
+    words = ["model=mlp", "optimizer=momentum", "train.epochs=2", "train.learning_rate_scale=none"]
+    weights = {}
+    for size, times in ((32, 1), (16, 2)):
+        run = tmp_path / str(times)
+        sizes = [f"train.batch_size={size}", f"train.accumulate={times}", f"run.dir={run}"]
+        code, output = train("gloo", 2, *words, *sizes, cwd=tmp_path)
+        assert code == 0, output
+        assert "reductions 44 of 44 steps" in output, "of those that change weights"
+        weights[times] = keras.models.load_model(run / "model.keras").get_weights()
+        assert json.loads((run / "result.json").read_text())["num_steps"] == 44 * times
+    begin = np.concatenate([array.ravel() for array in weights[1]])
+    assert np.concatenate([array.ravel() for array in weights[2]]) == pytest.approx(begin, abs=1e-5)
 
 
 def test_ranks_agree_on_one_run_folder(tmp_path):

@@ -1,0 +1,144 @@
+"""The loop is Keras's fit, step by step and bit by bit, with fewer calls of the graph."""
+
+import doctest
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvtrain import loop
+from hvtrain.callbacks import step_split, timeline
+from hvtrain.step_marks import StepMarks, StepTimes
+from hvtrain.step_plan import Share, StepPlan
+
+X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arange(96) % 3
+PLAN = StepPlan((Share(4, 12),), 36, 0.1, 1.0)
+
+
+@pytest.mark.parametrize("module", [loop, step_split, timeline])
+def test_examples(module):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
+
+
+class Notes(keras.callbacks.Callback):
+    """What it was told, and of what."""
+
+    def __init__(self, stop_after=None):
+        super().__init__()
+        self.told, self.logs, self.stop_after = [], [], stop_after
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.told.append(("epoch", epoch))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.told.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.told.append(("end", batch))
+        self.model.stop_training = batch == self.stop_after
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logs.append(dict(logs))
+
+
+def made():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "relu"), keras.layers.Dense(3)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+def batches(step):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat().skip(step)
+
+
+def trained(calls, callbacks=(), start_step=0):
+    model, marks = made(), StepMarks()
+    loop.train(model, batches, PLAN, start_step, list(callbacks), 0, calls, marks)
+    return model, marks
+
+
+def test_it_is_what_fit_does():
+    """Weights with their moving average at the end, metrics of each epoch, and the number of steps, bit by bit."""
+    expected = made()
+    losses = expected.fit(batches(0), steps_per_epoch=12, epochs=3, shuffle=False, verbose=0).history["loss"]
+    for size in (1, 5, 50):
+        notes = Notes()
+        model, marks = trained(loop.Calls(size, [], lambda value: value), [notes])
+        assert [np.array_equal(a, b) for a, b in zip(model.get_weights(), expected.get_weights())] == [True] * 4
+        assert [logs["loss"] for logs in notes.logs] == losses
+        assert int(model.optimizer.iterations) == 36
+        assert marks() == (36, 0, 0, 36)
+
+
+def test_callbacks_are_told_where_a_call_begins_and_ends():
+    """5 steps to a call, something due after every 8 steps of the run, epochs of 12; from step 10 on."""
+    notes = Notes()
+    trained(loop.Calls(5, [8], lambda value: value), [notes], start_step=10)
+    first = [("epoch", 0), ("begin", 10), ("end", 11)]
+    second = [("epoch", 1), ("begin", 0), ("end", 3), ("begin", 4), ("end", 8), ("begin", 9), ("end", 11)]
+    assert notes.told[:10] == first + second
+
+
+def test_a_callback_stops_it():
+    notes = Notes(stop_after=4)
+    model, _ = trained(loop.Calls(5, [], lambda value: value), [notes])
+    assert int(model.optimizer.iterations) == 5
+    assert len(notes.logs) == 1, "the epoch that was begun is ended, for what must be saved"
+
+
+def test_the_chief_says_how_many_steps_a_call_takes():
+    asked = []
+    calls = loop.Calls(None, [], lambda value: asked.append(value) or 7)
+    for _ in range(loop.FIRST_TIMED_STEP + loop.TIMED_STEPS):
+        assert calls.next(0, 100) == 1
+        calls.took(0.01)
+    assert asked == [5] and calls.next(0, 100) == 7
+    calls.took(0.01)
+    assert len(asked) == 1
+
+
+def test_marks_tell_data_from_compute():
+    """A data set that sleeps is seen as such; the step's own time is the rest."""
+
+    def slow(image, label):
+        tf.numpy_function(lambda: __import__("time").sleep(0.02), [], [])
+        return image, label
+
+    model, marks = made(), StepMarks()
+    loop.train(model, lambda _: batches(0).map(slow), PLAN, 16, [], 0, loop.Calls(4, [], lambda value: value), marks)
+    times = marks.times().each()
+    assert marks.times().steps == 20
+    assert times.data >= 0.02 > times.compute > 0 and times.communication == 0
+
+
+def test_split_names_the_rank_that_others_wait_for():
+    ranks = [(StepTimes(1, 0.001, 0.010, 0.009), "s1"), (StepTimes(1, 0.001, 0.018, 0.001), "s2")]
+    split = step_split.Split.of(ranks)
+    assert split.efficiency == 0.75 and (split.slowest_rank, split.slowest_host) == (1, "s2")
+    assert split.in_words(2) == (
+        "a step: data 1.00 ms, compute 14.00 ms, communication 5.00 ms; efficiency 75%; slowest rank 1 on s2 "
+        "(19.00 ms of its own, median 15.00)"
+    )
+
+
+def test_a_timeline_in_words(tmp_path):
+    """Two gradients in one message: their spans are one; a file that was not closed is read all the same."""
+    spans = [("NEGOTIATE_ALLREDUCE", 0, 400), ("ALLREDUCE", 400, 900), ("GLOO_ALLREDUCE", 500, 800)]
+    events = []
+    for pid in (1, 2):
+        for name, begin, end in spans:
+            events.append(f'{{"ph": "B", "name": "{name}", "ts": {begin}, "pid": {pid}}}')
+            if name != "ALLREDUCE":
+                events.append(f'{{"ph": "E", "ts": {end}, "pid": {pid}}}')
+        events.append(f'{{"ph": "E", "ts": 900, "pid": {pid}}}')
+    (tmp_path / "horovod.json").write_text("[\n" + ",\n".join(events) + ",\n")
+    lines = timeline.told(tmp_path, 2)
+    assert [line.split(None, 2) for line in lines[1:]] == [
+        ["0.200", "ms", "waiting until all ranks have their gradients"],
+        ["0.150", "ms", "transfer and sum"],
+    ]
