@@ -85,6 +85,17 @@ def test_a_python_without_venv_is_named(clone):
     assert not (clone / ".venv" / ".ready").exists()
 
 
+def test_an_active_environment_does_not_make_its_own_successor(clone):
+    """Its uv and its python go before they are used: as if they were not on PATH."""
+    active = clone / ".venv" / "bin"
+    active.mkdir(parents=True)
+    for name in ("uv", "python3"):
+        (active / name).write_text("#!/usr/bin/env bash\nexit 0\n")
+        (active / name).chmod(0o755)
+    code, _, errors = run(clone, "true", PATH=f"{active}:{clone / 'bin'}")
+    assert code == 1 and "no Python 3.10-3.13 on PATH" in errors, errors
+
+
 def test_wrong_choices_are_named(clone):
     assert run(clone, "true", HVTRAIN_VARIANT="tpu")[2] == "hvtrain: HVTRAIN_VARIANT=tpu is neither cpu nor gpu\n"
     tool(clone, "python3.6", "exit 1")

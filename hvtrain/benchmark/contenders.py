@@ -35,6 +35,10 @@ class Contender:
         return self.way in (*HOROVOD, "workers")
 
     @property
+    def trains(self) -> bool:
+        return self.module != _by_hand("batches")
+
+    @property
     def is_one_rank(self) -> bool:
         """True where each process trains a model of its own, as if there were no other."""
         return self.way in ("alone", "independent")
@@ -57,6 +61,7 @@ CONTENDERS = {
         Contender(
             "independent", "one-rank jobs at once that never talk: the ceiling", _by_hand("plain"), "independent"
         ),
+        Contender("batches", "no model: the data alone, in as many processes", _by_hand("batches"), "independent"),
         Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
         Contender("keras", "plain Keras fit on one process", _by_hand("plain"), "alone"),
     )

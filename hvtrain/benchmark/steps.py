@@ -19,6 +19,7 @@ from hvtrain.errors import RankError
 # Same work, same losses: sums of floats in another order, over so few steps, differ by less.
 LOSS_TOLERANCE = 1e-3
 NOISY = 0.02
+COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the first step"}
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Session:
     contenders: Sequence[Contender]
     folder: Path
     steps: int
+    figure: str = "step_seconds"
+    """Of Measured: what the table compares."""
     found: dict[str, list[Measured]] = field(default_factory=dict)
     again: list[Measured] = field(default_factory=list)
 
@@ -67,7 +70,9 @@ class Session:
         return measured
 
     def check_losses(self) -> None:
-        same = [contender for contender in self.contenders if not (contender.words or contender.data)]
+        same = [
+            contender for contender in self.contenders if contender.trains and not (contender.words or contender.data)
+        ]
         joint = [contender.name for contender in same if contender.is_one_job]
         alone = [contender.name for contender in same if contender.is_one_rank]
         for names in (joint, alone):
@@ -77,24 +82,26 @@ class Session:
                 raise RankError(f"the contenders' losses differ, so they do not do the same work: {said}")
 
     def seconds(self, name: str) -> list[float]:
-        """Step times by round."""
-        return [measured.step_seconds for measured in self.found[name]]
+        """What is compared, by round."""
+        return [getattr(measured, self.figure) for measured in self.found[name]]
 
     @property
     def noise(self) -> Ratio:
         """The first contender against itself."""
-        return ratio([measured.step_seconds for measured in self.again], self.seconds(self.contenders[0].name))
+        return ratio([getattr(measured, self.figure) for measured in self.again], self.seconds(self.contenders[0].name))
 
     @property
     def spread(self) -> float:
         """Median distance from 1 of the first contender's ratio to itself in the same round."""
         first = self.seconds(self.contenders[0].name)
-        return median(abs(again.step_seconds / once - 1) for again, once in zip(self.again, first))
+        return median(abs(getattr(again, self.figure) / once - 1) for again, once in zip(self.again, first))
 
     def goals(self) -> list[tuple[Goal, Ratio, str]]:
         """The goals that this session can judge: which, the ratio found, and whether it holds."""
         judged = []
         for goal in goals_of(self.workload.name):
+            if self.figure != "step_seconds" and goal.figure != self.figure:
+                continue  # So few steps say nothing of their time.
             if goal.ours in self.found and goal.theirs in self.found:
                 values = [[getattr(m, goal.figure) for m in self.found[name]] for name in (goal.ours, goal.theirs)]
                 found = ratio(*values)
@@ -111,7 +118,7 @@ def table(session: Session) -> list[str]:
         f"{work.name} ({work.about}), {session.data}, batch {work.batch_size} a rank, {session.num_ranks} ranks, "
         f"{session.threads} thread(s) a rank, {session.steps} steps, median of {len(session.again)} rounds",
         f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
-        f"step time against {first}",
+        f"{COMPARED[session.figure]} against {first}",
     ]
     for contender in session.contenders:
         runs = session.found[contender.name]
