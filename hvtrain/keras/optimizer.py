@@ -47,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     process_set: Any = None,
     scale_local_gradients: bool = True,
     check_finite: bool = False,
+    bucket_bytes: int = 0,
 ) -> keras.optimizers.Optimizer:
     """The same optimizer object, which from now on reduces gradients over all ranks before it steps.
 
@@ -74,6 +75,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         device_dense, device_sparse: as in Horovod.
         check_finite: fail the step on all ranks, before it changes weights, where a reduced gradient is not
             finite (not in Horovod; costs one pass over the gradients).
+        bucket_bytes: instead of num_groups and groups, messages of about so many bytes, the last variables' first,
+            which are reduced while other gradients are computed (not in Horovod).
 
     Raises:
         TypeError: not a Keras 3 optimizer.
@@ -97,6 +100,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         groups=groups or num_groups or None,
+        bucket_bytes=bucket_bytes,
         predivide_factor=gradient_predivide_factor,
         scale=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
         device_dense=device_dense,

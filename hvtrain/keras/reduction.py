@@ -37,7 +37,9 @@ class Reducer:
     """Reduces lists of gradients over the ranks; calling it is collective (every rank of the process set).
 
     Dense gradients travel in groups, so that they are fused into few messages: one for each type and each of
-    num_groups parts, or as `groups`, lists of variables, says (others then go by themselves). An IndexedSlices
+    num_groups parts, or as `groups`, lists of variables, says (others then go by themselves). With bucket_bytes it is
+    as many groups as that takes, the last variables first: their gradients are ready first, and are reduced while
+    others are computed (Li et al. 2020, "PyTorch Distributed", section 3.2). An IndexedSlices
     goes as an allgather of its rows; None stays None, at the same position. Gradients of local variables are
     not exchanged, only divided by the number of ranks where scale_local_gradients is true (horovod#3695).
     """
@@ -48,6 +50,7 @@ class Reducer:
         compression: Any = hvd.Compression.none,
         sparse_as_dense: bool = False,
         groups: int | list[list[Any]] | None = None,
+        bucket_bytes: int = 0,
         predivide_factor: float = 1.0,
         scale: float = 1.0,
         device_dense: str = "",
@@ -63,6 +66,7 @@ class Reducer:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self.groups = groups
+        self.bucket_bytes = bucket_bytes
         self.predivide_factor = predivide_factor
         self.scale = scale
         self.device_dense = device_dense
@@ -133,6 +137,8 @@ class Reducer:
             wanted = [{identity(variable) for variable in group} for group in self.groups]
             named = [[i for i in dense if keys[i] in group] for group in wanted]
             parts = [*named, *([i] for i in dense if not any(keys[i] in group for group in wanted))]
+        elif self.bucket_bytes and self.groups is None:
+            parts = in_buckets(dense, [gradient_bytes(gradients[i]) for i in dense], self.bucket_bytes)
         groups = []
         for part in parts:
             for dtype in dict.fromkeys(gradients[i].dtype for i in part):
@@ -177,6 +183,28 @@ class Reducer:
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
         return gradient * tf.cast(factor, gradient.dtype)
+
+
+def in_buckets(items: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """The items, the last first, in groups that are closed once they hold bucket_bytes.
+
+    >>> in_buckets([0, 1, 2, 3, 4], [5, 30, 10, 10, 10], 25)
+    [[4, 3, 2], [1], [0]]
+    """
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for item, size in zip(reversed(items), reversed(sizes)):
+        if filled >= bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(item)
+        filled += size
+    return buckets
+
+
+def gradient_bytes(gradient: tf.Tensor) -> int:
+    """0 where the shape is not known before it is there."""
+    return (gradient.shape.num_elements() or 0) * gradient.dtype.size
 
 
 def check_arguments(op: int, predivide_factor: float, groups: Any, process_set: Any) -> None:

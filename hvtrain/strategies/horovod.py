@@ -23,13 +23,17 @@ class HorovodStrategy(Strategy):
 
     Args:
         compression: "none" or "fp16", the type of gradients on the wire.
+        bucket_mib: gradients are reduced in messages of about so many MiB, while others are computed; 0: all in one.
         share_gpus: let several ranks of a host use one GPU (for trying things out).
     """
 
-    def __init__(self, compression: str = "none", share_gpus: bool = False) -> None:
+    def __init__(self, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25) -> None:
         if compression not in ("none", "fp16"):
             raise ConfigError(f"strategy.compression={compression} is not one of none, fp16")
+        if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
+            raise ConfigError(f"strategy.bucket_mib={bucket_mib} came; a number of MiB is needed, or 0 for one message")
         self.compression = getattr(hvd.Compression, compression)
+        self.bucket_bytes = int(bucket_mib * (1 << 20))
         self.share_gpus = share_gpus
         self._devices: list[str] = []
 
@@ -78,7 +82,8 @@ class HorovodStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
-        distributed = hvd.DistributedOptimizer(optimizer, compression=self.compression, check_finite=check_finite)
+        settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
+        distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
         hvd.mark(distributed, self.marks)
         return distributed
 

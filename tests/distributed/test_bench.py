@@ -28,6 +28,21 @@ def test_all_contenders_do_the_same_work(tmp_path):
     assert "goal: images_per_second of hvtrain-mpi / multi-worker >= 6.00" in output
 
 
+@pytest.mark.parametrize(
+    ("words", "file", "said"),
+    [
+        (["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"),
+        (["input", "--data", "synthetic"], "bench.json", "batches@data=synthetic"),
+        (["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+    ],
+)
+def test_other_kinds(words, file, said, tmp_path):
+    words = [*words, "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0 and said in output, output
+    assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
+
+
 @pytest.mark.parametrize("transport", ["mpi", "gloo"])
 def test_allreduce(transport, tmp_path):
     words = [
@@ -54,6 +69,8 @@ def test_bad_input_is_one_line(tmp_path):
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a number above 0 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be dealt to 3 ranks evenly"),
+        (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),
     ):
         code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
