@@ -1,13 +1,15 @@
 """A link from measured allreduces: the alpha, beta and start by least squares. Pure.
 
-What is minimised is the sum of squared relative errors, so that small messages count as much as large ones.
+What is minimised is the sum of squared relative errors, so that small messages count as much as large ones do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
 from operator import mul
+from typing import NamedTuple
 
 from hvtrain.costs.links import Link
 from hvtrain.errors import ConfigError
@@ -39,8 +41,10 @@ class Fit:
         return Link(latency_seconds if self.latency_seconds is None else self.latency_seconds, self.bytes_per_second)
 
 
-def fit(found: Sequence[Measured]) -> Fit:
+def fit(found: Sequence[Measured], near_bytes: int | None = None) -> Fit:
     """start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
+
+    near_bytes: sizes near it count most, each power of two away less: no real link has one speed for all sizes.
 
     Raises ConfigError when there are not two sizes, or larger ones do not take longer.
 
@@ -56,28 +60,39 @@ def fit(found: Sequence[Measured]) -> Fit:
             f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
             "ranks or more: run python -m hvtrain.bench allreduce"
         )
-    terms = [(1.0, 2.0 * (one.num_ranks - 1), 2 * (one.num_ranks - 1) / one.num_ranks * one.num_bytes) for one in found]
-    seconds = [one.seconds for one in found]
+    weights = [1 / (1 + abs(log2(one.num_bytes / near_bytes))) if near_bytes else 1.0 for one in found]
+    equations = [
+        Equation((1.0, 2.0 * (one.num_ranks - 1), 2 * (1 - 1 / one.num_ranks) * one.num_bytes), one.seconds, weight)
+        for one, weight in zip(found, weights)
+    ]
     columns = [0, 1, 2] if len({one.num_ranks for one in found}) > 1 else [0, 2]
-    best = _least_squares(terms, seconds, columns)
+    best = _least_squares(equations, columns)
     if 1 in columns and (best[0] < 0 or best[1] < 0):  # One of the two is nothing; which, says the other's fit.
-        tries = [_least_squares(terms, seconds, [kept, 2]) for kept in (0, 1)]
-        best = min(tries, key=lambda values: _error(terms, seconds, [max(0.0, value) for value in values]))
-    start, latency, inverse = (max(0.0, value) for value in best)
+        tries = [_least_squares(equations, [kept, 2]) for kept in (0, 1)]
+        best = min(tries, key=lambda factors: _error(equations, [max(0.0, factor) for factor in factors]))
+    start, latency, inverse = (max(0.0, factor) for factor in best)
     if inverse <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
-    return Fit(start, latency if 1 in columns else None, 1 / inverse, _error(terms, seconds, [start, latency, inverse]))
+    error = _error(equations, [start, latency, inverse])
+    return Fit(start, latency if 1 in columns else None, 1 / inverse, error)
 
 
-def _least_squares(terms: Sequence[Sequence[float]], seconds: list[float], columns: list[int]) -> list[float]:
-    """Factors of the columns, 0 for those left out, with errors relative to the seconds."""
-    rows = [[row[column] / value for column in columns] for row, value in zip(terms, seconds)]
-    scales = [max(abs(row[index]) for row in rows) for index in range(len(columns))]
+class Equation(NamedTuple):
+    """factors x terms = seconds; its weight is that of its relative error."""
+
+    terms: tuple[float, float, float]
+    seconds: float
+    weight: float
+
+
+def _least_squares(equations: Sequence[Equation], columns: list[int]) -> list[float]:
+    """The factors of the columns, 0 for those left out."""
+    rows = [[one.weight * one.terms[column] / one.seconds for column in columns] for one in equations]
+    scales = [max(row[index] for row in rows) for index in range(len(columns))]
     scaled = [[value / scale for value, scale in zip(row, scales)] for row in rows]
-    # Each row times each column, and the right side: of a relative error the second is 1.
-    columns_and_right = (*zip(*scaled), [1.0] * len(scaled))
-    table = [[sum(map(mul, column, other)) for other in columns_and_right] for column in zip(*scaled)]
-    solved = _solve(table)
+    # Each column times each column and times the right side, where a relative second is 1.
+    right = [*zip(*scaled), [one.weight for one in equations]]
+    solved = _solve([[sum(map(mul, column, other)) for other in right] for column in zip(*scaled)])
     found = [0.0, 0.0, 0.0]
     for column, value, scale in zip(columns, solved, scales):
         found[column] = value / scale
@@ -101,7 +116,7 @@ def _solve(table: list[list[float]]) -> list[float]:
     return [table[row][size] / table[row][row] for row in range(size)]
 
 
-def _error(terms: Sequence[Sequence[float]], seconds: list[float], factors: list[float]) -> float:
-    """Mean relative error."""
-    said = [sum(factor * value for factor, value in zip(factors, row)) for row in terms]
-    return sum(abs(mine / theirs - 1) for mine, theirs in zip(said, seconds)) / len(seconds)
+def _error(equations: Sequence[Equation], factors: list[float]) -> float:
+    """Mean relative error without sign."""
+    errors = [one.weight * abs(sum(map(mul, factors, one.terms)) / one.seconds - 1) for one in equations]
+    return sum(errors) / sum(one.weight for one in equations)
