@@ -12,10 +12,10 @@ from hvtrain.composition import compose
 from hvtrain.config import from_dict
 from hvtrain.costs.allreduce import flat_ring_seconds
 from hvtrain.costs.links import Machine, bus, network
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.forecast import machine, report
 from hvtrain.forecast.one_rank import measured_step_seconds
-from hvtrain.forecast.run import forecast
+from hvtrain.forecast.run import forecast, key_steps
 from hvtrain.plan import plan
 
 PLAN = [sys.executable, "-m", "hvtrain.plan"]
@@ -182,6 +182,14 @@ def test_what_does_not_fit_the_data_is_said():
         forecast(digits, 9999, 4, None, 10)
     with pytest.raises(ConfigError, match="--examples was given and digits has no setting image_shape"):
         forecast(digits, 2, 4, 5000, 10)
+    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere"])[0])
+    with pytest.raises(DataError, match="for data that are elsewhere, --examples N says how many they are"):
+        forecast(elsewhere, 2, 4, None, 10)
+
+
+def test_a_warm_up_longer_than_the_run_is_left_out():
+    short = from_dict(compose(["train.steps=5", "model=mlp"])[0])
+    assert [step for _, step in key_steps(forecast(short, 1, 1, None, 10))] == [0, 4]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     """2 (n - 1) steps, in each of which every rank passes on n-th parts: 2 (n - 1) (alpha + bytes / n / beta).
 
     No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", theorem 1 and section 4), but its latency grows with the ranks.
+    workstations"), but its latency grows with the ranks.
 
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
@@ -27,8 +27,8 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Halving and doubling: as few bytes as a ring, in 2 log2 n steps, for powers of two (Rabenseifner's algorithm:
-    Thakur et al. 2005, section 4.5). Other numbers of ranks would send more, and are given the ring's time here.
+    """Halving and doubling: as few bytes as a ring, in 2 log2 n steps, for powers of two (Rabenseifner's algorithm, in
+    Thakur et al. 2005). Other numbers of ranks would send more, and are given the ring's time here.
 
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)

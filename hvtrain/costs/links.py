@@ -1,7 +1,7 @@
 """The machine as the cost model sees it: a link has a latency and a bandwidth, hosts hold ranks. Pure.
 
 Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and Gropp (2005,
-"Optimization of Collective Communication Operations in MPICH", section 3) build all of their formulas, and ours stand.
+"Optimization of Collective Communication Operations in MPICH") build all of their formulas, and ours stand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The seconds of one training step on n ranks: computing, and what of the reduction it does not hide. Pure.
 
 A small simulation. The backward pass finishes the gradients of the last layer first. Those that are ready go into a
-buffer (Horovod's tensor fusion, arXiv:1802.05799, section 4), each buffer is one allreduce, one follows the other, and
+buffer (Horovod's tensor fusion, arXiv:1802.05799), each buffer is one allreduce, one follows the other, and
 the step ends when the last has been reduced.
 """
 

@@ -15,12 +15,13 @@ from hvtrain.forecast.run import Forecast, key_steps
 def amount(num_bytes: float) -> str:
     """In powers of 1000.
 
-    >>> amount(102_334_368), amount(6.24e9), amount(880)
-    ('102 MB', '6.2 GB', '0.9 kB')
+    >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
+    ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:,.1f} GB"
-    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e3:,.1f} kB"
+    for unit, length in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:,.{0 if num_bytes >= 10 * length else 1}f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"
 
 
 def duration(seconds: float) -> str:
@@ -73,6 +74,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int, ru
         f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size
     )
     known = "activations" in bytes_of
+    epochs = f"{plan.num_epochs} epoch{'s' * (plan.num_epochs > 1)}"
     lines = [
         ("model", f"{forecast.model_name}, {forecast.footprint.num_parameters:,} parameters, {config.train.precision}"),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
@@ -80,7 +82,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int, ru
         ("global batch", batch),
         (
             "steps",
-            f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {plan.num_epochs} epochs"
+            f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}"
             + (f"; {left_out:,} examples of an epoch are left out)" if left_out else ")"),
         ),
         ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),

@@ -9,7 +9,7 @@ from hvtrain.config import OF_EVERY_DATASET, RunConfig
 from hvtrain.costs.step import Gradient
 from hvtrain.data.source import Source
 from hvtrain.data.synthetic import Synthetic
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.footprint import Footprint, footprint, gradients
 from hvtrain.instantiate import build
 from hvtrain.planning import make_plan, size_of_each_rank
@@ -70,7 +70,10 @@ def forecast(config: RunConfig, num_ranks: int, ranks_per_host: int, examples: i
 def _source(config: RunConfig, examples: int | None, classes: int) -> Source:
     if examples is None:
         settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
-        source: Source = build("dataset", settings)
+        try:
+            source: Source = build("dataset", settings)
+        except DataError as error:
+            raise DataError(f"{error}; for data that are elsewhere, --examples N says how many they are") from error
         return source
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
@@ -96,6 +99,6 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     milestones = [round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())]
     steps |= {step: "step " for step in milestones if 0 < step <= last}
     if not milestones:
-        steps.setdefault((warmup + last) // 2, "step ")
+        steps.setdefault((min(warmup, last) + last) // 2, "step ")
     steps.setdefault(last, "the last step, ")
     return [(about, step) for step, about in sorted(steps.items())]

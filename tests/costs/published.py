@@ -73,10 +73,10 @@ HOROVOD_OF_2020 = replace(HOROVOD_OF_2018, algorithms=("ring", "tree"))
 # Each gradient by itself as soon as it is there, NCCL in the host and halving and doubling between hosts (section 4).
 GOYAL = Rules(overlap=True, fusion_bytes=1, cycle_seconds=0.0, algorithms=("hierarchical",))
 
-README_OF_2017 = "horovod/horovod pull request #44 (its README's table of 2017: 4 hosts of 4 GPUs, RDMA, NCCL)"
-README_OF_128 = "Horovod's README of early 2018 (32 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
+README_OF_16 = "Horovod's README until its pull request #44 of October 2017, which shows the table (RDMA, NCCL)"
+README_OF_128 = "Horovod's README after its pull request #44 (32 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
 README_OF_512 = "Horovod's docs/benchmarks.rst (128 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
-# One P100 with batch 64, the baseline of the same table of 2017; and images a second of 16.
+# One P100 with batch 64, the baseline of the table until October 2017; and images a second of 16.
 ONE_GPU = {"InceptionV3": 134.4, "ResNet101": 119.4, "VGG16": 130.9}
 OF_16 = {"InceptionV3": 2022.6, "ResNet101": 1746.2, "VGG16": 1787.4}
 
@@ -98,7 +98,7 @@ def _nvidia(name: str, speed: float, batch_size: int, num_ranks: int, all_speed:
 NVIDIA = "NVIDIA DeepLearningExamples, TensorFlow ResNet-50 v1.5 README, training performance (20.06, XLA)"
 
 FITTED = [
-    *(_uber(name, 16, OF_16[name] / 16 / ONE_GPU[name], README_OF_2017) for name in ONE_GPU),
+    *(_uber(name, 16, OF_16[name] / 16 / ONE_GPU[name], README_OF_16) for name in ONE_GPU),
     _uber("InceptionV3", 128, 0.90, README_OF_128),
     _uber("ResNet101", 128, 0.90, README_OF_128),
     _uber("VGG16", 128, 0.79, README_OF_128),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published import FITTED, MISSED, NETWORKS, PREDICTED, fitted
+from published import FITTED, MISSED, NETWORKS, PREDICTED, fitted, table
 
 from hvtrain.costs.links import LINK_SHARE
 from hvtrain.costs.step import Rules
@@ -28,6 +28,10 @@ def test_what_the_constants_were_fitted_to_is_within_2_points(case):
 def test_what_docs_call_missed_is_missed(case):
     """Whoever mends the model finds out here."""
     assert 5 < case.points < 13
+
+
+def test_docs_have_this_table():
+    assert "\n".join(table()) in (Path(__file__).parents[2] / "docs/plan.md").read_text()
 
 
 def test_all_cases_have_the_same_constants():
