@@ -39,7 +39,8 @@ Nothing is trained or reduced. WORDS are those of python -m hvtrain.
 OPTIONS
   -np N                  ranks
   --ranks-per-host N     default: 4
-  --examples N           training examples of a data set that is not on this machine, and --classes C (1000) of them
+  --examples N           training examples of a data set that is not on this machine; --classes C: of how many classes,
+                         where WORDS do not say so (1000)
   --output DIR           where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL
 
   how long one rank's step takes, of the batch in WORDS; without it no step is predicted
@@ -160,7 +161,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("-np", type=_count, required=True)
     parser.add_argument("--ranks-per-host", type=_count, default=4)
     parser.add_argument("--examples", type=_count)
-    parser.add_argument("--classes", type=_count, default=1000)
+    parser.add_argument("--classes", type=_count)
     parser.add_argument("--output")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--step-seconds", type=_positive)

@@ -38,12 +38,14 @@ class Forecast:
         return max(self.plan.batch_sizes)
 
 
-def forecast(config: RunConfig, num_ranks: int, ranks_per_host: int, examples: int | None, classes: int) -> Forecast:
+def forecast(
+    config: RunConfig, num_ranks: int, ranks_per_host: int, examples: int | None, classes: int | None
+) -> Forecast:
     """The run on num_ranks ranks.
 
     Args:
         examples: of the training set, where the data are not on this machine; then nothing of them is opened.
-        classes: that those have.
+        classes: that those have, where the data set's settings do not say it.
 
     Raises ConfigError or DataError as the run itself would.
     """
@@ -67,7 +69,7 @@ def forecast(config: RunConfig, num_ranks: int, ranks_per_host: int, examples: i
     return Forecast(config, plan, schedule, source, footprint(model, largest), gradients(model), model.name)
 
 
-def _source(config: RunConfig, examples: int | None, classes: int) -> Source:
+def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
     if examples is None:
         settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
         try:
@@ -81,7 +83,8 @@ def _source(config: RunConfig, examples: int | None, classes: int) -> Source:
             f"--examples was given and {name} has no setting image_shape, which the model needs; leave --examples out, "
             f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
         )
-    stand_in = Synthetic(config.dataset["image_shape"], classes, num_train=examples)
+    num_classes = classes or config.dataset.get("num_classes") or 1000
+    stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
     return stand_in
 
