@@ -1,7 +1,7 @@
 """Published runs as inputs of the cost model, with what was published of their speed and where.
 
     python tests/costs/published.py            the table of docs/plan.md: published against predicted
-    python tests/costs/published.py --fit      how the three constants were found, in half a minute
+    python tests/costs/published.py --fit      how the three constants were found
 
 Every input is a published figure: images a second of one GPU, batch, links, GPUs of a host, the network's gradients
 (networks.json has them as keras.applications builds them; test_published.py looks). What no publication gives is one
