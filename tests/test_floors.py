@@ -13,6 +13,7 @@ FLOORS = [
         "__init__",
         "config",
         "console",
+        "costs",
         "errors",
         "help",
         "imports",
@@ -26,7 +27,7 @@ FLOORS = [
         "topology",
         "watch",
     },
-    {"data", "models", "checkpoint", "saving", "learning_rate", "step_marks", "versions", "weighting"},
+    {"data", "models", "checkpoint", "saving", "footprint", "learning_rate", "step_marks", "versions", "weighting"},
     {"keras"},
     {
         "strategies",
@@ -44,8 +45,9 @@ FLOORS = [
         "loop",
         "composition",
         "failing",
+        "forecast",
     },
-    {"__main__", "bench", "doctor", "door", "horovodrun", "launch", "spark", "verify"},
+    {"__main__", "bench", "doctor", "door", "horovodrun", "launch", "plan", "spark", "verify"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,1 @@
+"""What a step costs on many ranks, on paper: links, allreduce, fusion, overlap, stragglers. Pure, no dependencies."""

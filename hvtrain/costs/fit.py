@@ -1,0 +1,122 @@
+"""A link from measured allreduces: the alpha, beta and start by least squares. Pure.
+
+What is minimised is the sum of squared relative errors, so that small messages count as much as large ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from operator import mul
+from typing import NamedTuple
+
+from hvtrain.costs.links import Link
+from hvtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One allreduce."""
+
+    num_ranks: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits best, and how far off it is: the mean relative error, without sign.
+
+    latency_seconds is None where all was measured on one number of ranks: then it cannot be told from the start.
+    """
+
+    start_seconds: float
+    latency_seconds: float | None
+    bytes_per_second: float
+    error: float
+
+    def link(self, latency_seconds: float) -> Link:
+        """With the latency found, or else the given one."""
+        return Link(latency_seconds if self.latency_seconds is None else self.latency_seconds, self.bytes_per_second)
+
+
+def fit(found: Sequence[Measured], near_bytes: int | None = None) -> Fit:
+    """start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
+
+    near_bytes: sizes near it count most, each power of two away less: no real link has one speed for all sizes.
+
+    Raises ConfigError when there are not two sizes, or larger ones do not take longer.
+
+    >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
+    >>> found = fit(ring)
+    >>> round(found.start_seconds, 6), round(found.latency_seconds, 8), round(found.bytes_per_second)
+    (0.001, 1e-05, 1000000000)
+    >>> fit(ring[:3]).latency_seconds is None, round(fit(ring[:3]).start_seconds, 5)
+    (True, 0.00102)
+    """
+    if len({one.num_bytes for one in found}) < 2 or min(one.num_ranks for one in found) < 2:
+        raise ConfigError(
+            f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
+            "ranks or more: run python -m hvtrain.bench allreduce"
+        )
+    weights = [1 / (1 + abs(log2(one.num_bytes / near_bytes))) if near_bytes else 1.0 for one in found]
+    equations = [
+        Equation((1.0, 2.0 * (one.num_ranks - 1), 2 * (1 - 1 / one.num_ranks) * one.num_bytes), one.seconds, weight)
+        for one, weight in zip(found, weights)
+    ]
+    columns = [0, 1, 2] if len({one.num_ranks for one in found}) > 1 else [0, 2]
+    best = _least_squares(equations, columns)
+    if 1 in columns and (best[0] < 0 or best[1] < 0):  # One of the two is nothing; which, says the other's fit.
+        tries = [_least_squares(equations, [kept, 2]) for kept in (0, 1)]
+        best = min(tries, key=lambda factors: _error(equations, [max(0.0, factor) for factor in factors]))
+    start, latency, inverse = (max(0.0, factor) for factor in best)
+    if inverse <= 0:
+        raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
+    error = _error(equations, [start, latency, inverse])
+    return Fit(start, latency if 1 in columns else None, 1 / inverse, error)
+
+
+class Equation(NamedTuple):
+    """factors x terms = seconds; its weight is that of its relative error."""
+
+    terms: tuple[float, float, float]
+    seconds: float
+    weight: float
+
+
+def _least_squares(equations: Sequence[Equation], columns: list[int]) -> list[float]:
+    """The factors of the columns, 0 for those left out."""
+    rows = [[one.weight * one.terms[column] / one.seconds for column in columns] for one in equations]
+    scales = [max(row[index] for row in rows) for index in range(len(columns))]
+    scaled = [[value / scale for value, scale in zip(row, scales)] for row in rows]
+    # Each column times each column and times the right side, where a relative second is 1.
+    right = [*zip(*scaled), [one.weight for one in equations]]
+    solved = _solve([[sum(map(mul, column, other)) for other in right] for column in zip(*scaled)])
+    found = [0.0, 0.0, 0.0]
+    for column, value, scale in zip(columns, solved, scales):
+        found[column] = value / scale
+    return found
+
+
+def _solve(table: list[list[float]]) -> list[float]:
+    """Of a system of equations whose last column is the right side, by Gauss with pivots.
+
+    >>> _solve([[2.0, 1.0, 3.0], [1.0, 3.0, 4.0]])
+    [1.0, 1.0]
+    """
+    size = len(table)
+    for step in range(size):
+        pivot = max(range(step, size), key=lambda row: abs(table[row][step]))
+        table[step], table[pivot] = table[pivot], table[step]
+        for row in range(size):
+            if row != step:
+                factor = table[row][step] / table[step][step]
+                table[row] = [value - factor * other for value, other in zip(table[row], table[step])]
+    return [table[row][size] / table[row][row] for row in range(size)]
+
+
+def _error(equations: Sequence[Equation], factors: list[float]) -> float:
+    """Mean relative error without sign."""
+    errors = [one.weight * abs(sum(map(mul, factors, one.terms)) / one.seconds - 1) for one in equations]
+    return sum(errors) / sum(one.weight for one in equations)
