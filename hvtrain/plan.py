@@ -58,7 +58,6 @@ OPTIONS
 
   how ranks reduce
   --algorithm NAME       ring, tree, hierarchical, or best of these; default: the better of ring and tree, as NCCL does
-  --overlap              gradients are reduced while others are computed; hvtrain reduces them together, after the last
   --fusion-mib N         largest message; default: {DEFAULTS.fusion_bytes // MIB}
   --straggler X          deviation of the ranks' step times from their mean; default: {DEFAULTS.deviation}
 
@@ -86,7 +85,7 @@ def plan() -> int:
         from hvtrain.forecast.plot import draw
         from hvtrain.forecast.run import forecast
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
-    rules = _rules(options)
+    rules = _rules(options, run)
     folder = _folder(options, run)
     print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host, rules)), flush=True)
     step_seconds = options.step_seconds or _measured(options, config, run)
@@ -108,7 +107,7 @@ def _predict(
     options: argparse.Namespace, measured: list[list[Measured]], run: Forecast, rules: Rules, step_seconds: float
 ) -> tuple[Found, Rules, list[Cost], float | None]:
     """The machine, the rules on it, the cost on 1, 2, 4, ... ranks, and the last one's if hosts reduced first."""
-    work = Work(step_seconds, run.gradients)
+    work = Work(step_seconds, run.messages)
     found = machine_of(options, measured, min(work.num_bytes, rules.fusion_bytes))
     if found.is_measured:
         rules = replace(rules, cycle_seconds=0.0)
@@ -135,11 +134,11 @@ def _measured(options: argparse.Namespace, config: RunConfig, run: Forecast) -> 
     return measured_step_seconds(words, run.batch_size)
 
 
-def _rules(options: argparse.Namespace) -> Rules:
+def _rules(options: argparse.Namespace, run: Forecast) -> Rules:
     names = {"best": tuple(ALGORITHMS), None: DEFAULTS.algorithms}.get(options.algorithm, (options.algorithm,))
     return replace(
         DEFAULTS,
-        overlap=options.overlap,
+        overlap=run.bucket_bytes > 0,
         fusion_bytes=options.fusion_mib * MIB,
         deviation=options.straggler,
         algorithms=names,
@@ -173,7 +172,6 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--link-share", type=_positive, default=LINK_SHARE)
     parser.add_argument("--calibrate", action="append", default=[], metavar="FILE")
     parser.add_argument("--algorithm", choices=(*ALGORITHMS, "best"))
-    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--fusion-mib", type=_count, default=DEFAULTS.fusion_bytes // MIB)
     parser.add_argument("--straggler", type=_at_least_0, default=DEFAULTS.deviation)
     options, rest = parser.parse_known_args(words)

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FLOORS = [
     {
         "__init__",
+        "buckets",
         "config",
         "console",
         "costs",

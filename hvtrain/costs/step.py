@@ -48,8 +48,7 @@ class Rules:
     """How the ranks reduce.
 
     Args:
-        overlap: gradients are reduced while others are computed, as with Horovod's own optimizers. hvtrain's optimizer
-            reduces them as one group, after the last.
+        overlap: gradients are reduced while others are computed, else after the last.
         fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21.
         cycle_seconds: Horovod looks for ready gradients so often; what becomes ready waits half of it. Since 0.21, too.
         interference: how much slower computing is while bytes are moved beside it: both use memory and cores

@@ -104,7 +104,8 @@ def of_the_step(
     forecast: Forecast, costs: Sequence[Cost], found: Found, rules: Rules, step_seconds: float, faster: float | None
 ) -> list[str]:
     """The prediction, with what it stands on; faster: the last step's seconds if hosts reduced first."""
-    way = "while gradients are still computed" if rules.overlap else "after the last gradient, as hvtrain does"
+    number = len(forecast.messages)
+    way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
     lines = [
         f"{'links':<15}{found.lines[0]}",
         *(f"{'':<15}{line}" for line in found.lines[1:]),

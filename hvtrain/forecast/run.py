@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvtrain.buckets import in_buckets
 from hvtrain.config import OF_EVERY_DATASET, RunConfig
 from hvtrain.costs.step import Gradient
 from hvtrain.data.source import Source
@@ -31,6 +33,18 @@ class Forecast:
     footprint: Footprint
     gradients: Sequence[Gradient]
     model_name: str
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the messages that are reduced while others are computed; 0: all gradients are one, after the last."""
+        return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
+
+    @property
+    def messages(self) -> Sequence[Gradient]:
+        """The gradients as the run puts them together."""
+        buckets = in_buckets([one.num_bytes for one in self.gradients], self.bucket_bytes or sys.maxsize)
+        members = [[self.gradients[position] for position in bucket] for bucket in buckets]
+        return [Gradient(sum(one.num_bytes for one in own), sum(one.work for one in own)) for own in members]
 
     @property
     def batch_size(self) -> int:

@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvtrain.buckets import in_buckets
 from hvtrain.keras.ballot import Ballot
 from hvtrain.keras.in_graph import new_counter
 from hvtrain.step_marks import StepMarks
@@ -138,7 +139,9 @@ class Reducer:
             named = [[i for i in dense if keys[i] in group] for group in wanted]
             parts = [*named, *([i] for i in dense if not any(keys[i] in group for group in wanted))]
         elif self.bucket_bytes and self.groups is None:
-            parts = in_buckets(dense, [gradient_bytes(gradients[i]) for i in dense], self.bucket_bytes)
+            last_first = dense[::-1]
+            buckets = in_buckets([gradient_bytes(gradients[i]) for i in last_first], self.bucket_bytes)
+            parts = [[last_first[position] for position in bucket] for bucket in buckets]
         groups = []
         for part in parts:
             for dtype in dict.fromkeys(gradients[i].dtype for i in part):
@@ -183,23 +186,6 @@ class Reducer:
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
         return gradient * tf.cast(factor, gradient.dtype)
-
-
-def in_buckets(items: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """The items, the last first, in groups that are closed once they hold bucket_bytes.
-
-    >>> in_buckets([0, 1, 2, 3, 4], [5, 30, 10, 10, 10], 25)
-    [[4, 3, 2], [1], [0]]
-    """
-    buckets: list[list[int]] = [[]]
-    filled = 0
-    for item, size in zip(reversed(items), reversed(sizes)):
-        if filled >= bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(item)
-        filled += size
-    return buckets
 
 
 def gradient_bytes(gradient: tf.Tensor) -> int:

@@ -47,6 +47,7 @@ WRAPPED = {
     "sparse_as_dense": (SPARSE["sparse gradients"], partial(hvd.DistributedOptimizer, sparse_as_dense=True)),
     "predivided": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0)),
     "grouped": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, num_groups=2)),
+    "buckets": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, bucket_bytes=100)),
     "fp16_on_the_wire": (
         Case(FAMILIES["momentum"].optimizer, tolerance=2e-2),
         partial(hvd.DistributedOptimizer, compression=hvd.Compression.fp16),
