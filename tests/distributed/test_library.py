@@ -20,7 +20,7 @@ CASES = [
     "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion", "clipped", "clipnorm", "ema",
     "loss_scale_factor", "schedule", "accumulation", "none_gradient", "sparse gradients", "embedding_adam",
     "mixed_bfloat16", "mixed_float16", "accumulated_embedding", "passes_averaged", "passes_summed",
-    "sparse_as_dense", "predivided", "grouped", "fp16_on_the_wire", "loss_scale_accumulated",
+    "sparse_as_dense", "predivided", "grouped", "buckets", "fp16_on_the_wire", "loss_scale_accumulated",
 ]  # fmt: skip
 
 
