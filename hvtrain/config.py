@@ -106,6 +106,11 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
+    comm: str = setting(
+        "default",
+        "auto: try settings of the reduction on some steps, and keep the fastest",
+        choices=("default", "auto"),
+    )
     profile: str | None = setting(
         None, "timeline: trace some steps and say where their time went", choices=("timeline",)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from hvtrain import console, loop
+from hvtrain import console, loop, tuning
 from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.metrics import build_metrics, evaluate
 from hvtrain.callbacks.order import make_callbacks, periods, steps_per_call
@@ -53,6 +53,8 @@ def train(config: RunConfig) -> RunRecord:
     Raises UserError, on all ranks at once where it can, for what the user can mend.
     """
     strategy: Strategy = build("strategy", config.strategy)
+    if config.comm == "auto":
+        strategy.expect_restart()
     if config.profile:
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # It traces nothing later that it was not started for.
     try:
@@ -93,6 +95,16 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     source, plan = open_data(config, strategy, found.meta if found else None)
     meta = checkpoint_meta(config, plan, check_same_data(strategy, source, config.guard.data))
     topology = strategy.topology
+
+    def batches_from(step: int) -> tf.data.Dataset:
+        batches = training_batches(source, plan, topology, config.seed, step)
+        return batches if plan.is_even else weigh(batches, plan, topology.rank, step)
+
+    if config.comm == "auto" and topology.size > 1:
+        first = tuning.default(config)
+        tuning.tune(folder, strategy, lambda: build_model(config, source, plan, strategy), batches_from(0), first)
+        keras.utils.clear_session()
+        seed_everything(config, topology.rank)
     with strategy.scope():
         model = strategy.together(lambda: build_model(config, source, plan, strategy))
     start = resume(found, model, plan, meta, config.guard.data, strategy)
@@ -111,10 +123,6 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     more = (split, proof, interruption, skipped, writer)
     callbacks = make_callbacks(config, strategy, source, meta, held, start, *more)
     calls = loop.Calls(steps_per_call(config, callbacks), periods(config, strategy), strategy.broadcast)
-
-    def batches_from(step: int) -> tf.data.Dataset:
-        batches = training_batches(source, plan, topology, config.seed, step)
-        return batches if plan.is_even else weigh(batches, plan, topology.rank, step)
 
     with writer, explained(source, strategy, model, position):
         if start.step < plan.num_steps and not start.ended:

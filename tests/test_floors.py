@@ -44,6 +44,7 @@ FLOORS = [
         "diagnosis",
         "benchmark",
         "loop",
+        "tuning",
         "composition",
         "failing",
         "forecast",

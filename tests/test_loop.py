@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvtrain import loop
+from hvtrain import buckets, loop, tuning
 from hvtrain.callbacks import step_split, timeline
 from hvtrain.step_marks import StepMarks, StepTimes
 from hvtrain.step_plan import Share, StepPlan
@@ -16,7 +16,7 @@ X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arang
 PLAN = StepPlan((Share(4, 12),), 36, 0.1, 1.0)
 
 
-@pytest.mark.parametrize("module", [loop, step_split, timeline])
+@pytest.mark.parametrize("module", [buckets, loop, step_split, timeline, tuning])
 def test_examples(module):
     failed, tried = doctest.testmod(module)
     assert tried and not failed

@@ -79,7 +79,7 @@ from hvtrain.keras.optimizer import (
     num_reductions,
     ranks_at_fault,
 )
-from hvtrain.keras.process import init, is_elastic, launched_size
+from hvtrain.keras.process import hold_mpi, init, is_elastic, launched_size
 from hvtrain.keras.resets import Resets
 from hvtrain.keras.saving import load_model
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
@@ -134,6 +134,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "hold_mpi",
     "init",
     "is_distributed",
     "is_elastic",

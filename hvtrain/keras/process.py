@@ -64,6 +64,13 @@ def init(*args: Any, **kwargs: Any) -> None:
         )
 
 
+def hold_mpi() -> None:
+    """Before init, so that another one can follow: Horovod ends an MPI that it began, and it begins only once."""
+    by_mpi = any(name in os.environ for name in _SIZE_VARIABLES if name != "HOROVOD_SIZE")
+    if by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo":
+        from mpi4py import MPI  # noqa: F401  (begins it)
+
+
 def _choose_interface() -> None:
     """Gloo and NCCL talk over the interface that leads to the launcher, whatever it is called on this host.
 

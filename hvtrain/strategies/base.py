@@ -62,6 +62,12 @@ class Strategy:
         self.marks = StepMarks()
         return Topology()
 
+    def expect_restart(self) -> None:
+        """Before start, where restart will be called. Not collective."""
+
+    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
+        """Leaves the other ranks and joins them anew, with these variables and settings of the reduction."""
+
     def watch_over(self, abort_seconds: float) -> None:
         """Has the ranks watch each other from now on; again: anew, over those that there are now. 0: not."""
 

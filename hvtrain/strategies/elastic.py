@@ -42,6 +42,9 @@ class ElasticStrategy(HorovodStrategy):
             )
         return topology
 
+    def expect_restart(self) -> None:
+        raise ConfigError("comm=auto and strategy=elastic exclude each other; leave one of them out")
+
     def description(self) -> str:
         return f"{super().description()}, elastic"
 

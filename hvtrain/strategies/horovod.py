@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from hvtrain.step_marks import StepMarks
 from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.topology import Topology
 from hvtrain.watch.progress import EXCHANGE
+
+MIB = 1 << 20
 
 
 class HorovodStrategy(Strategy):
@@ -33,7 +36,7 @@ class HorovodStrategy(Strategy):
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
             raise ConfigError(f"strategy.bucket_mib={bucket_mib} came; a number of MiB is needed, or 0 for one message")
         self.compression = getattr(hvd.Compression, compression)
-        self.bucket_bytes = int(bucket_mib * (1 << 20))
+        self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
         self._devices: list[str] = []
 
@@ -44,6 +47,17 @@ class HorovodStrategy(Strategy):
         self.marks = StepMarks()
         self.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
         return self.topology
+
+    def expect_restart(self) -> None:
+        hvd.hold_mpi()
+
+    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
+        self.bucket_bytes = int(bucket_mib * MIB)
+        if hvd.size() > 1:
+            self.gather(None)  # Nobody leaves before all are ready to.
+            hvd.shutdown()
+            os.environ.update(environment)
+            hvd.init()
 
     def watch_over(self, abort_seconds: float) -> None:
         place = self.topology
