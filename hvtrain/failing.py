@@ -27,13 +27,16 @@ def leave(strategy: Strategy, error: BaseException) -> None:
 @contextmanager
 def explained(source: Source, strategy: Strategy, model: keras.Model, position: Position) -> Iterator[None]:
     """Turns TensorFlow's error about unreadable data, or a gradient that is not finite, into one that helps."""
+    before = strategy.marks()[3]
     try:
         yield
     except tf.errors.OpError as error:
         ranks = strategy.ranks_at_fault(error, model.optimizer)
         if ranks:
+            # Not position.step: that was before a call of several steps.
+            step = position.start_step + strategy.marks()[3] - before + 1
             raise TrainingError(
-                f"the gradient of step {position.step + 1:,} is not finite on {named(ranks)}; "
+                f"the gradient of step {step:,} is not finite on {named(ranks)}; "
                 f"nothing of it reached the weights; {ADVICE}"
             ) from error
         # Horovod's errors come as OpErrors too; a search through all files would find nothing.

@@ -80,6 +80,7 @@ def run(config: RunConfig, strategy: Strategy) -> RunRecord:
 def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     """The story of a run, to its end; or, without a record, to where another plan goes on from the checkpoint."""
     topology = strategy.start()
+    strategy.marks.timed = not config.train.deterministic
     console.start_log(topology.is_chief)
     strategy.watch_over(config.watchdog.abort_seconds)
     check_same_run(strategy, config)

@@ -45,9 +45,13 @@ class StepTimes:
 
 
 class StepMarks:
-    """Of one process. The methods that mark are called while a graph is traced."""
+    """Of one process. The methods that mark are called while a graph is traced.
+
+    timed: may be set to False, as it must be where TensorFlow's operations are deterministic, for a clock is not.
+    """
 
     def __init__(self) -> None:
+        self.timed = True
         # On the CPU, so that reading them waits for no GPU.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._arrived, self._ready, self._reduced, self._ended = (
@@ -67,12 +71,11 @@ class StepMarks:
         communication = float(self._waiting.numpy())
         return StepTimes(int(self._ended.numpy()), float(data), float(whole - data) - communication, communication)
 
-    @staticmethod
-    def now(after: Sequence[Any] = ()) -> tf.Tensor:
+    def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
         """The clock, once those values are there, or operations have ended."""
         # Grouped where they are: one signal goes to the CPU, not one for each of them.
         with tf.control_dependencies([tf.group(*after)] if after else []), tf.device("/CPU:0"):
-            return tf.timestamp()
+            return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
     def arrived(self, data: Any) -> tf.Tensor:
         """A step has its batch; when."""
@@ -91,13 +94,13 @@ class StepMarks:
     def reduced(self, gradients: Sequence[Any], ready: tf.Tensor) -> None:
         """The gradients of all ranks are here."""
         now = self.now(gradients)
-        with tf.device("/CPU:0"):
+        with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._waiting.assign_add(now - ready)
             self._reduced.assign_add(1)
 
     def ended(self, step: tf.Operation, began: tf.Tensor, arrived: tf.Tensor) -> None:
         """A step has done all that it does."""
         now = self.now([step])
-        with tf.device("/CPU:0"):
+        with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._data_and_step.assign_add(tf.stack([arrived - began, now - began]))
             self._ended.assign_add(1)

@@ -26,7 +26,6 @@ from hvtrain.config import RunConfig
 from hvtrain.errors import ConfigError
 from hvtrain.loop import make_steps
 from hvtrain.records import write_atomic
-from hvtrain.step_marks import StepMarks
 from hvtrain.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ def _trials(
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     iterator = iter(batches.take(1).cache().repeat())
-    steps = make_steps(model, batches.element_spec, StepMarks())
+    steps = make_steps(model, batches.element_spec, strategy.marks)
     began = time.perf_counter()
     steps(iterator, 1)  # Traced.
     began = time.perf_counter()

@@ -83,7 +83,7 @@ class StepSplit(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         times = self.strategy.marks.times()
-        if self._begin is None or times.steps == self._begin.steps:
+        if self._begin is None or times.steps == self._begin.steps or not self.strategy.marks.timed:
             return  # So it is on all ranks.
         is_first = self.split is None
         mine = ((times - self._begin).each(), self.strategy.topology.host)

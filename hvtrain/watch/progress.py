@@ -58,6 +58,7 @@ class Progress:
         self._marks = marks
         self._phase = START
         self._step = self._changes = 0
+        self._step_at_first: int | None = None
         self._started = False
         self._first_marks = marks()
         self._seen: tuple[object, ...] = ()
@@ -82,7 +83,9 @@ class Progress:
         self._changes += 1
 
     def begin_step(self, step: int) -> None:
-        """step: how many the run has done before."""
+        """step: how many the run has done before; more may follow at once, which Python does not see."""
+        if self._step_at_first is None:
+            self._step_at_first = step - self._marks()[3]
         self._step = step
         self._changes += 1
         self._phase = STEP
@@ -102,13 +105,15 @@ class Progress:
         phase = self._phase
         if phase == STEP:
             phase = self._within_step(arrived, ready, reduced, ended)
-        seen = (self._step, self._changes, arrived, ready, reduced, ended)
+        # Within a call of several steps.
+        step = max(self._step, (self._step_at_first or 0) + ended + self._first_marks[3])
+        seen = (step, self._changes, arrived, ready, reduced, ended)
         if seen != self._seen or (phase not in WAITING and self._moves_bytes()):
             self._moved = now
-        if (phase, self._step) != self._seen_phase:
+        if (phase, step) != self._seen_phase:
             self._since = now
-        self._seen, self._seen_phase = seen, (phase, self._step)
-        return Standing(self._step, phase, now - self._since, now - self._moved, self._started)
+        self._seen, self._seen_phase = seen, (phase, step)
+        return Standing(step, phase, now - self._since, now - self._moved, self._started)
 
     def _within_step(self, arrived: int, ready: int, reduced: int, ended: int) -> str:
         if ready > reduced:
