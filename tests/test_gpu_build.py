@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 PARTS = ("conf", "hvtrain", "scripts", "LICENSE", "README.md", "pyproject.toml")
 GIGABYTES = 12
-pytestmark = [pytest.mark.apart, pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.builds, pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LOOK = """
 import json, os

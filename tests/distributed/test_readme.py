@@ -77,7 +77,7 @@ def test_the_examples_of_the_library(tmp_path):
     assert "trained 3 epochs on 1 rank(s)" in output
 
 
-@pytest.mark.apart
+@pytest.mark.builds
 @pytest.mark.timeout(900)
 def test_the_first_command_from_a_clean_clone(tmp_path):
     """As the README has it; Horovod's library may come from uv's cache, all else is made anew."""
