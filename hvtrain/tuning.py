@@ -73,7 +73,7 @@ def tune(
     found = strategy.on_chief(lambda: _read(folder, ranks))
     if found is None:
         began = time.monotonic()
-        found, seconds = _search(strategy, build, batches, default)
+        found, default, seconds = _search(strategy, build, batches, default)
         gain = seconds[default] / seconds[found]
         told = f"comm=auto: {in_words(found)}, {gain:.2f} times as fast as {in_words(default)}"
         log.info("%s (%d tried in %.0f s)\n", told, len(seconds), time.monotonic() - began)
@@ -85,27 +85,26 @@ def tune(
 
 def _search(
     strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset, default: Comm
-) -> tuple[Comm, dict[Comm, float]]:
-    """The fastest, and the seconds of a step of all that were tried (the same on every rank)."""
-    best, seconds = default, dict[Comm, float]()
+) -> tuple[Comm, Comm, dict[Comm, float]]:
+    """The fastest, the default, and the seconds of a step of all that were tried (the same on every rank)."""
+    seconds = dict[Comm, float]()
     mib = sum(v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables) / (1 << 20)
     # Larger ones would hold all gradients, and so be one, as 0 says.
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
+    best = default = replace(default, bucket_mib=default.bucket_mib if default.bucket_mib < mib else 0.0)
     # One setting after the other; each goes on from the best of those before it.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
         tried = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
         rounds: dict[Comm, list[float]] = {comm: [] for comm in tried}
-        trials = dict.fromkeys(tried) | dict(_trials(tried, strategy, build, batches))
+        trials = dict(_trials(tried, strategy, build, batches))
         for number in range(ROUNDS):
             for comm in tried if number % 2 == 0 else reversed(tried):
                 strategy.restart(comm.environment, comm.bucket_mib)
-                trial = trials[comm]
-                assert trial
-                rounds[comm].append(max(strategy.gather(trial())))
+                rounds[comm].append(max(strategy.gather(trials[comm]())))
         seconds |= {comm: median(found) for comm, found in rounds.items()}
         fastest = min(tried, key=lambda comm: seconds[comm])
         best = fastest if seconds[fastest] < WORTHWHILE * seconds[best] else best
-    return best, seconds
+    return best, default, seconds
 
 
 def _trials(
@@ -123,7 +122,6 @@ def _trials(
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, batches.element_spec, strategy.marks)
-    began = time.perf_counter()
     steps(iterator, 1)  # Traced.
     began = time.perf_counter()
     steps(iterator, 1)
