@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_in_its_data(tmp_path):
     assert re.match(wanted, lines[-1]), output
     assert lines[-1].endswith(f"Python stacks are in {tmp_path}/run/stacks; {GOES_ON.format(run=tmp_path / 'run')}")
     assert len(lines) == 1 and "Traceback" not in output
-    assert "in wait" in stacks(tmp_path, 1) and "in fit" in stacks(tmp_path, 0)
+    assert "in wait" in stacks(tmp_path, 1) and "hvtrain/loop.py" in stacks(tmp_path, 0)
     assert none_left(tmp_path)
 
 

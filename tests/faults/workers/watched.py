@@ -20,7 +20,7 @@ RANK, SIZE, FOLDER, LIMIT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]
 EVENTS = {step: what for rank, step, what in json.loads(sys.argv[5]) if rank in (RANK, -1)}
 HOST = f"h{RANK}"
 FOREVER = 10_000
-counts = [0, 0, 0]
+counts = [0, 0, 0, 0]
 meetings = iter(range(1_000_000))
 
 
@@ -51,6 +51,7 @@ def step(watched, number):
     counts[1] += 1
     gather(number)
     counts[2] += 1
+    counts[3] += 1
     watched.progress.end_step(number + 1)
     act(watched, "", number)
 
