@@ -80,6 +80,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 @pytest.mark.distributed
+@pytest.mark.apart  # The second one waits 15 s, as it should.
 def test_a_second_run_is_refused_and_the_first_one_ends_well(tmp_path):
     words = ["model=mlp", "train.epochs=2000", f"run.dir={tmp_path / 'run'}"]
     first = start("gloo", 2, "python", "-m", "hvtrain", *words, cwd=tmp_path)
