@@ -95,7 +95,7 @@ def main() -> None:
             for launcher in ("gloo", "mpi"):
                 found = []
                 for number in range(options.rounds):
-                    folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-")
+                    folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(",", "")
                     folder.mkdir()
                     found.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
                 shown.append(f"{statistics.median(found):.1f}, {max(found):.1f}")
