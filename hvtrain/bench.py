@@ -118,7 +118,7 @@ def parsers() -> tuple[argparse.ArgumentParser, list[argparse.ArgumentParser]]:
     workloads = "\n".join(f"  {w.name:<18}{w.about}, batch {w.batch_size}" for w in WORKLOADS.values())
     made = {
         name: kinds.add_parser(
-            name, help=about, description=f"{more}", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+            name, help=about, description=more, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         for name, about, more, epilog in (
             (

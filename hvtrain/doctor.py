@@ -67,12 +67,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--network-interfaces")
     parser.add_argument("--no-links", dest="links", action="store_false")
     parser.add_argument("--json", action="store_true")
-    options, rest = parser.parse_known_args(words)
-    unknown = next((word for word in rest if word.startswith("-") and not word.startswith(("--config-", "-c"))), None)
-    if unknown:
-        parser.error(f"unknown option {unknown}")
-    options.words = rest
-    return options
+    return parser.parse_with_words(words)
 
 
 def _places(tree: dict[str, Any]) -> dict[str, str]:

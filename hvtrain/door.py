@@ -24,6 +24,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:3])} --help")
 
+    def parse_with_words(self, words: list[str]) -> argparse.Namespace:
+        """Its options, and as `words` those of the runner and of Hydra, which it does not know."""
+        options, rest = self.parse_known_args(words)
+        unknown = next((w for w in rest if w.startswith("-") and not w.startswith(("--config-", "-c"))), None)
+        if unknown:
+            self.error(f"unknown option {unknown}")
+        options.words = rest
+        return options
+
 
 def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""

@@ -174,12 +174,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=(*ALGORITHMS, "best"))
     parser.add_argument("--fusion-mib", type=_count, default=DEFAULTS.fusion_bytes // MIB)
     parser.add_argument("--straggler", type=_at_least_0, default=DEFAULTS.deviation)
-    options, rest = parser.parse_known_args(words)
-    unknown = next((word for word in rest if word.startswith("-") and not word.startswith(("--config-", "-c"))), None)
-    if unknown:
-        parser.error(f"unknown option {unknown}")
-    options.words = rest
-    return options
+    return parser.parse_with_words(words)
 
 
 def _count(text: str) -> int:

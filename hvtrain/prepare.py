@@ -19,6 +19,7 @@ from hvtrain.learning_rate import LearningRate
 from hvtrain.planning import dealt_batch_sizes, going_on, make_plan
 from hvtrain.records import TEMPORARY
 from hvtrain.run_lock import RunLock
+from hvtrain.schedule import Schedule
 from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology, reduced
@@ -119,9 +120,9 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
     return model
 
 
-def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
-    """The optimizer of one process, with the run's learning rate."""
-    schedule = build(
+def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
+    """The learning rate over the plan's own steps."""
+    schedule: Schedule = build(
         "schedule",
         config.schedule,
         base=plan.base_learning_rate,
@@ -129,7 +130,12 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
         steps_per_epoch=plan.steps_per_epoch,
         num_steps=plan.scheduled_steps,
     )
-    rate = LearningRate(schedule, plan.shift)
+    return schedule
+
+
+def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
+    """The optimizer of one process, with the run's learning rate."""
+    rate = LearningRate(build_schedule(config, plan), plan.shift)
     accumulated = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
     optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulated)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))

@@ -15,7 +15,7 @@ from hvtrain.errors import ConfigError, DataError
 from hvtrain.footprint import Footprint, footprint, gradients
 from hvtrain.instantiate import build
 from hvtrain.planning import make_plan, size_of_each_rank
-from hvtrain.prepare import build_model, seed_everything
+from hvtrain.prepare import build_model, build_schedule, seed_everything
 from hvtrain.schedule import Schedule
 from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
@@ -70,14 +70,7 @@ def forecast(
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
-    schedule: Schedule = build(
-        "schedule",
-        config.schedule,
-        base=plan.base_learning_rate,
-        peak=plan.peak_learning_rate,
-        steps_per_epoch=plan.steps_per_epoch,
-        num_steps=plan.num_steps,
-    )
+    schedule = build_schedule(config, plan)
     model = build_model(config, source, plan, Strategy())
     largest = max(plan.batch_sizes)
     return Forecast(config, plan, schedule, source, footprint(model, largest), gradients(model), model.name)
