@@ -24,13 +24,14 @@ import tensorflow as tf
 
 from hvtrain.config import RunConfig
 from hvtrain.errors import ConfigError
+from hvtrain.keras.process import CYCLE
 from hvtrain.loop import make_steps
 from hvtrain.records import write_atomic
 from hvtrain.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
 
-FILE, CYCLE = "comm.json", "HOROVOD_CYCLE_TIME"
+FILE = "comm.json"
 ROUNDS, STEPS = 3, 10
 SECONDS_FOR_STEPS = 3.0
 # Less than this may be noise; the default is what is known.

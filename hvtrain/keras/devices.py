@@ -77,10 +77,13 @@ def _index(view: View, on_host: list[View], share: bool) -> int | None:
 def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
-    Call it after init and before TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
+    On a host without GPUs a rank keeps the memory that tensors free for the next ones. Call it after init and before
+    TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
     Raises RankError when ranks would share a GPU and share is false, or TensorFlow has touched one already.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        _keep_freed_memory()  # Now: to gather allocates.
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names))
     chosen = choose_gpus(views, share)
@@ -94,6 +97,17 @@ def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
         f"{view.host} CPU" if mine is None else f"{view.host} GPU {view.gpus[mine]}"
         for view, mine in zip(views, chosen)
     ]
+
+
+def _keep_freed_memory() -> None:
+    """TensorFlow's pool for GPUs ("best fit with coalescing") serves the CPU too, as large as this host's memory.
+
+    Its other allocator has each large gradient's memory given back to the system and taken anew in the next step, and
+    the pages of 100 MB cost more than to reduce them.
+    """
+    os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
+    mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(mib))
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
     scope="module",
     params=[
         pytest.param(("mpirun", 2), id="mpi-2"),
-        pytest.param(("gloo", 3), marks=pytest.mark.apart, id="gloo-3"),
+        pytest.param(("gloo", 3), marks=pytest.mark.more, id="gloo-3"),
         pytest.param(("mpirun", 4), marks=pytest.mark.apart, id="mpi-4"),
     ],
 )
@@ -207,9 +207,33 @@ def test_every_imported_name_of_upstream_exists():
                 assert missing == [], f"{name} has them"
 
 
+@pytest.mark.apart
 def test_the_library_needs_no_hydra():
     import subprocess
     import sys
 
     code = "import sys, hvtrain.keras; sys.exit(bool({'hydra', 'omegaconf'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "cycle", "gives_way"),
+    [
+        ("mpirun", {}, "0.1", "1"),
+        pytest.param(
+            *("mpirun", {"HOROVOD_CYCLE_TIME": "3", "OMPI_MCA_mpi_yield_when_idle": "0"}, "3", "0"),
+            marks=pytest.mark.apart,
+        ),
+        pytest.param("gloo", {}, None, None, marks=pytest.mark.apart),
+    ],
+)
+def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
+    """Ranks of one host meet often under MPI and give way while they wait; a large reduction takes no new pages."""
+    code, output = run(
+        launcher, 2, "python", str(WORKERS / "pace.py"), str(tmp_path / "found"), cwd=tmp_path, **variables
+    )
+    assert code == 0, output
+    for rank in (0, 1):
+        chosen, pages = json.loads((tmp_path / f"found.{rank}").read_text())
+        assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
+        assert pages < 1000

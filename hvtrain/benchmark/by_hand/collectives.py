@@ -57,6 +57,7 @@ def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Calla
     import hvtrain.keras as hvd
 
     hvd.init()
+    hvd.pin_gpu()
 
     def make(lengths: list[int]) -> Callable[[], object]:
         tensors = [tf.ones([length]) for length in lengths]

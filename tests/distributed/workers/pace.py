@@ -1,0 +1,35 @@
+"""One rank: what it has chosen for MPI and Horovod, and the pages it takes anew in steps that need the same memory."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from statistics import median
+
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+
+hvd.init()
+hvd.pin_gpu()
+
+
+@tf.function
+def step(tensor: tf.Tensor) -> tf.Tensor:
+    return hvd.allreduce(tensor, name="large")
+
+
+def pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+large = tf.ones([16 << 20])  # 64 MiB: 16,384 pages.
+taken = []
+for _ in range(9):
+    before = pages()
+    step(large)
+    taken.append(pages() - before)
+chosen = {name: os.environ.get(name) for name in ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle")}
+Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken)]))
+hvd.shutdown()
