@@ -126,7 +126,7 @@ def make_steps(model: keras.Model, spec: Any, marks: StepMarks) -> Callable[[Any
             began = marks.now()
             with tf.control_dependencies([began]):
                 data = iterator.get_next()
-            arrived = marks.arrived(data)
+            data, arrived = marks.arrived(data)
             result = one_step(data)
             marks.ended(tf.nest.flatten(result)[0].op, began, arrived)
             return done + 1, result

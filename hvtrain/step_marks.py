@@ -77,12 +77,12 @@ class StepMarks:
         with tf.control_dependencies([tf.group(*after)] if after else []), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
-    def arrived(self, data: Any) -> tf.Tensor:
-        """A step has its batch; when."""
+    def arrived(self, data: Any) -> tuple[Any, tf.Tensor]:
+        """A step has its batch: the batch to go on with, and when."""
         now = self.now(tf.nest.flatten(data, expand_composites=True))
         with tf.control_dependencies([now]):
             self._arrived.assign_add(1)
-        return now
+        return _after(now, data), now
 
     def ready(self, gradients: Sequence[Any]) -> tf.Tensor:
         """This rank's gradients wait for the other ranks' from now on."""
@@ -91,12 +91,13 @@ class StepMarks:
             self._ready.assign_add(1)
         return now
 
-    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor) -> None:
-        """The gradients of all ranks are here."""
+    def reduced(self, gradients: Sequence[Any], ready: tf.Tensor, last: Sequence[Any]) -> list[Any]:
+        """The gradients of all ranks are here. Returns those of them that came last, to go on with."""
         now = self.now(gradients)
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._waiting.assign_add(now - ready)
             self._reduced.assign_add(1)
+        return _after(now, list(last))
 
     def ended(self, step: tf.Operation, began: tf.Tensor, arrived: tf.Tensor) -> None:
         """A step has done all that it does."""
@@ -104,3 +105,9 @@ class StepMarks:
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._data_and_step.assign_add(tf.stack([arrived - began, now - began]))
             self._ended.assign_add(1)
+
+
+def _after(now: tf.Tensor, values: Any) -> Any:
+    """The same values, for what must not begin before the clock was read: a single thread may do it first otherwise."""
+    with tf.control_dependencies([now]):
+        return tf.nest.map_structure(tf.identity, values, expand_composites=True)

@@ -113,7 +113,8 @@ class Reducer:
         dense = [i for i in shared if i not in sparse]
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = []
-        for number, group in enumerate(self._groups(reduced, dense, keys)):
+        groups = self._groups(reduced, dense, keys)
+        for number, group in enumerate(groups):
             tensors = [reduced[i] for i in group]
             wishes = [self.ballot.wishes(tensors[0].dtype)] if self.ballot and number == 0 else []
             values = self._reduce_group([*tensors, *wishes], f"{self.name}_{number}")
@@ -128,7 +129,10 @@ class Reducer:
             with tf.control_dependencies(done):
                 self._count.assign_add(1)
         if self.marks and ready is not None:
-            self.marks.reduced(done, ready)
+            # The others may be applied while the last ones are on their way.
+            last = groups[-1] if groups else []
+            for index, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
+                reduced[index] = value
         return reduced
 
     def _groups(self, gradients: list[Any], dense: list[int], keys: list[int]) -> list[list[int]]:

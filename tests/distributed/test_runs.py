@@ -91,6 +91,17 @@ def test_a_run_says_where_its_time_goes(default_run):
     assert re.search(r"a step: data [\d.]+ ms, compute [\d.]+ ms, communication [\d.]+ ms; efficiency \d+%", output)
 
 
+@pytest.mark.apart
+def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
+    """It may do what a batch is for before it reads the clock, were it not held back."""
+    words = ["model=cnn", "dataset=synthetic", "dataset.image_shape=[28,28,1]", "train.steps=60", "train.batch_size=16"]
+    threads = {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    code, output = train("mpirun", 2, *words, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **threads)
+    assert code == 0, output
+    split = json.loads((tmp_path / "run/result.json").read_text())["split"]
+    assert split["data_seconds"] < split["compute_seconds"] / 2
+
+
 def test_the_timeline_is_told_in_words(default_run):
     run, output = default_run
     assert re.search(r"\d+ steps are traced in \S+/profile;", output)
@@ -156,6 +167,7 @@ def test_accumulated_batches_are_one_batch(tmp_path):
     assert np.concatenate([array.ravel() for array in weights[2]]) == pytest.approx(begin, abs=1e-5)
 
 
+@pytest.mark.apart
 def test_ranks_agree_on_one_run_folder(tmp_path):
     """Without run.dir each rank's clock would give another name; under mpirun, without horovodrun."""
     words = [*OWN, "train.steps=7", "train.validate_every_steps=3", "dataset.num_validation=20", "train.epochs=1"]
