@@ -1,7 +1,7 @@
 """What a contender reports of its run: one JSON file, read by `python -m hvtrain.bench`. Pure.
 
-The clock begins at the end of the last warm-up step and ends at the end of the last step: waiting for data, work,
-reduction, callbacks and what comes at the end of an epoch are all inside.
+The clock begins at the end of the last call of the graph that stays within the warm-up steps, and ends at the end of
+the last step: waiting for data, work, reduction, callbacks and what comes at the end of an epoch are all inside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Stopwatch:
             self._first = time.time() - float(os.environ[BEGAN])
         self.steps += steps
         self._end = time.perf_counter()
-        if self.steps >= self.warmup and not self._begin:
+        # A call of some steps that runs past the warm-up is timed whole: it may be the last one.
+        if self.steps <= self.warmup or not self._begin:
             self._begin, self._steps_before = self._end, self.steps
 
     def report(self, rank: int, loss: float) -> None:
