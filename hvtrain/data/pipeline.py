@@ -51,7 +51,9 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     options.threading.private_threadpool_size = local_threads(topology)
     options.threading.max_intra_op_parallelism = 1
-    options.autotune.cpu_budget = local_threads(topology)
+    # It would go on to choose what the threads above choose already; and an iterator whose end it does not notice waits
+    # for its next round, after 20 s for 10 s more: a race in TensorFlow, met in one of five ends.
+    options.autotune.enabled = False
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 

@@ -125,6 +125,7 @@ def test_folders_as_spark_writes_them_and_a_single_file(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.apart
 def test_a_process_that_ends_in_the_middle_of_an_epoch_ends_quietly(folder):
     code = (
         "import sys; from hvtrain.data.parquet import Parquet; from hvtrain.topology import Topology\n"

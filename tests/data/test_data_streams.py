@@ -63,6 +63,14 @@ def test_start_step_gives_the_tail_of_the_uninterrupted_stream(kind, start_step,
 
 
 @every_kind
+def test_no_stream_waits_for_the_autotuner_at_its_end(kind, make_source):
+    # TensorFlow's waits for its next round where it misses the end of an iterator, a long one in a long run.
+    source, alone = make_source(kind, 8), Topology(0, 1)
+    streams = source.training(alone, 4, seed=1, start_step=0, steps_per_epoch=2), source.evaluation("test", alone, 4)
+    assert [stream.options().autotune.enabled for stream in streams] == [False, False]
+
+
+@every_kind
 def test_batches_are_full_and_typed(kind, make_source):
     stream = make_source(kind, 23).training(Topology(), 4, seed=1, start_step=0, steps_per_epoch=5)
     assert stream.element_spec == (tf.TensorSpec((4, 6, 6, 1), tf.float32), tf.TensorSpec((4,), tf.int32))
