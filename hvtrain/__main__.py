@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from hvtrain import console
@@ -18,8 +17,7 @@ from hvtrain.imports import without
 def main() -> None:
     """Runs the command line and exits."""
     # Until training begins there is nothing to save; then Interruption takes the signals.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: os._exit(RESTART_HELPS))
+    console.take_signals(lambda *_: os._exit(RESTART_HELPS))
     enter(compose_and_run, lambda: help_text([CONFIGS, *own_folders(sys.argv)]))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,8 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PR
 
 
 SECONDS_FOR_ANOTHER_RANK = 5.0
+# Where this rank has failed, one that came means that the launcher saw another rank end, which has spoken by then.
+_signal_came = threading.Event()
 
 
 def launched_rank() -> int:
@@ -98,15 +101,32 @@ class _LogFile(logging.FileHandler):
         logging.getLogger("hvtrain").warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
 
 
-def say_error(message: str, rank: int, wait_seconds: float | None = None) -> None:
+def note_signal(*_: object) -> None:
+    """What takes SIGTERM or SIGUSR1 calls it; or is it, as a handler: no wait for other ranks to speak after that."""
+    _signal_came.set()
+
+
+def take_signals(handler: Callable[..., object]) -> None:
+    """What schedulers and launchers send goes to the handler, and to none before it.
+
+    Python lets only the main thread take signals; a run in another one is not a launched one, and takes none.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, handler)
+
+
+def say_error(message: str, rank: int, wait_seconds: float | None = None, is_repeated: bool = False) -> None:
     """One line on the error output, and in this rank's log file.
 
-    wait_seconds: let another rank, whose message comes first, speak; default: where this one is not rank 0. Where all
-    ranks meet the same error, rank 0 says it and the launcher has ended the others by then; where one rank alone
-    meets it, that one says it.
+    wait_seconds: let another rank, whose message comes first, speak; default: where this one is not rank 0. Once a
+    signal has come there is no wait.
+    is_repeated: that other rank says the same, unless it was lost; so say nothing where a signal came.
     """
     _note(message)
-    time.sleep((SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds)
+    wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
+    if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:
+        return
     where = f"rank {rank}: " if rank and not message.startswith(f"rank {rank} ") else ""
     # One write: launchers set Python's output unbuffered and put their mark before each piece.
     sys.stderr.write(f"hvtrain: {where}{message}\n")

@@ -40,25 +40,15 @@ def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
     if {"--help", "-h"} & set(itertools.takewhile(lambda word: word != "--", sys.argv[1:])):
         print(help_text())
         return
-    code = 1
     rank = console.launched_rank()
     try:
         code = work()
-    except KeyboardInterrupt:
-        console.say_error("interrupted; the same line with the same run.dir goes on from the newest checkpoint", rank)
-        code = 130
-    except UserError as error:
-        if any(word == "debug=true" for word in map(str.lower, sys.argv)):
-            traceback.print_exc()
-        # The rank that failed speaks first.
-        is_second = isinstance(error, FailedRankError) or rank != error.spokesman
-        wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_second else 0.0
-        console.say_error(" ".join(str(error).split()), rank, wait_seconds)
-        code = error.exit_code
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        _say_failure(error, rank)
+        # This rank has nothing to save any more; a signal only ends its wait for others to speak.
+        console.take_signals(console.note_signal)
+        code = _say(error, rank)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -67,6 +57,24 @@ def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
         last_resort.daemon = True
         last_resort.start()
         sys.exit(code)
+
+
+def _say(error: BaseException, rank: int) -> int:
+    """What went wrong, for the user; the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted; the same line with the same run.dir goes on from the newest checkpoint"
+        console.say_error(text, rank, is_repeated=True)
+        return 130
+    if not isinstance(error, UserError):
+        _say_failure(error, rank)
+        return 1
+    if any(word == "debug=true" for word in map(str.lower, sys.argv)):
+        traceback.print_exc()
+    # The rank that failed speaks first.
+    is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman
+    wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_told_why or is_repeated else 0.0
+    console.say_error(" ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why)
+    return error.exit_code
 
 
 def _say_failure(error: BaseException, rank: int) -> None:

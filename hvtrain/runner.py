@@ -60,6 +60,7 @@ def train(config: RunConfig) -> RunRecord:
     try:
         return run(config, strategy)
     except BaseException as error:
+        console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
         leave(strategy, cause or error)
         if cause:

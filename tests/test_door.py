@@ -52,6 +52,45 @@ def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 
+# Fails as told, and gets the launcher's signal while it lets another rank speak first.
+SECOND_TO_FAIL = """
+import os, signal, sys, threading, time
+from hvtrain import door, errors
+
+def end():
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def fail():
+    threading.Thread(target=end, daemon=True).start()
+    raise {error}
+
+door.enter(fail, lambda: "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("errors.StorageError('the disk is full')", 2, ""),
+        (
+            "errors.FailedRankError('stopped because rank 0 failed')",
+            1,
+            "hvtrain: rank 1: stopped because rank 0 failed\n",
+        ),
+        ("KeyboardInterrupt", 130, ""),
+    ],
+    ids=["what rank 0 says too", "what this rank alone says", "Ctrl-C"],
+)
+def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, code, said, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    program = [sys.executable, "-c", SECOND_TO_FAIL.format(error=error)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 @pytest.mark.parametrize("words", [["train.epoch=3"], ["train.epochs=0"], ["model=resnext"]])
 def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(words, tmp_path):
     code, output, errors = door(*words, cwd=tmp_path)

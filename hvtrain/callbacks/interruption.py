@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
 import time
 from typing import Any
 
 import keras
 
+from hvtrain import console
 from hvtrain.settings import seconds
 from hvtrain.strategies.base import Strategy
-
-# What schedulers send before they take the hosts.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interruption(keras.callbacks.Callback):
@@ -36,10 +33,7 @@ class Interruption(keras.callbacks.Callback):
         self._deadline = began + seconds("train.max_time", max_time) if max_time and chief else float("inf")
         self._max_time = max_time
         self._signals = signals
-        # Python lets only the main thread take signals; a run in another one is not a launched one.
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, self._take_signal)
+        console.take_signals(self._take_signal)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._signals or time.monotonic() >= self._deadline:
@@ -58,3 +52,4 @@ class Interruption(keras.callbacks.Callback):
 
     def _take_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
+        console.note_signal()
