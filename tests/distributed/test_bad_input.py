@@ -37,6 +37,7 @@ def test_more_than_the_shard_holds(launcher, tmp_path):
     assert no_ranks_left(tmp_path)
 
 
+@pytest.mark.apart
 def test_a_folder_that_cannot_be_written(tmp_path):
     """Refused on rank 0, and all ranks go."""
     (tmp_path / "file").touch()
@@ -48,6 +49,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     ]
 
 
+@pytest.mark.apart
 def test_settings_that_differ_between_ranks(tmp_path):
     line = f"python -m hvtrain run.dir={tmp_path / 'run'} seed=$((OMPI_COMM_WORLD_RANK / 2)) train.epochs=3"
     code, output = run("mpirun", 3, "bash", "-c", line, cwd=tmp_path)
@@ -72,6 +74,7 @@ def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, tmp_p
     assert no_ranks_left(tmp_path)
 
 
+@pytest.mark.apart
 def test_an_exception_on_one_rank_while_opening_data(tmp_path):
     words = [*OWN, "dataset.fail_on_rank=1", f"run.dir={tmp_path / 'run'}"]
     code, output = train("mpirun", 2, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
@@ -88,6 +91,7 @@ def test_a_strategy_that_reduces_nothing_is_stopped(tmp_path):
     assert "the first step reduced no gradient over the 2 ranks" in said(output)[0]
 
 
+@pytest.mark.apart
 def test_settings_of_another_launcher_are_told(tmp_path):
     gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     code, output = train("mpirun", 2, *OWN, cwd=tmp_path, PYTHONPATH=OWN_PATH, **gloo)
@@ -95,6 +99,7 @@ def test_settings_of_another_launcher_are_told(tmp_path):
     assert "the launcher started 2 ranks but this one finds itself alone with HOROVOD_CONTROLLER=gloo" in output
 
 
+@pytest.mark.apart
 def test_interrupted_by_the_user(tmp_path):
     """Ctrl-C in the terminal reaches the launcher and its ranks; nothing of the run stays behind but its folder."""
     checkpoints = tmp_path / "run" / "checkpoints"

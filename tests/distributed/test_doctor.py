@@ -179,6 +179,7 @@ def test_no_common_network(lab):
     assert "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2" in found["interface", "s2"]
 
 
+@pytest.mark.apart
 def test_closed_ports(lab):
     with lab.net("s2", "block", "1024-65534", back="unblock"):
         found = lab.failures()

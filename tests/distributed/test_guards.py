@@ -261,6 +261,7 @@ def test_moving_statistics_are_one_model_on_all_ranks_and_survive_a_resume(ranks
     assert [key for key in theirs if not np.array_equal(ours[key], theirs[key])] == []
 
 
+@pytest.mark.apart
 def test_ranks_with_other_code_are_told(tmp_path):
     """Each of two ranks has its own version of the user's package."""
     for name in ("0", "1"):

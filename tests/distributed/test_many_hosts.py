@@ -98,7 +98,9 @@ def test_four_ranks(lab, how, hosts):
         assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs"}
 
 
-@pytest.mark.parametrize("how", ["gloo", pytest.param("mpi", marks=pytest.mark.apart)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=pytest.mark.apart), pytest.param("mpi", marks=pytest.mark.more)]
+)
 def test_local_ranks_are_pinned_per_host(lab, how):
     """Each host shows its own GPUs, which are only said to be there."""
     code, output = lab.launch(
@@ -170,8 +172,9 @@ def test_another_user_port_and_key():
             assert "user trainer" in output, "of the rank that came by ssh"
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("how", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=pytest.mark.more), pytest.param("mpi", marks=pytest.mark.apart)]
+)
 def test_hierarchical_allreduce(lab, how):
     """On a CPU Horovod has only the hierarchical allgather; with NCCL both settings act. The sums are right."""
     code, output = lab.run(
@@ -300,8 +303,10 @@ def test_preemption(lab):
     assert f"step-{step:08d}" in output
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=pytest.mark.apart if how == "mpi" else pytest.mark.more) for how in HOW],
+)
 def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
     """Exit code 130, and within seconds no rank is left anywhere."""
     run = f"{lab.home}/interrupted-{how}"

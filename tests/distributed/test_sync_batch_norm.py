@@ -33,7 +33,10 @@ def found_on(launcher, num_ranks, folder):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("gloo", 2), id="gloo-2"), pytest.param(("mpirun", 3), marks=pytest.mark.apart, id="mpi-3")],
+    params=[
+        pytest.param(("gloo", 2), marks=pytest.mark.more, id="gloo-2"),
+        pytest.param(("mpirun", 3), marks=pytest.mark.apart, id="mpi-3"),
+    ],
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param

@@ -38,18 +38,18 @@ def wait_for(process, found):
 def test_a_full_disk_stops_all_ranks(tmp_path):
     """Soon after the write failed in the background, and not when the next one is due."""
     run = tmp_path / "run"
-    words = ["train.epochs=20", "checkpoint.every_epochs=null", "checkpoint.every_steps=46", "checkpoint.keep=9"]
+    words = ["train.epochs=60", "checkpoint.every_epochs=null", "checkpoint.every_steps=242", "checkpoint.keep=9"]
     with small_disk(run, "size=1600k"):
         code, output = train("mpirun", 2, *words, f"run.dir={run}", cwd=tmp_path)
         assert code == 2, output
         (line,) = said(output)
-        assert line.startswith("hvtrain: checkpoint step-00000138 was not written: No space left on device (6"), line
+        assert line.startswith("hvtrain: checkpoint step-00000726 was not written: No space left on device (6"), line
         assert " bytes needed, " in line and f" free at {run / 'checkpoints'})" in line
         assert line.endswith("make room there, then start again with the same run.dir to go on from the one before")
         assert "Traceback" not in output
-        assert steps(run) == [46, 92]
+        assert steps(run) == [242, 484]
         epochs = [int(row.split(",")[1]) for row in (run / "history.csv").read_text().splitlines()[1:]]
-        assert 132 <= epochs[-1] <= 154, "the next write was due after 184 steps"
+        assert 726 <= epochs[-1] < 946, "the next write was due after 968 steps, at the end of an epoch"
         assert strays(run) == []
 
 

@@ -6,14 +6,13 @@ import json
 import re
 import shutil
 import socket
-import struct
 import subprocess
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import run, train
+from pictures import pictures, png, write_images
 
 pytestmark = pytest.mark.distributed
 
@@ -27,33 +26,6 @@ SMALL = [
 ]
 WHERE = f"hvtrain: rank 1 on {socket.gethostname()}: "
 ADVICE = "or leave out what cannot be read with dataset.on_error=skip"
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """A grey image."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 0, 0, 0, 0)
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-def pictures(number: int) -> list[bytes]:
-    random = np.random.default_rng(0)
-    return [png(random.integers(0, 256, (6, 6), np.uint8)) for _ in range(number)]
-
-
-def write_images(folder: Path, number: int) -> list[Path]:
-    """In the order in which ranks share them out: those of odd places are rank 1's of two."""
-    paths = []
-    for place, data in enumerate(pictures(number)):
-        path = folder / f"class_{place * 2 // number}" / f"{place:04d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        paths.append(path)
-    return paths
 
 
 def write_records(folder: Path, split: str, number: int, num_files: int) -> list[Path]:
@@ -86,7 +58,8 @@ def check_end(code: int, output: str, beginning: str, folder: Path) -> None:
     assert not [line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("gloo", marks=pytest.mark.apart)])
+@pytest.mark.apart
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_an_image_that_one_rank_cannot_read_ends_all(launcher, tmp_path):
     culprit = write_images(tmp_path / "data" / "train", NUM_TRAIN)[41]
     culprit.write_bytes(culprit.read_bytes()[:40])

@@ -217,6 +217,7 @@ def test_a_harmful_cache_of_keras(dataset, tmp_path, monkeypatch):
 
 
 @pytest.mark.distributed
+@pytest.mark.apart
 def test_a_run_in_a_hostile_folder(tmp_path, outside):
     """It goes on from the one good checkpoint, without a step outside."""
     run, marker = tmp_path / "run", tmp_path / "executed"

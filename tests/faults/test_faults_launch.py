@@ -7,7 +7,7 @@ from launcher_lab import HOW, fate, last_line, left, line, signalled, started, w
 pytestmark = [pytest.mark.distributed, needs_lab]
 
 AGAIN = "start it again with the same run.dir, and it goes on from the newest checkpoint"
-apart = pytest.mark.apart
+apart, more = pytest.mark.apart, pytest.mark.more
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,17 @@ def lab():
 
 
 QUICK = [("launch-mpi", "SIGKILL"), ("horovodrun-gloo", "SIGKILL"), ("launch-gloo", "raise")]
-SLOW = [(how, what, "0") for how in HOW for what in ("SIGKILL", "raise")]
-SLOW += [("launch-gloo", "SIGKILL", "1"), ("horovodrun-mpi", "raise", "1"), ("launch-mpirun", "exit7", "1")]
+SLOW = [*((how, "SIGKILL", "0") for how in HOW), ("horovodrun-mpi", "raise", "1"), ("launch-mpirun", "exit7", "1")]
+MORE = [*((how, "raise", "0") for how in HOW), ("launch-gloo", "SIGKILL", "1")]
 
 
 @pytest.mark.parametrize(
-    ("how", "what", "rank"), [*((*case, "1") for case in QUICK), *(pytest.param(*case, marks=apart) for case in SLOW)]
+    ("how", "what", "rank"),
+    [
+        *((*case, "1") for case in QUICK),
+        *(pytest.param(*case, marks=apart) for case in SLOW),
+        *(pytest.param(*case, marks=more) for case in MORE),
+    ],
 )
 def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
     """The last line names rank, host and cause; the code says whether a restart can help; nothing is left anywhere."""
@@ -72,7 +77,7 @@ def test_half_a_minute_after_sigterm_all_is_ended_by_force(lab, tmp_path):
     assert not left(lab)
 
 
-@pytest.mark.parametrize("how", ["horovodrun-gloo", pytest.param("launch-mpi", marks=apart)])
+@pytest.mark.parametrize("how", [pytest.param("horovodrun-gloo", marks=apart), pytest.param("launch-mpi", marks=more)])
 def test_kill_of_the_launcher_ends_its_ranks(lab, tmp_path, how):
     """They are Python alone, which notices nothing by itself; what follows is the launchers' doing."""
     code, output = signalled(lab, line(how, "s1:1,s2:1", *fate(tmp_path, "deaf", "0")), tmp_path, "KILL")
@@ -80,16 +85,24 @@ def test_kill_of_the_launcher_ends_its_ranks(lab, tmp_path, how):
     assert not left(lab)
 
 
-@pytest.mark.parametrize("how", ["horovodrun-gloo", pytest.param("launch-mpirun", marks=apart)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("horovodrun-gloo", marks=apart), pytest.param("launch-mpirun", marks=more)]
+)
 def test_more_slots_than_ranks(lab, tmp_path, how):
     """Horovod's own launcher on Gloo would start a rank in each slot."""
     code, output = lab.run("s1", *line(how, "s1:1,s2:1,s3:1", *fate(tmp_path, "exit7", "1")))
     assert code == 7 and not (tmp_path / "rank-2").exists(), output
 
 
-@apart
-@pytest.mark.parametrize("how", ["launch-gloo", "horovodrun-mpi"])
-@pytest.mark.parametrize("trouble", ["stop", "cut"])
+@pytest.mark.parametrize(
+    ("trouble", "how"),
+    [
+        pytest.param("stop", "launch-gloo", marks=apart),
+        pytest.param("cut", "horovodrun-mpi", marks=apart),
+        pytest.param("stop", "horovodrun-mpi", marks=more),
+        pytest.param("cut", "launch-gloo", marks=more),
+    ],
+)
 def test_a_host_that_is_lost(tmp_path, how, trouble):
     """Its power, or its network for good: the connection is named, and a restart can help."""
     with Lab(2) as lab:

@@ -32,7 +32,7 @@ def on(lab, host, command):
     lab("exec", host, "bash", "-c", command)
 
 
-@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.apart)])
+@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.more)])
 def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
     """s2 has another Python, then another Keras, at the same path: a start file of Python that is read there alone."""
     for change, told in (
@@ -60,8 +60,13 @@ def test_a_python_that_does_not_run(lab, tmp_path):
         on(lab, "s2", f"umount {real}")
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("how", ["launch-gloo", "horovodrun-mpi", "launch-mpirun"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("launch-gloo", marks=pytest.mark.apart),
+        *(pytest.param(how, marks=pytest.mark.more) for how in ("horovodrun-mpi", "launch-mpirun")),
+    ],
+)
 def test_hosts_that_are_not_to_be_reached(tmp_path, how):
     """ssh refused, key refused, power off, no environment."""
     with Lab(3) as lab:

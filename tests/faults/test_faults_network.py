@@ -11,7 +11,8 @@ from lab import PYTHON, SCRIPT, Lab, needs_lab
 from launch import ROOT
 from safetensors.numpy import load_file
 
-pytestmark = [pytest.mark.distributed, pytest.mark.apart, pytest.mark.timeout(600), needs_lab]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), needs_lab]
+apart, more = pytest.mark.apart, pytest.mark.more
 
 WORDS = ["model=mlp", "train.deterministic=true", "train.epochs=100000"]
 STEPS = ["model=mlp", "train.deterministic=true", "train.steps=330", "checkpoint.every_epochs=5"]
@@ -72,6 +73,7 @@ def left(lab):
     return [line for line in found if " ps " not in line]
 
 
+@apart
 def test_a_bad_link_is_survived_with_the_same_result(lab):
     """Down for 5 s, then 20% loss, then 200 ms delay, each for a while; the end equals that of a good link."""
     quiet = Run(lab, "gloo", "quiet", *STEPS)
@@ -91,7 +93,10 @@ def test_a_bad_link_is_survived_with_the_same_result(lab):
             assert [key for key in expected if (state[key] != expected[key]).any()] == []
 
 
-@pytest.mark.parametrize("how", ["gloo", "mpi", "mpirun"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("gloo", marks=apart), pytest.param("mpi", marks=more), pytest.param("mpirun", marks=apart)],
+)
 def test_a_network_that_is_cut_for_good(lab, how):
     """Rank and host are named, and both sides end."""
     run = Run(lab, how, "run", *WORDS)
@@ -113,6 +118,7 @@ def test_a_network_that_is_cut_for_good(lab, how):
     assert "stopped because rank 0" in next((lab.of("s2") / "run" / "logs").iterdir()).read_text()
 
 
+@apart
 def test_a_host_that_dies(lab):
     """Its power is cut: no connection is closed."""
     run = Run(lab, "gloo", "run", *WORDS)
@@ -123,7 +129,9 @@ def test_a_host_that_dies(lab):
     assert "rank 1 on s2 cannot be reached any more" in run.output
 
 
-@pytest.mark.parametrize("how", ["gloo", "mpi", "mpirun"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=apart), *(pytest.param(how, marks=more) for how in ("mpi", "mpirun"))]
+)
 def test_the_launcher_is_killed(lab, how):
     """kill -9 of what started the ranks, on the first host; those on the other go too."""
     run = Run(lab, how, "run", *WORDS)

@@ -34,7 +34,7 @@ def lab():
 
 
 @pytest.mark.parametrize(
-    "how", ["horovodrun-gloo", "launch-gloo", pytest.param("horovodrun-mpi", marks=pytest.mark.apart)]
+    "how", ["horovodrun-gloo", "launch-gloo", pytest.param("horovodrun-mpi", marks=pytest.mark.more)]
 )
 def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for."""

@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
         assert ("in act" in ranks.stacks(rank)) == (rank == event[0])
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.apart)])
 def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank):
     with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
         codes = ranks.codes()
@@ -163,6 +163,7 @@ def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
     assert re.search(wanted, ranks.said()[-1]), ranks.said()
 
 
+@pytest.mark.apart
 def test_work_that_takes_long_is_no_hang(tmp_path):
     """Longer than the limit: validation by its batches, a checkpoint by what it writes, and the start; others wait."""
     with Ranks(
@@ -186,6 +187,7 @@ def test_all_ranks_stopped_and_continued_go_on(tmp_path):
         assert ranks.codes(60) == [0, 0], ranks.said()
 
 
+@pytest.mark.apart
 def test_the_launcher_is_killed(tmp_path):
     """Its ranks change their parent, and go."""
     through = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]

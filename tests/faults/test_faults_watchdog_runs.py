@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT, finish, start
+from ranks import MARK, rank_processes, send
 
 pytestmark = pytest.mark.distributed
 
@@ -50,6 +51,7 @@ def stacks(tmp_path, rank):
     return (tmp_path / "run" / "stacks" / f"rank-{rank:04d}.txt").read_text()
 
 
+@pytest.mark.apart
 def test_a_rank_that_hangs_in_its_data(tmp_path):
     """Open MPI's ranks would wait for ever."""
     process = begin(
@@ -79,9 +81,13 @@ def test_an_exception_on_one_rank(tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.apart
 @pytest.mark.parametrize(
-    ("launcher", "rank", "error"), [("gloo", 0, "memory"), ("mpirun", 0, "raise"), ("mpirun", 1, "raise")]
+    ("launcher", "rank", "error"),
+    [
+        pytest.param("gloo", 0, "memory", marks=pytest.mark.apart),
+        pytest.param("mpirun", 0, "raise", marks=pytest.mark.apart),
+        pytest.param("mpirun", 1, "raise", marks=pytest.mark.more),
+    ],
 )
 def test_errors_on_one_rank(launcher, rank, error, tmp_path):
     process = begin(launcher, tmp_path, HANGS % (rank, error))
@@ -95,8 +101,10 @@ def test_errors_on_one_rank(launcher, rank, error, tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 1), ("mpirun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [pytest.param("gloo", 1, marks=pytest.mark.more), pytest.param("mpirun", 0, marks=pytest.mark.apart)],
+)
 def test_a_rank_that_is_stopped(launcher, rank, tmp_path):
     """SIGSTOP; where it stood is seen all the same."""
     process = begin(launcher, tmp_path, HANGS % (rank, "stop"), "watchdog.abort_seconds=8")
@@ -132,8 +140,9 @@ def test_a_rank_that_hangs_in_a_callback(launcher, rank, size, tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("gloo", marks=pytest.mark.more), pytest.param("mpirun", marks=pytest.mark.apart)]
+)
 def test_what_takes_longer_than_the_limit_is_no_hang(launcher, tmp_path):
     """A validation of 9 batches of 2 seconds each on a rank, and the start of it all."""
     words = ["dataset=stuck", "dataset.evaluation_seconds=2", "train.evaluation_batch_size=20", "train.epochs=1"]
@@ -165,3 +174,19 @@ def test_without_a_watchdog(tmp_path):
     code, output, lines = done(process)
     assert code == 1, output
     assert "rank 1 on" in lines[0] and "stopped because rank 1" not in output
+
+
+@pytest.mark.apart
+def test_of_four_ranks_only_the_one_that_was_killed_had_to_be(tmp_path):
+    """The launcher's signal finds the others before or after they noticed; none waits on for another to speak."""
+    mark = str(tmp_path)
+    process = begin("gloo", tmp_path, "train.epochs=4000", size=4, **{MARK: mark})
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run/checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
+        time.sleep(0.05)
+    assert send(rank_processes(mark)[1], signal.SIGKILL)
+    code, output, lines = done(process)
+    assert code == 75 and lines[-1].startswith("hvtrain: FIRST FAILURE rank 1 host "), output
+    assert re.findall(r"Process (\d) exit with status code 137", output) == ["1"], output
+    assert none_left(tmp_path)

@@ -3,7 +3,9 @@
     python -m tests.faults.times --rounds 3
 
 Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from outside, the clock
-begins with it; where a rank makes it, with the first line that speaks of it. Figures are medians and the longest.
+begins with it; where a rank makes or meets it, with the first line that speaks of it (an image: with the first epoch;
+train.max_time: when so much time has passed since the header, which stands there about a second after the run began).
+Figures are medians and the longest. Needs root, for a disk that is full.
 """
 
 from __future__ import annotations
@@ -16,81 +18,128 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.distributed.launch import ROOT, environment
+from tests.faults.disks import small_disk
+from tests.faults.pictures import write_images
 from tests.faults.ranks import MARK, rank_processes, say, send, wait_until_gone
 
 OWN = ROOT / "tests/faults/own"
 ACTS = "+callbacks.acts={_target_: stuck.Acts, rank: 1, step: 60, what: %s}"
 STOPPED_SECONDS = 8
-Strike = Callable[[subprocess.Popen[str], dict[int, int]], None]
+MAX_SECONDS = 30
+Strike = Callable[[subprocess.Popen[str], dict[int, int]], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, made from outside by strike, or by a rank. Times are in seconds.
+
+    Attributes:
+        words: Further words of the run's line; {folder} is replaced.
+        strike: Gets the launcher's process and the ranks', makes the fault.
+        text: Without strike, the clock begins with this text.
+        code: The exit code that must follow; None: any.
+        less: Taken off the time.
+        disk: The run folder's size, as mount takes it.
+    """
+
+    words: list[str] = field(default_factory=list)
+    strike: Strike | None = None
+    text: str = "Error"
+    code: int | None = 75
+    less: float = 0
+    disk: str = ""
 
 
 def kill_rank(rank: int, number: signal.Signals) -> Strike:
-    return lambda process, ranks: send(ranks[rank], number) and None
+    return lambda process, ranks: send(ranks[rank], number)
 
 
 def kill_launcher(number: signal.Signals) -> Strike:
-    return lambda process, ranks: send(process.pid, number) and None
+    return lambda process, ranks: send(process.pid, number)
 
 
-# Name -> more words, what strikes from outside (None: a rank does, and says so), exit code, seconds taken off.
-CASES: dict[str, tuple[list[str], Strike | None, int | None, float]] = {
-    "kill -9 of rank 0": ([], kill_rank(0, signal.SIGKILL), 75, 0),
-    "kill -9 of rank 1": ([], kill_rank(1, signal.SIGKILL), 75, 0),
-    "kill -9 of the launcher": ([], kill_launcher(signal.SIGKILL), None, 0),
-    "SIGTERM to the launcher": ([], kill_launcher(signal.SIGTERM), 75, 0),
-    "SIGTERM to rank 1": ([], kill_rank(1, signal.SIGTERM), 75, 0),
-    "SIGSTOP of rank 1, after abort_seconds": (
-        [f"watchdog.abort_seconds={STOPPED_SECONDS}"], kill_rank(1, signal.SIGSTOP), 75, STOPPED_SECONDS,
+IMAGES = [
+    "model=mlp",
+    "train.batch_size=8",
+    "dataset=image_folder",
+    "dataset.image_shape=[6,6,1]",
+    "dataset.dir={folder}",
+]
+CASES = {
+    "kill -9 of rank 0": Case(strike=kill_rank(0, signal.SIGKILL)),
+    "kill -9 of rank 1": Case(strike=kill_rank(1, signal.SIGKILL)),
+    "kill -9 of the launcher": Case(strike=kill_launcher(signal.SIGKILL), code=None),
+    "SIGTERM to the launcher": Case(strike=kill_launcher(signal.SIGTERM)),
+    "SIGTERM to rank 1": Case(strike=kill_rank(1, signal.SIGTERM)),
+    "SIGSTOP of rank 1, after abort_seconds": Case(
+        [f"watchdog.abort_seconds={STOPPED_SECONDS}"], kill_rank(1, signal.SIGSTOP), less=STOPPED_SECONDS
     ),
-    "exception on rank 1": ([ACTS % "raise"], None, 1, 0),
-    "no memory on rank 1": ([ACTS % "memory"], None, 1, 0),
-}  # fmt: skip
+    "train.max_time": Case([f"train.max_time={MAX_SECONDS}s"], text="run folder", code=0, less=MAX_SECONDS),
+    "exception on rank 1": Case([ACTS % "raise"], code=1),
+    "no memory on rank 1": Case([ACTS % "memory"], code=1),
+    "disk full": Case(["checkpoint.keep=9"], text="No space left", code=2, disk="size=1600k"),
+    "unreadable image": Case(IMAGES, text="Epoch 1/", code=2),
+}
 
 
-def seconds(launcher: str, case: str, folder: Path, mark: str) -> float:
+def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
     """Of one run; SystemExit with what it said when it ended otherwise than it should."""
-    words, strike, code, less = CASES[case]
+    case = CASES[name]
+    if "{folder}" in " ".join(case.words):
+        culprit = write_images(folder / "train", 64)[41]
+        culprit.write_bytes(culprit.read_bytes()[:40])
+    words = [word.replace("{folder}", str(folder)) for word in case.words]
     line = ["horovodrun", f"--{launcher}", "-np", "2", "python", "-m", "hvtrain", "--config-dir", str(OWN / "conf")]
-    process = subprocess.Popen(
-        [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *words],
-        cwd=folder,
-        env=environment(**{MARK: mark, "PYTHONPATH": f"{ROOT}:{OWN}"}),
-        stdin=subprocess.DEVNULL,
-        stdout=(folder / "output.txt").open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    if strike:
-        while not (folder / "run" / "checkpoints" / "step-00000044").exists() and process.poll() is None:
-            time.sleep(0.02)
-        ranks = rank_processes(mark)
-        if len(ranks) < 2:
-            raise SystemExit(f"{case} on {launcher}: over before its time\n{(folder / 'output.txt').read_text()}")
-        began = time.monotonic()
-        strike(process, ranks)
-    else:
-        while "Error" not in (folder / "output.txt").read_text() and process.poll() is None:
-            time.sleep(0.02)
-        began = time.monotonic()
-    found = process.wait(120)
-    left = wait_until_gone(mark, 60)
-    took = time.monotonic() - began - less
-    if left or (code is not None and found != code):
-        raise SystemExit(f"{case} on {launcher}: code {found}, left {left}\n{(folder / 'output.txt').read_text()}")
+    output = folder / "output.txt"
+    with small_disk(folder / "run", case.disk) if case.disk else nullcontext():
+        process = subprocess.Popen(
+            [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *words],
+            cwd=folder,
+            env=environment(**{MARK: mark, "PYTHONPATH": f"{ROOT}:{OWN}"}),
+            stdin=subprocess.DEVNULL,
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+        def wait_for(condition: Callable[[], object]) -> None:
+            while not condition() and process.poll() is None:
+                time.sleep(0.02)
+
+        if case.strike:
+            wait_for((folder / "run" / "checkpoints" / "step-00000044").exists)
+            ranks = rank_processes(mark)
+            if len(ranks) < 2:
+                raise SystemExit(f"{name} on {launcher}: over before its time\n{output.read_text()}")
+            began = time.monotonic()
+            case.strike(process, ranks)
+        else:
+            wait_for(lambda: case.text in output.read_text())
+            began = time.monotonic()
+        found = process.wait(120)
+        left = wait_until_gone(mark, 60)
+        took = time.monotonic() - began - case.less
+    if left or case.code not in (None, found):
+        raise SystemExit(f"{name} on {launcher}: code {found}, left {left}\n{output.read_text()}")
     return took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("cases", nargs="*", help=f"default: all of {', '.join(CASES)}")
     options = parser.parse_args()
+    for unknown in set(options.cases) - set(CASES):
+        parser.error(f"{unknown!r} is not one of {', '.join(CASES)}")
     say(f"{'case':<40} {'Gloo s':>14} {'MPI s':>14}   (median, longest of {options.rounds})")
     with tempfile.TemporaryDirectory(prefix="hvtrain-times-") as name:
-        for case in CASES:
+        for case in options.cases or CASES:
             shown = []
             for launcher in ("gloo", "mpi"):
                 found = []
