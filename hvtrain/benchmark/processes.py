@@ -54,7 +54,10 @@ def launch_and_report(
         codes = _wait(processes, processes[:1] if way == "servers" else processes)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
     if any(codes) or len(reports) != size:
-        raise LostRankError(f"{module} ended with {codes} and {len(reports)} of {size} reports; its output is in {log}")
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise LostRankError(
+            f"{module} ended with {codes} and {len(reports)} of {size} reports; its output is in {log} and ends: {last}"
+        )
     return reports
 
 
@@ -79,7 +82,7 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
             cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
         tasks = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in roles]
         return [(line, {"TF_CONFIG": json.dumps(task)}) for task in tasks]
-    return [(line, {"HVTRAIN_BENCH_JOB": str(job)}) for job in range(size)]
+    return [(line, {report.JOB: f"{job} of {size}"}) for job in range(size)]
 
 
 def _start(command: list[str], variables: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -12,8 +12,10 @@ import resource
 import time
 from pathlib import Path
 
-# Where a contender reports, and when its command was started (seconds since the epoch).
+# Where a contender reports, when its command was started (seconds since the epoch), steps before the clock begins, and
+# which job this is where several run at once that know nothing of each other ("1 of 2"; they count from 0).
 FILE, BEGAN, WARMUP = "HVTRAIN_BENCH_FILE", "HVTRAIN_BENCH_BEGAN", "HVTRAIN_BENCH_WARMUP"
+JOB = "HVTRAIN_BENCH_JOB"
 
 
 class Stopwatch:

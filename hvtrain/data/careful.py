@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.data.pipeline import Then, local_threads, numbered
+from hvtrain import cores
+from hvtrain.data.pipeline import Then, numbered
 from hvtrain.topology import Topology
 
 Read = Callable[..., tuple[tf.Tensor, tf.Tensor]]
@@ -144,7 +145,7 @@ def _read(
         # The second part is made only where the first failed.
         return this.map(whole).ignore_errors().concatenate(this.flat_map(one_by_one)).take(1)
 
-    threads = local_threads(topology)
+    threads = cores.each(topology.local_size)
     return steps.interleave(carefully, cycle_length=threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 

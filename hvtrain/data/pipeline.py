@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
+from hvtrain import cores
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError
@@ -39,17 +39,12 @@ def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
     return derived
 
 
-def local_threads(topology: Topology) -> int:
-    """This rank's share of the cores that it may run on, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // topology.local_size)
-
-
 def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     """Prefetch, and options that keep order, leave sharding to us, and share the cores between local ranks."""
     options = tf.data.Options()
     options.deterministic = True
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    options.threading.private_threadpool_size = local_threads(topology)
+    options.threading.private_threadpool_size = cores.each(topology.local_size)
     options.threading.max_intra_op_parallelism = 1
     # It would go on to choose what the threads above choose already; and an iterator whose end it does not notice waits
     # for its next round, after 20 s for 10 s more: a race in TensorFlow, met in one of five ends.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvtrain import cores
 from hvtrain.errors import RankError
 
 
@@ -74,16 +75,20 @@ def _index(view: View, on_host: list[View], share: bool) -> int | None:
     )
 
 
-def pin_gpu(host: str | None = None, share: bool = False) -> list[str]:
+def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
-    On a host without GPUs a rank keeps the memory that tensors free for the next ones. Call it after init and before
-    TensorFlow touches a device. A device reads "s1 GPU 0" or "s1 CPU".
+    On a host without GPUs a rank keeps the memory that tensors free for the next ones, and with pin_cores it stays on
+    its share of the cores (hvtrain.cores). Call it after init and before TensorFlow touches a device. A device reads
+    "s1 GPU 0" or "s1 CPU".
     Raises RankError when ranks would share a GPU and share is false, or TensorFlow has touched one already.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        _keep_freed_memory()  # Now: to gather allocates.
+        # Now: to gather allocates, and starts TensorFlow's threads, one for each core that it sees.
+        _keep_freed_memory()
+        if pin_cores:
+            cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names))
     chosen = choose_gpus(views, share)

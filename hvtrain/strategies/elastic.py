@@ -21,13 +21,18 @@ class ElasticStrategy(HorovodStrategy):
 
     Args:
         commit_steps: commit after so many steps, and at the end of each epoch; a loss throws back by less than that.
-        compression, share_gpus, bucket_mib: as in HorovodStrategy.
+        compression, share_gpus, bucket_mib, pin_cores: as in HorovodStrategy.
     """
 
     def __init__(
-        self, commit_steps: int = 100, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25
+        self,
+        commit_steps: int = 100,
+        compression: str = "none",
+        share_gpus: bool = False,
+        bucket_mib: float = 25,
+        pin_cores: bool = True,
     ) -> None:
-        super().__init__(compression, share_gpus, bucket_mib)
+        super().__init__(compression, share_gpus, bucket_mib, pin_cores)
         if commit_steps < 1:
             raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
         self.commit_steps = commit_steps

@@ -28,9 +28,12 @@ class HorovodStrategy(Strategy):
         compression: "none" or "fp16", the type of gradients on the wire.
         bucket_mib: gradients are reduced in messages of about so many MiB, while others are computed; 0: all in one.
         share_gpus: let several ranks of a host use one GPU (for trying things out).
+        pin_cores: without GPUs, keep each rank of a host on its own share of the cores.
     """
 
-    def __init__(self, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25) -> None:
+    def __init__(
+        self, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25, pin_cores: bool = True
+    ) -> None:
         if compression not in ("none", "fp16"):
             raise ConfigError(f"strategy.compression={compression} is not one of none, fp16")
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
@@ -38,12 +41,13 @@ class HorovodStrategy(Strategy):
         self.compression = getattr(hvd.Compression, compression)
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
+        self.pin_cores = pin_cores
         self._devices: list[str] = []
 
     def start(self) -> Topology:
         hvd.init()
         host = socket.gethostname()
-        self._devices = hvd.pin_gpu(host, self.share_gpus)
+        self._devices = hvd.pin_gpu(host, self.share_gpus, self.pin_cores)
         self.marks = StepMarks()
         self.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
         return self.topology

@@ -76,3 +76,10 @@ def test_bad_input_is_one_line(tmp_path):
     ):
         code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
         assert code == 2 and said in output and len(output.splitlines()) == 1, output
+
+
+def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
+    words = ["steps", "--contenders", "hvtrain-1@train.epoch=3", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
+    assert "train.epoch" in output.splitlines()[-1]

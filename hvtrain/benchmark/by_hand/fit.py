@@ -7,6 +7,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
+from hvtrain import cores
 from hvtrain.benchmark.by_hand.work import work
 
 
@@ -24,6 +25,7 @@ def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 def main() -> None:
     """Trains, and reports."""
     hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
     todo = work(hvd.rank(), hvd.size())
     model, optimizer = todo.model(), reducing(todo.optimizer())
     optimizer.build(model.trainable_variables)

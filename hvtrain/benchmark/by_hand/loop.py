@@ -6,6 +6,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvtrain import cores
 from hvtrain.benchmark.by_hand.work import work
 from hvtrain.benchmark.report import Stopwatch
 
@@ -14,6 +15,7 @@ def main() -> None:
     """Trains, and reports."""
     stopwatch = Stopwatch()
     hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
     todo = work(hvd.rank(), hvd.size())
     model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
     optimizer.build(model.trainable_variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from hvtrain import cores
 from hvtrain.benchmark.by_hand.work import work
 from hvtrain.benchmark.report import Stopwatch
 
@@ -14,6 +15,7 @@ def main() -> None:
     stopwatch = Stopwatch()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+    cores.pin(rank, size)
     todo = work(rank, size)
     keras.utils.set_random_seed(1)  # Every worker makes the same weights.
     with strategy.scope():

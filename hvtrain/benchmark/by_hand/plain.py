@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-from hvtrain.benchmark.by_hand.work import work
+from hvtrain.benchmark.by_hand.work import pinned_job, work
 
 
 def main() -> None:
     """Trains, and reports."""
-    todo = work()
-    todo.fit(todo.model(), todo.optimizer(), int(os.environ.get("HVTRAIN_BENCH_JOB", "0")))
+    job, todo = pinned_job(), work()
+    todo.fit(todo.model(), todo.optimizer(), job)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
+from hvtrain import cores
+from hvtrain.benchmark import report
 from hvtrain.benchmark.clock import Clock
 from hvtrain.composition import compose
 from hvtrain.config import RunConfig, from_dict
@@ -58,6 +61,13 @@ class Work:
                     callbacks=[clock],
                     verbose=2,
                 )
+
+
+def pinned_job() -> int:
+    """The number of this job among those that run at once; it stays on its share of the cores, as a rank does."""
+    number, _, jobs = os.environ[report.JOB].partition(" of ")
+    cores.pin(int(number), int(jobs))
+    return int(number)
 
 
 def work(rank: int = 0, size: int = 1) -> Work:

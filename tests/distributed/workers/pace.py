@@ -1,4 +1,4 @@
-"""One rank: what it has chosen for MPI and Horovod, and the pages it takes anew in steps that need the same memory."""
+"""One rank: what it has chosen for MPI and Horovod, its cores, and the pages it takes anew in steps that repeat."""
 
 import json
 import os
@@ -31,5 +31,6 @@ for _ in range(9):
     step(large)
     taken.append(pages() - before)
 chosen = {name: os.environ.get(name) for name in ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle")}
-Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken)]))
+cores = sorted(set.union(*(os.sched_getaffinity(int(path.name)) for path in Path("/proc/self/task").iterdir())))
+Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken), cores]))
 hvd.shutdown()
