@@ -237,6 +237,7 @@ def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1)]
     everything = sorted(os.sched_getaffinity(1))
     assert len(everything) % 2 or sorted(found[0][2] + found[1][2]) == everything
-    for chosen, pages, _ in found:
+    for chosen, pages, _, give_way in found:
         assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
+        assert (give_way > 0) is (launcher == "mpirun"), "Horovod's threads, where they wait inside MPI"
         assert pages < 1000, "a large reduction takes no new ones"

@@ -31,6 +31,8 @@ for _ in range(9):
     step(large)
     taken.append(pages() - before)
 chosen = {name: os.environ.get(name) for name in ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle")}
-cores = sorted(set.union(*(os.sched_getaffinity(int(path.name)) for path in Path("/proc/self/task").iterdir())))
-Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken), cores]))
+threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+cores = sorted(set.union(*map(os.sched_getaffinity, threads)))
+give_way = sum(os.getpriority(os.PRIO_PROCESS, thread) > os.getpriority(os.PRIO_PROCESS, 0) for thread in threads)
+Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken), cores, give_way]))
 hvd.shutdown()
