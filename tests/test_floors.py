@@ -14,6 +14,7 @@ FLOORS = [
         "buckets",
         "config",
         "console",
+        "cores",
         "costs",
         "errors",
         "help",
