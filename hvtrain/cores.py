@@ -26,15 +26,20 @@ def pin(local_rank: int, local_size: int) -> set[int] | None:
     if os.sched_getaffinity(0) not in (everything, _mine):
         return None
     _mine = share(by_core(everything), local_rank, local_size)
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in threads():
         with suppress(ProcessLookupError):  # It has ended meanwhile.
-            os.sched_setaffinity(int(thread.name), _mine or everything)
+            os.sched_setaffinity(thread, _mine or everything)
     return _mine
 
 
 def each(local_size: int) -> int:
     """How many logical CPUs each of a host's ranks has, at least one."""
     return len(_mine) if _mine else max(1, len(os.sched_getaffinity(0)) // local_size)
+
+
+def threads() -> set[int]:
+    """Numbers of this process's threads, as Linux has them."""
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
 def share(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvtrain import cores
 from hvtrain.errors import RankError
 from hvtrain.launching import interfaces
 
@@ -61,10 +61,10 @@ def init(*args: Any, **kwargs: Any) -> None:
     if expected is None and not elastic:
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
-    before = _threads()
+    before = cores.threads()
     hvd.init(*args, **kwargs)
     if _is_by_mpi() and not tf.config.list_physical_devices("GPU"):
-        _let_others_go_first(_threads() - before)
+        _let_others_go_first(cores.threads() - before)
     if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
         settings = ", ".join(
             f"{name}={os.environ[name]}"
@@ -76,10 +76,6 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"the launcher started {expected} ranks but this one finds itself alone"
             f"{f' with {settings}' if settings else ''}; unset those variables, or start with horovodrun"
         )
-
-
-def _threads() -> set[int]:
-    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
 def _let_others_go_first(threads: set[int]) -> None:
