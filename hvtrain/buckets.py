@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def in_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+def in_buckets(sizes: Sequence[int], bucket_bytes: int, alone_bytes: int = 4 << 20) -> list[list[int]]:
     """Positions of tensors, in the order in which they are ready, by bucket; one is closed once it holds bucket_bytes.
+
+    Tensors of alone_bytes and more share with none: Horovod copies what shares a message into it and out again.
 
     >>> in_buckets([10, 10, 10, 30, 5], 25)
     [[0, 1, 2], [3], [4]]
+    >>> in_buckets([10, 30, 10, 10, 5], 25, alone_bytes=20)
+    [[0, 2, 3], [1], [4]]
     """
     buckets: list[list[int]] = []
-    filled = bucket_bytes
+    filled, shared = bucket_bytes, -1
     for position, size in enumerate(sizes):
+        if size >= alone_bytes:
+            buckets.append([position])
+            continue
         if filled >= bucket_bytes:
             buckets.append([])
-            filled = 0
-        buckets[-1].append(position)
+            filled, shared = 0, len(buckets) - 1
+        buckets[shared].append(position)
         filled += size
     return buckets

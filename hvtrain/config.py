@@ -52,7 +52,7 @@ class TrainConfig:
     steps_per_execution: int | None = setting(
         None, "steps in one call of the graph; null: what takes 50 ms, and one where callbacks look at steps", low=1
     )
-    jit_compile: bool = setting(False, "compile the step with XLA (only where nothing is reduced: one process)")
+    jit_compile: bool = setting(False, "compile forward and backward pass with XLA; reduction and update stay outside")
 
 
 @dataclass

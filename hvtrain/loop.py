@@ -115,7 +115,7 @@ def train(
 
 def make_steps(model: keras.Model, spec: Any, marks: StepMarks) -> Callable[[Any, int], dict[str, Any]]:
     """A call (iterator, number) does so many steps on the iterator's batches; what the last one returned."""
-    one_step = tf.function(model.train_step, reduce_retracing=True, jit_compile=model.jit_compile)
+    one_step = tf.function(_by_xla(model) if model.jit_compile else model.train_step, reduce_retracing=True)
     outputs = one_step.get_concrete_function(spec).structured_outputs
     shapes = tf.nest.map_structure(lambda output: output.shape, outputs)
     blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
@@ -138,3 +138,28 @@ def make_steps(model: keras.Model, spec: Any, marks: StepMarks) -> Callable[[Any
         return result
 
     return lambda iterator, number: several(iterator, tf.constant(number))
+
+
+def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
+    """model.train_step with forward and backward pass compiled by XLA, as one.
+
+    What the optimizer does with the gradients stays outside, for XLA cannot compile a reduction (horovod#2590).
+    """
+    optimizer = model.optimizer
+
+    @tf.function(jit_compile=True, reduce_retracing=True)
+    def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
+        came: list[Any] = []
+        apply, optimizer.apply = optimizer.apply, lambda gradients, variables=None: came.extend(gradients)
+        try:
+            result = model.train_step(data)
+        finally:
+            optimizer.apply = apply
+        return result, came
+
+    def train_step(data: Any) -> Any:
+        result, gradients = result_and_gradients(data)
+        optimizer.apply(gradients, model.trainable_weights)
+        return result
+
+    return train_step

@@ -111,10 +111,17 @@ def evaluation_data(config: RunConfig, source: Source, split: str, topology: Top
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """The compiled model with its optimizer built, so that its slots exist before restore and broadcast."""
-    if config.train.jit_compile and plan.size > 1:
-        raise ConfigError("train.jit_compile=true works with one rank only: XLA cannot compile the reduction")
     model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
-    optimizer = strategy.distribute(build_optimizer(config, plan), check_finite=config.guard.finite)
+    kept_out = [layer.name for layer in model._flatten_layers() if not getattr(layer, "supports_jit", True)]
+    if config.train.jit_compile and kept_out:
+        raise ConfigError(
+            f"train.jit_compile=true and the layer {kept_out[0]}, which XLA cannot compile; leave one of them out"
+        )
+    optimizer = strategy.distribute(
+        build_optimizer(config, plan),
+        check_finite=config.guard.finite,
+        divide_losses=type(model).train_step is keras.Model.train_step,
+    )
     compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
     model.optimizer.build(model.trainable_variables)
     return model
@@ -147,7 +154,7 @@ def compile_model(
 ) -> None:
     """Classification: logits against class indices; weighted: for batches that carry their rank's weight."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Never "auto", which is on where there is a GPU: XLA cannot compile a Horovod op (horovod#2590).
+    # Never "auto", which is on where there is a GPU: what compiles with XLA is the user's to say.
     model.compile(
         optimizer=optimizer,
         loss=RankWeighted(loss) if weighted else loss,

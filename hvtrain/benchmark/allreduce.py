@@ -97,6 +97,7 @@ class Collectives:
                 copied = size / median(self.found["memcpy"][str(size)]) / 1e9
                 line += f"{1e6 * theirs:>11,.0f}{median(self.bus_bandwidth('mpi4py', size)):>10.2f}{copied:>11.2f}"
             lines.append(line)
+        lines.append(f"of hvtrain's us, {1e6 * median(self.found['hvtrain']['call']):,.0f} are the graph's call")
         return lines + [f"goal: {name}: {in_words(found)}, {verdict}" for name, found, verdict in self.goals()]
 
     def write(self) -> None:

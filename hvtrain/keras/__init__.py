@@ -74,6 +74,7 @@ from hvtrain.keras.lost_ranks import tells_of_lost_ranks
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
+    divide_losses,
     is_distributed,
     mark,
     num_reductions,
@@ -126,6 +127,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "divide_losses",
     "elastic",
     "fingerprint",
     "global_process_set",

@@ -38,10 +38,9 @@ class FiniteCheck:
         excused: a condition, the same on all ranks, under which non-finite gradients are let through.
         """
         fine = tf.logical_or(are_finite(reduced), excused)
-        # Before it is needed: a branch that held this rank's gradients would keep their memory from the reduction.
-        fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
 
         def report() -> tf.Operation:
+            fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
             faults = hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
             with tf.control_dependencies([self._at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [MARK, "by rank:", faults])

@@ -68,6 +68,9 @@ class ReducesInside(Distributed):
             )
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
+    def scale_loss(self, loss: Any) -> Any:
+        return getattr(self, _REDUCER).share_of(super().scale_loss(loss))  # type: ignore[misc]
+
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         getattr(self, _REDUCER).variables = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]

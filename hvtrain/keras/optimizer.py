@@ -158,6 +158,16 @@ def mark(optimizer: Any, marks: StepMarks) -> None:
         reducer.marks = marks
 
 
+def divide_losses(optimizer: Any) -> None:
+    """For a model whose step passes its loss through scale_loss, once, as Keras's own does: see Reducer.divide_losses.
+
+    The weights are the same, and a pass over all gradients is saved. Under a loss scale nothing changes.
+    """
+    reducer = reducer_of(optimizer)
+    if reducer and not isinstance(optimizer, LossScaleOptimizer):
+        reducer.divide_losses()
+
+
 def ranks_at_fault(optimizer: Any) -> list[int]:
     """After a step failed for a gradient that was not finite: the ranks whose own it was."""
     check = finite_check_of(optimizer)

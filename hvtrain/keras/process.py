@@ -22,6 +22,7 @@ from hvtrain.launching import interfaces
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 CYCLE = "HOROVOD_CYCLE_TIME"
+BUCKETS_APART = "HOROVOD_DISABLE_GROUP_FUSION"
 # Open MPI's own choice for two ranks takes as much new memory as it sums, each time; segments stay in the cache.
 _RING_IN_SEGMENTS = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
@@ -100,17 +101,27 @@ def _is_by_mpi() -> bool:
     return by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo"
 
 
+def _is_on_one_host() -> bool:
+    """True where the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
+    places = [("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE")]
+    return any(os.environ.get(local, "") == os.environ.get(size) for local, size in places)
+
+
 def _choose_pace() -> None:
-    """How MPI waits and sums, and how often Horovod looks for gradients (ms); what the user has set stays.
+    """How MPI waits and sums, when Horovod looks for gradients (ms) and what it joins; what the user has set stays.
 
     Horovod's threads meet once a cycle, idle or not, and all but the last of them wait inside MPI, which takes a whole
     core of each. So the wait is to give way to what computes; and as they wait all the time, a shorter cycle costs no
     more. Between hosts it would be a message on the network each time, so there Horovod's 1 ms stays.
     """
+    one_host = _is_on_one_host()
+    if one_host and not is_elastic():
+        # Messages are the buckets: what a cycle joins is copied. In an elastic job hosts may follow.
+        os.environ.setdefault(BUCKETS_APART, "1")
     if not _is_by_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != os.environ.get("OMPI_COMM_WORLD_SIZE", ""):
+    if not one_host:
         return
     os.environ.setdefault(CYCLE, "0.1")
     if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:

@@ -73,6 +73,7 @@ class Reducer:
         self.device_dense = device_dense
         self.device_sparse = device_sparse
         self.scale_local_gradients = scale_local_gradients
+        self._divides_losses = False
         self.variables: Sequence[Any] = ()
         self.ballot: Ballot | None = None
         self._local: set[int] = set()
@@ -94,6 +95,21 @@ class Reducer:
     def register_local(self, variables: Iterable[Any]) -> None:
         """Leaves the gradients of these variables on their rank."""
         self._local.update(identity(variable) for variable in variables)
+
+    def divide_losses(self) -> None:
+        """From now on the mean's division is that of each rank's loss, one number, and gradients are only summed.
+
+        For steps whose loss goes through scale_loss, as in Keras's own train_step. Where values are compressed on the
+        wire nothing changes: smaller ones would lose digits there.
+        """
+        if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is hvd.Compression.none:
+            self.op, self._divides_losses = hvd.Sum, True
+
+    def share_of(self, loss: tf.Tensor) -> tf.Tensor:
+        """What the gradients of this rank are to be those of."""
+        if self.is_alone or not self._divides_losses:
+            return loss
+        return loss / tf.cast(self.process_set.size(), loss.dtype)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
         """The gradients reduced over the ranks, in the same order; unchanged when there is one rank.

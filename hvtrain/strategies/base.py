@@ -88,9 +88,12 @@ class Strategy:
         return nullcontext()
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        """The optimizer that steps on all ranks' gradients, if wished on finite ones only. Not collective."""
+        """The optimizer that steps on the mean of all ranks' gradients, if wished on finite ones only. Not collective.
+
+        divide_losses: the step passes its loss through the optimizer's scale_loss, where the mean may be taken.
+        """
         return optimizer
 
     def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:

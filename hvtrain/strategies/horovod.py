@@ -98,11 +98,13 @@ class HorovodStrategy(Strategy):
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
         settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
         distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
         hvd.mark(distributed, self.marks)
+        if divide_losses:
+            hvd.divide_losses(distributed)
         return distributed
 
     def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
