@@ -43,6 +43,27 @@ class Notes(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
+class Uncompiled(keras.optimizers.SGD):
+    """With an operation that XLA cannot compile, as a reduction is."""
+
+    steps = 0
+
+    def apply(self, grads, trainable_variables=None):
+        def count(gradient):
+            self.steps += 1
+            return gradient
+
+        first = tf.ensure_shape(tf.py_function(count, [grads[0]], grads[0].dtype), grads[0].shape)
+        super().apply([first, *grads[1:]], trainable_variables)
+
+
+class UncompiledLayer(keras.layers.Layer):
+    """The same in the forward pass."""
+
+    def call(self, x):
+        return tf.ensure_shape(tf.py_function(lambda values: values, [x], x.dtype), x.shape)
+
+
 def made():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "relu"), keras.layers.Dense(3)])
@@ -73,6 +94,36 @@ def test_it_is_what_fit_does():
         assert [logs["loss"] for logs in notes.logs] == losses
         assert int(model.optimizer.iterations) == 36
         assert marks() == (36, 0, 0, 36)
+
+
+@pytest.mark.parametrize("loss_scale", [False, True])
+def test_xla_compiles_forward_and_backward_and_changes_no_result(loss_scale):
+    """The optimizer, which may reduce, is no part of what XLA compiles."""
+    weights = {}
+    for by_xla in (False, True):
+        model = made()
+        optimizer = Uncompiled(0.1)
+        model.compile(
+            keras.optimizers.LossScaleOptimizer(optimizer) if loss_scale else optimizer,
+            model.loss,
+            metrics=["accuracy"],
+            jit_compile=by_xla,
+        )
+        logs = Notes()
+        loop.train(model, batches, PLAN, 0, [logs], 0, loop.Calls(5, [], lambda value: value), StepMarks())
+        assert optimizer.steps == 36
+        weights[by_xla] = [*model.get_weights(), *([row[name] for name in ("loss", "accuracy")] for row in logs.logs)]
+    for plain, compiled in zip(weights[False], weights[True], strict=True):
+        np.testing.assert_allclose(compiled, plain, atol=1e-6)
+
+
+def test_what_xla_cannot_compile_is_told():
+    """Were nothing compiled, it would train."""
+    model = made()
+    model.add(UncompiledLayer())
+    model.compile("sgd", model.loss, jit_compile=True)
+    with pytest.raises(tf.errors.OpError, match=r"(?s)EagerPyFunc.*XLA"):
+        loop.train(model, batches, PLAN, 0, [], 0, loop.Calls(5, [], lambda value: value), StepMarks())
 
 
 def test_callbacks_are_told_where_a_call_begins_and_ends():

@@ -7,12 +7,14 @@ tests.costs.here starts it with the words of a workload; plain Keras fit does th
 from __future__ import annotations
 
 import hvtrain.keras as hvd
+from hvtrain import cores
 from hvtrain.benchmark.by_hand.work import work
 
 
 def main() -> None:
     """Trains alone beside the others, and reports."""
     hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
     todo = work(hvd.rank(), hvd.size())
     todo.fit(todo.model(), todo.optimizer(), hvd.rank())
 

@@ -168,6 +168,23 @@ def test_accumulated_batches_are_one_batch(tmp_path):
 
 
 @pytest.mark.apart
+def test_xla_compiles_all_but_the_reduction(tmp_path):
+    """The same training on two ranks with XLA and without, to rounding, with all reductions and the loss scale."""
+    words = ["model=mlp", "optimizer=momentum", "train.epochs=2", "train.precision=mixed_float16"]
+    weights = {}
+    for by_xla in (False, True):
+        run = tmp_path / str(by_xla)
+        own = [f"train.jit_compile={str(by_xla).lower()}", f"run.dir={run}"]
+        code, output = train("gloo", 2, *words, *own, cwd=tmp_path)
+        assert code == 0, output
+        assert "reductions 44 of 44 steps" in output
+        assert ("Compiled cluster using XLA" in output) is by_xla
+        weights[by_xla] = keras.models.load_model(run / "model.keras").get_weights()
+    plain = np.concatenate([array.ravel() for array in weights[False]])
+    assert np.concatenate([array.ravel() for array in weights[True]]) == pytest.approx(plain, abs=5e-3)
+
+
+@pytest.mark.apart
 def test_ranks_agree_on_one_run_folder(tmp_path):
     """Without run.dir each rank's clock would give another name; under mpirun, without horovodrun."""
     words = [*OWN, "train.steps=7", "train.validate_every_steps=3", "dataset.num_validation=20", "train.epochs=1"]
