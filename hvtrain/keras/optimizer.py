@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         check_finite: fail the step on all ranks, before it changes weights, where a reduced gradient is not
             finite (not in Horovod; costs one pass over the gradients).
         bucket_bytes: instead of num_groups and groups, messages of about so many bytes, the last variables' first,
-            which are reduced while other gradients are computed (not in Horovod).
+            which are reduced while other gradients are computed; gradients of 4 MiB or more alone (not in Horovod).
 
     Raises:
         TypeError: not a Keras 3 optimizer.

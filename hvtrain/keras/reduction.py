@@ -39,8 +39,8 @@ class Reducer:
 
     Dense gradients travel in groups, so that they are fused into few messages: one for each type and each of
     num_groups parts, or as `groups`, lists of variables, says (others then go by themselves). With bucket_bytes it is
-    as many groups as that takes, the last variables first: their gradients are ready first, and are reduced while
-    others are computed (Li et al. 2020, "PyTorch Distributed", section 3.2). An IndexedSlices
+    as many groups as in_buckets makes, the last variables first: their gradients are ready first, and are reduced
+    while others are computed (Li et al. 2020, "PyTorch Distributed", section 3.2). An IndexedSlices
     goes as an allgather of its rows; None stays None, at the same position. Gradients of local variables are
     not exchanged, only divided by the number of ranks where scale_local_gradients is true (horovod#3695).
     """

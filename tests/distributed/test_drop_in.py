@@ -240,4 +240,5 @@ def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
     for chosen, pages, _, give_way in found:
         assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
         assert (give_way > 0) is (launcher == "mpirun"), "Horovod's threads, where they wait inside MPI"
+        assert chosen["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
         assert pages < 1000, "a large reduction takes no new ones"

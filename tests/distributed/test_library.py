@@ -21,6 +21,7 @@ CASES = [
     "loss_scale_factor", "schedule", "accumulation", "none_gradient", "sparse gradients", "embedding_adam",
     "mixed_bfloat16", "mixed_float16", "accumulated_embedding", "passes_averaged", "passes_summed",
     "sparse_as_dense", "predivided", "grouped", "buckets", "fp16_on_the_wire", "loss_scale_accumulated",
+    "divided_losses", "divided_losses_sparse", "divided_losses_accumulated", "divided_losses_scaled",
 ]  # fmt: skip
 
 

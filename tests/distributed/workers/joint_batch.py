@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 
 import hvtrain.keras as hvd
+from hvtrain.keras.hooks import reducer_of
 from hvtrain.verification.joint_batch import ACCUMULATION, FAMILIES, PRECISION, SPARSE, Case, compare
 
 STEPS = 20
@@ -40,6 +41,14 @@ def passes(average):
     )
 
 
+def of_losses(optimizer):
+    """Keras's own train_step passes each loss through the optimizer, where it may be divided."""
+    distributed = hvd.DistributedOptimizer(optimizer, bucket_bytes=100)
+    hvd.divide_losses(distributed)
+    assert reducer_of(distributed).op == hvd.Sum
+    return distributed
+
+
 # Arguments of DistributedOptimizer that must not change the result, or by no more than rounding.
 WRAPPED = {
     "passes_averaged": (Case(lambda: accumulated(0.05), steps_per_reduction=4), passes(True)),
@@ -48,6 +57,10 @@ WRAPPED = {
     "predivided": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0)),
     "grouped": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, num_groups=2)),
     "buckets": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, bucket_bytes=100)),
+    "divided_losses": (FAMILIES["momentum"], of_losses),
+    "divided_losses_sparse": (SPARSE["sparse gradients"], of_losses),
+    "divided_losses_accumulated": (Case(lambda: accumulated(0.05), steps_per_reduction=4), of_losses),
+    "divided_losses_scaled": (CASES["loss_scale_factor"], of_losses),
     "fp16_on_the_wire": (
         Case(FAMILIES["momentum"].optimizer, tolerance=2e-2),
         partial(hvd.DistributedOptimizer, compression=hvd.Compression.fp16),

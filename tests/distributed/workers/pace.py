@@ -30,7 +30,8 @@ for _ in range(9):
     before = pages()
     step(large)
     taken.append(pages() - before)
-chosen = {name: os.environ.get(name) for name in ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle")}
+NAMES = ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle", "HOROVOD_DISABLE_GROUP_FUSION")
+chosen = {name: os.environ.get(name) for name in NAMES}
 threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
 cores = sorted(set.union(*map(os.sched_getaffinity, threads)))
 give_way = sum(os.getpriority(os.PRIO_PROCESS, thread) > os.getpriority(os.PRIO_PROCESS, 0) for thread in threads)
