@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +41,9 @@ class Forecast:
     @property
     def messages(self) -> Sequence[Gradient]:
         """The gradients as the run puts them together."""
-        buckets = in_buckets([one.num_bytes for one in self.gradients], self.bucket_bytes or sys.maxsize)
+        buckets = [[*range(len(self.gradients))]]
+        if self.bucket_bytes:
+            buckets = in_buckets([one.num_bytes for one in self.gradients], self.bucket_bytes)
         members = [[self.gradients[position] for position in bucket] for bucket in buckets]
         return [Gradient(sum(one.num_bytes for one in own), sum(one.work for one in own)) for own in members]
 
