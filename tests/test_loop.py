@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvtrain import buckets, loop, tuning
+from hvtrain import buckets, loop, models, tuning
 from hvtrain.callbacks import step_split, timeline
+from hvtrain.composition import compose
+from hvtrain.config import from_dict
+from hvtrain.errors import ConfigError
+from hvtrain.forecast.run import forecast
 from hvtrain.step_marks import StepMarks, StepTimes
 from hvtrain.step_plan import Share, StepPlan
 
@@ -124,6 +128,20 @@ def test_what_xla_cannot_compile_is_told():
     model.compile("sgd", model.loss, jit_compile=True)
     with pytest.raises(tf.errors.OpError, match=r"(?s)EagerPyFunc.*XLA"):
         loop.train(model, batches, PLAN, 0, [], 0, loop.Calls(5, [], lambda value: value), StepMarks())
+
+
+def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
+    """As SyncBatchNormalization does, whose forward pass reduces."""
+
+    def network(image_shape, num_classes, **_):
+        kept_out = UncompiledLayer(name="mine")
+        kept_out.supports_jit = False
+        return keras.Sequential([keras.Input(image_shape), kept_out, keras.layers.Flatten()])
+
+    monkeypatch.setattr(models, "mlp", network)
+    config = from_dict(compose(["model=mlp", "train.jit_compile=true"])[0])
+    with pytest.raises(ConfigError, match=r"train.jit_compile=true and the layer mine, which XLA cannot compile"):
+        forecast(config, 1, 1, None, None)
 
 
 def test_callbacks_are_told_where_a_call_begins_and_ends():
