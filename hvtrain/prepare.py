@@ -112,11 +112,11 @@ def evaluation_data(config: RunConfig, source: Source, split: str, topology: Top
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """The compiled model with its optimizer built, so that its slots exist before restore and broadcast."""
     model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
-    kept_out = [layer.name for layer in model._flatten_layers() if not getattr(layer, "supports_jit", True)]
-    if config.train.jit_compile and kept_out:
-        raise ConfigError(
-            f"train.jit_compile=true and the layer {kept_out[0]}, which XLA cannot compile; leave one of them out"
-        )
+    for layer in model._flatten_layers() if config.train.jit_compile else ():
+        if not getattr(layer, "supports_jit", True):
+            raise ConfigError(
+                f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one of them out"
+            )
     optimizer = strategy.distribute(
         build_optimizer(config, plan),
         check_finite=config.guard.finite,

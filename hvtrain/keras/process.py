@@ -22,7 +22,6 @@ from hvtrain.launching import interfaces
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 CYCLE = "HOROVOD_CYCLE_TIME"
-BUCKETS_APART = "HOROVOD_DISABLE_GROUP_FUSION"
 # Open MPI's own choice for two ranks takes as much new memory as it sums, each time; segments stay in the cache.
 _RING_IN_SEGMENTS = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
@@ -103,8 +102,8 @@ def _is_by_mpi() -> bool:
 
 def _is_on_one_host() -> bool:
     """True where the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
-    places = [("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE")]
-    return any(os.environ.get(local, "") == os.environ.get(size) for local, size in places)
+    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
+    return os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE")
 
 
 def _choose_pace() -> None:
@@ -117,7 +116,7 @@ def _choose_pace() -> None:
     one_host = _is_on_one_host()
     if one_host and not is_elastic():
         # Messages are the buckets: what a cycle joins is copied. In an elastic job hosts may follow.
-        os.environ.setdefault(BUCKETS_APART, "1")
+        os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if not _is_by_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
