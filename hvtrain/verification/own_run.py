@@ -95,14 +95,14 @@ def _step(run: OwnRun) -> str:
     plain = build_optimizer(run.config, run.plan)
     accumulated = getattr(plain, "inner_optimizer", plain).gradient_accumulation_steps or 1
     before = [copy.numpy() for copy in copies]
+    joint_of_losses = _of_scaled_loss(plain, joint)
     for _ in range(accumulated):
-        plain.apply(joint, copies)
+        plain.apply(joint_of_losses, copies)
     expected = [copy.numpy() - old for copy, old in zip(copies, before)]
 
-    scale = float(getattr(optimizer, "dynamic_scale", 1.0))
     count = run.strategy.num_reductions(optimizer)
-    scaled = [None if gradient is None else tf.constant(gradient * scale, gradient.dtype) for gradient in own]
-    apply = tf.function(lambda: optimizer.apply(scaled, model.trainable_variables))
+    own_of_losses = _of_scaled_loss(optimizer, own)
+    apply = tf.function(lambda: optimizer.apply(own_of_losses, model.trainable_variables))
     for _ in range(accumulated):
         apply()
     steps = [variable.numpy() - old for variable, old in zip(model.trainable_variables, before)]
@@ -118,6 +118,12 @@ def _step(run: OwnRun) -> str:
             f"the step differs from a plain one on the mean gradient by {gap:.2g}; look at strategy.distribute"
         )
     return f"equals a plain step on all ranks' mean gradient to {gap:.1g}; own gradients differ from it by {apart:.1g}"
+
+
+def _of_scaled_loss(optimizer: keras.optimizers.Optimizer, gradients: list[Any]) -> list[Any]:
+    """What the gradients of a loss are once the loss went through the optimizer's scale_loss, as in train_step."""
+    scale = float(optimizer.scale_loss(tf.constant(1.0)))
+    return [None if gradient is None else tf.constant(gradient * scale, gradient.dtype) for gradient in gradients]
 
 
 def _weights(run: OwnRun) -> str:
