@@ -25,7 +25,7 @@ from hvtrain.imports import without
 if TYPE_CHECKING:
     from hvtrain.forecast.run import Forecast
 
-DEFAULTS = Rules()
+DEFAULTS = Rules(fusion_bytes=0)
 USAGE = f"""\
 python -m hvtrain.plan -np N [OPTION ...] [WORDS]
 
@@ -58,7 +58,7 @@ OPTIONS
 
   how ranks reduce
   --algorithm NAME       ring, tree, hierarchical, or best of these; default: the better of ring and tree, as NCCL does
-  --fusion-mib N         largest message; default: {DEFAULTS.fusion_bytes // MIB}
+  --fusion-mib N         Horovod joins messages that are ready at once up to N MiB; default: {DEFAULTS.fusion_bytes}, none, as in a run
   --straggler X          deviation of the ranks' step times from their mean; default: {DEFAULTS.deviation}
 
 docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
@@ -87,7 +87,7 @@ def plan() -> int:
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
     rules = _rules(options, run)
     folder = _folder(options, run)
-    print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host, rules)), flush=True)
+    print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
     step_seconds = options.step_seconds or _measured(options, config, run)
     costs: list[Cost] = []
     found = None
@@ -108,7 +108,7 @@ def _predict(
 ) -> tuple[Found, Rules, list[Cost], float | None]:
     """The machine, the rules on it, the cost on 1, 2, 4, ... ranks, and the last one's if hosts reduced first."""
     work = Work(step_seconds, run.messages)
-    found = machine_of(options, measured, min(work.num_bytes, rules.fusion_bytes))
+    found = machine_of(options, measured, rules.algorithms)
     if found.is_measured:
         rules = replace(rules, cycle_seconds=0.0)
     costs = [step_cost(work, number, found.machine, rules) for number in rank_counts(options.np)]
@@ -172,7 +172,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--link-share", type=_positive, default=LINK_SHARE)
     parser.add_argument("--calibrate", action="append", default=[], metavar="FILE")
     parser.add_argument("--algorithm", choices=(*ALGORITHMS, "best"))
-    parser.add_argument("--fusion-mib", type=_count, default=DEFAULTS.fusion_bytes // MIB)
+    parser.add_argument("--fusion-mib", type=_at_least_0, default=DEFAULTS.fusion_bytes / MIB)
     parser.add_argument("--straggler", type=_at_least_0, default=DEFAULTS.deviation)
     return parser.parse_with_words(words)
 

@@ -102,7 +102,8 @@ ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "
 def allreduce_seconds(
     num_bytes: float, num_ranks: int, machine: Machine, algorithms: Sequence[str] = tuple(ALGORITHMS)
 ) -> tuple[float, str]:
-    """Seconds with the machine's start_seconds, and by which algorithm: of those given, the fastest.
+    """Seconds with the machine's start_seconds and its link's correction, and by which algorithm: of those given, the
+    fastest.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]
@@ -111,4 +112,5 @@ def allreduce_seconds(
     if num_ranks == 1:
         return 0.0, "none"
     seconds, name = min((ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms)
-    return machine.start_seconds + seconds, name
+    link: Link = getattr(machine, machine.slowest(num_ranks))
+    return (machine.start_seconds + seconds) * link.correction(num_bytes), name

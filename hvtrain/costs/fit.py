@@ -6,12 +6,13 @@ What is minimised is the sum of squared relative errors, so that small messages 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log2
+from dataclasses import dataclass, replace
 from operator import mul
+from statistics import geometric_mean
 from typing import NamedTuple
 
-from hvtrain.costs.links import Link
+from hvtrain.costs.allreduce import allreduce_seconds
+from hvtrain.costs.links import Link, Machine
 from hvtrain.errors import ConfigError
 
 
@@ -41,10 +42,8 @@ class Fit:
         return Link(latency_seconds if self.latency_seconds is None else self.latency_seconds, self.bytes_per_second)
 
 
-def fit(found: Sequence[Measured], near_bytes: int | None = None) -> Fit:
+def fit(found: Sequence[Measured]) -> Fit:
     """start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
-
-    near_bytes: sizes near it count most, each power of two away less: no real link has one speed for all sizes.
 
     Raises ConfigError when there are not two sizes, or larger ones do not take longer.
 
@@ -60,10 +59,9 @@ def fit(found: Sequence[Measured], near_bytes: int | None = None) -> Fit:
             f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
             "ranks or more: run python -m hvtrain.bench allreduce"
         )
-    weights = [1 / (1 + abs(log2(one.num_bytes / near_bytes))) if near_bytes else 1.0 for one in found]
     equations = [
-        Equation((1.0, 2.0 * (one.num_ranks - 1), 2 * (1 - 1 / one.num_ranks) * one.num_bytes), one.seconds, weight)
-        for one, weight in zip(found, weights)
+        Equation((1.0, 2.0 * (one.num_ranks - 1), 2 * (1 - 1 / one.num_ranks) * one.num_bytes), one.seconds)
+        for one in found
     ]
     columns = [0, 1, 2] if len({one.num_ranks for one in found}) > 1 else [0, 2]
     best = _least_squares(equations, columns)
@@ -77,21 +75,39 @@ def fit(found: Sequence[Measured], near_bytes: int | None = None) -> Fit:
     return Fit(start, latency if 1 in columns else None, 1 / inverse, error)
 
 
+def corrected(machine: Machine, found: Sequence[Measured], algorithms: Sequence[str]) -> Machine:
+    """The machine whose allreduces take what was measured at those sizes, and between them what lies between.
+
+    Where several numbers of ranks were measured, a size has the geometric mean of their corrections.
+
+    >>> measured = [Measured(2, 1000, 2e-6), Measured(2, 10**6, 1.5e-3)]
+    >>> real = corrected(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
+    >>> real.inside.corrections
+    ((1000, 2.0), (1000000, 1.5))
+    """
+    ratios: dict[int, list[float]] = {}
+    for one in found:
+        seconds, _ = allreduce_seconds(one.num_bytes, one.num_ranks, machine, algorithms)
+        ratios.setdefault(one.num_bytes, []).append(one.seconds / seconds)
+    name = machine.slowest(found[0].num_ranks)
+    corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
+    return replace(machine, **{name: replace(getattr(machine, name), corrections=corrections)})
+
+
 class Equation(NamedTuple):
-    """factors x terms = seconds; its weight is that of its relative error."""
+    """factors x terms = seconds."""
 
     terms: tuple[float, float, float]
     seconds: float
-    weight: float
 
 
 def _least_squares(equations: Sequence[Equation], columns: list[int]) -> list[float]:
     """The factors of the columns, 0 for those left out."""
-    rows = [[one.weight * one.terms[column] / one.seconds for column in columns] for one in equations]
+    rows = [[one.terms[column] / one.seconds for column in columns] for one in equations]
     scales = [max(row[index] for row in rows) for index in range(len(columns))]
     scaled = [[value / scale for value, scale in zip(row, scales)] for row in rows]
     # Each column times each column and times the right side, where a relative second is 1.
-    right = [*zip(*scaled), [one.weight for one in equations]]
+    right = [*zip(*scaled), [1.0] * len(equations)]
     solved = _solve([[sum(map(mul, column, other)) for other in right] for column in zip(*scaled)])
     found = [0.0, 0.0, 0.0]
     for column, value, scale in zip(columns, solved, scales):
@@ -118,5 +134,4 @@ def _solve(table: list[list[float]]) -> list[float]:
 
 def _error(equations: Sequence[Equation], factors: list[float]) -> float:
     """Mean relative error without sign."""
-    errors = [one.weight * abs(sum(map(mul, factors, one.terms)) / one.seconds - 1) for one in equations]
-    return sum(errors) / sum(one.weight for one in equations)
+    return sum(abs(sum(map(mul, factors, one.terms)) / one.seconds - 1) for one in equations) / len(equations)

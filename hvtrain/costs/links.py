@@ -6,7 +6,9 @@ Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from math import log2
 
 # What of a link's nominal speed an allreduce gets. It was fitted once, together with interference and deviation of
 # step.Rules, to Horovod's figures at 16 and 128 GPUs (docs/plan.md); all else that is published is predicted with it.
@@ -19,10 +21,15 @@ NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 1.9 * 3.4e-6, 1.9 * 5.7e-6, 1.9 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: seconds until the first byte arrives, and bytes a second from then on."""
+    """One direction of a link: seconds until the first byte arrives, and bytes a second from then on.
+
+    corrections: of allreduces measured over it, by size: (bytes, seconds / those of the formulas). No real link has one
+        speed for all sizes.
+    """
 
     latency_seconds: float
     bytes_per_second: float
+    corrections: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, num_bytes: float) -> float:
         """Of one message.
@@ -31,6 +38,21 @@ class Link:
         0.00101
         """
         return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def correction(self, num_bytes: float) -> float:
+        """What an allreduce of so many bytes takes, as a multiple of what the formulas say.
+
+        >>> measured = Link(0.0, 1e9, corrections=((1024, 1.5), (4096, 1.0)))
+        >>> [measured.correction(num_bytes) for num_bytes in (0, 1024, 2048, 4096, 10**9)]
+        [1.5, 1.5, 1.25, 1.0, 1.0]
+        """
+        if not self.corrections:
+            return 1.0
+        after = bisect_left(self.corrections, (num_bytes, 0.0))
+        if after in (0, len(self.corrections)):
+            return self.corrections[min(after, len(self.corrections) - 1)][1]
+        (smaller, first), (larger, last) = self.corrections[after - 1 : after + 1]
+        return first + (last - first) * log2(num_bytes / smaller) / log2(larger / smaller)
 
 
 def network(gbits_per_second: float, latency_seconds: float = NETWORK_SECONDS, share: float = LINK_SHARE) -> Link:
@@ -65,3 +87,7 @@ class Machine:
     def num_hosts(self, num_ranks: int) -> int:
         """Hosts that so many ranks fill, the last one perhaps in part."""
         return -(-num_ranks // self.ranks_per_host)
+
+    def slowest(self, num_ranks: int) -> str:
+        """Which link sets the pace of so many ranks: "inside" or "between"."""
+        return "inside" if self.num_hosts(num_ranks) == 1 else "between"

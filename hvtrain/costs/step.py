@@ -49,7 +49,8 @@ class Rules:
 
     Args:
         overlap: gradients are reduced while others are computed, else after the last.
-        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21.
+        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21; a run of hvtrain has
+            its buckets, and joins none (0).
         cycle_seconds: Horovod looks for ready gradients so often; what becomes ready waits half of it. Since 0.21, too.
         interference: how much slower computing is while bytes are moved beside it: both use memory and cores
             (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep Learning Training
@@ -115,7 +116,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         num_bytes = sum(sizes[first:last])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
         # Who waits for a latency takes nothing from the others.
-        moving = seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0]
+        moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
         buffers.append((num_bytes, algorithm))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from hvtrain.costs.fit import Fit, Measured, fit
+from hvtrain.costs.fit import Fit, Measured, corrected, fit
 from hvtrain.costs.links import Machine, bus, network
 from hvtrain.errors import ConfigError
 
@@ -23,13 +23,13 @@ class Found:
     is_measured: bool
 
 
-def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]], buffer_bytes: int) -> Found:
+def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]) -> Found:
     """From the options' figures; what was measured takes the place of the link that it was measured on.
 
-    files: each what `read` found. buffer_bytes: sizes near it count most in a fit.
+    files: each what `read` found. algorithms: of costs.allreduce, by which the ranks reduce.
     Raises ConfigError where nothing can be fitted.
     """
-    num_ranks, per_host = options.np, options.ranks_per_host
+    per_host = options.ranks_per_host
     inside = bus(options.inside_gbytes, options.inside_latency_us * 1e-6, options.link_share)
     between = network(options.link_gbits, options.latency_us * 1e-6, options.link_share)
     said = {
@@ -40,9 +40,9 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
     machine = Machine(inside, between, per_host)
     groups: dict[str, list[Measured]] = {}
     for measured in files:
-        groups.setdefault("inside" if measured[0].num_ranks <= per_host else "between", []).extend(measured)
+        groups.setdefault(machine.slowest(measured[0].num_ranks), []).extend(measured)
     for name, measured in groups.items():
-        found = fit(measured, buffer_bytes)
+        found = fit(measured)
         link = found.link(getattr(machine, name).latency_seconds)
         if found.latency_seconds is None:
             # What was measured holds the latency of its own steps already.
@@ -54,7 +54,15 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
         else:
             machine = replace(machine, between=link, start_seconds=start_seconds)
         said[name] = in_words(found, measured)
-    used = ["inside"] if num_ranks <= per_host else ["between"] if per_host == 1 else ["inside", "between"]
+    for measured in groups.values():
+        machine = corrected(machine, measured, algorithms)
+    used = (
+        ["inside"]
+        if machine.slowest(options.np) == "inside"
+        else ["between"]
+        if per_host == 1
+        else ["inside", "between"]
+    )
     labels = {"inside": "inside a host", "between": "between hosts"}
     return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
 
@@ -65,7 +73,7 @@ def in_words(found: Fit, measured: Sequence[Measured]) -> str:
     latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
     return (
         f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured on "
-        f"{ranks} ranks, the fit is {found.error:.0%} off"
+        f"{ranks} ranks, where the fit is {found.error:.0%} off, as measured"
     )
 
 

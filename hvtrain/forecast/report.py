@@ -49,20 +49,20 @@ def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> st
     )
 
 
-def memory(forecast: Forecast, rules: Rules) -> dict[str, int]:
+def memory(forecast: Forecast) -> dict[str, int]:
     """Bytes on a rank by what they are for; what cannot be said is left out."""
     found = forecast.footprint
     parts = {"weights": found.weight_bytes, "gradients": found.gradient_bytes, "optimizer slots": found.slot_bytes}
     if forecast.plan.size > 1:
-        parts["fusion buffer"] = rules.fusion_bytes
+        parts["fusion buffer"] = Rules.fusion_bytes  # Horovod has it for tensors that share a bucket, too.
     if found.activation_bytes is not None:
         parts["activations"] = found.activation_bytes
     return parts
 
 
-def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int, rules: Rules) -> list[str]:
+def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) -> list[str]:
     """What needs no prediction."""
-    config, plan, bytes_of = forecast.config, forecast.plan, memory(forecast, rules)
+    config, plan, bytes_of = forecast.config, forecast.plan, memory(forecast)
     sizes, hosts = plan.batch_sizes, -(-plan.size // ranks_per_host)
     same = len(set(sizes)) == 1
     batch = f"{plan.size} x {sizes[0]} = {plan.global_batch:,} (ranks x batch)" if same else f"{plan.global_batch:,}"
@@ -150,7 +150,7 @@ def as_json(
         "num_steps": plan.num_steps,
         "steps_per_epoch": plan.steps_per_epoch,
         "learning_rate": [[step, forecast.schedule(step)] for _, step in key_steps(forecast)],
-        "memory_bytes": memory(forecast, rules),
+        "memory_bytes": memory(forecast),
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "launch": launch_line(words, plan.size, ranks_per_host),

@@ -113,14 +113,12 @@ def _choose_pace() -> None:
     core of each. So the wait is to give way to what computes; and as they wait all the time, a shorter cycle costs no
     more. Between hosts it would be a message on the network each time, so there Horovod's 1 ms stays.
     """
-    one_host = _is_on_one_host()
-    if one_host and not is_elastic():
-        # Messages are the buckets: what a cycle joins is copied. In an elastic job hosts may follow.
-        os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
+    # Messages are the buckets: what a cycle joins besides is copied. On all ranks alike, or they would wait for ever.
+    os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if not _is_by_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if not one_host:
+    if not _is_on_one_host():
         return
     os.environ.setdefault(CYCLE, "0.1")
     if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:

@@ -34,7 +34,7 @@ from hvtrain.benchmark.words import in_words
 from hvtrain.benchmark.workloads import WORKLOADS, Workload
 from hvtrain.composition import compose
 from hvtrain.config import from_dict
-from hvtrain.costs.fit import Measured, fit
+from hvtrain.costs.fit import Measured, corrected, fit
 from hvtrain.costs.links import Link, Machine
 from hvtrain.costs.step import Cost, Gradient, Rules, Work, step_cost
 
@@ -43,7 +43,7 @@ JOINED = Contender("joined", "ranks that reduce nothing", "tests.costs.joined", 
 CONTENDERS = (JOINED, *(named(name) for name in ("independent", "keras", "hvtrain-1", "hvtrain-mpi")))
 HOSTS = "s1:1,s2:1"
 # What a fit starts with already: the bench's time holds the cycle and all latencies.
-RULES = Rules(cycle_seconds=0.0, algorithms=("ring",))
+RULES = Rules(cycle_seconds=0.0, algorithms=("ring",), fusion_bytes=0)
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     options = _parse()
     folder = Path(options.output or tempfile.mkdtemp(prefix="hvtrain-here-")).absolute()
     workloads = [WORKLOADS[name] for name in options.workloads.split(",")]
-    gradients = {work.name: _gradients(work) for work in workloads}
+    messages = {work.name: _messages(work) for work in workloads}
     rows, alone = [], {}
     for num_ranks in map(int, options.ranks.split(",")):
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
@@ -65,10 +65,10 @@ def main() -> None:
             session.run(options.rounds)
             of_runner = ratio(session.seconds("hvtrain-1"), session.seconds("keras")).median
             alone[num_ranks, work.name] = of_runner * median(session.seconds("joined"))
-            cost = predict(link.found["hvtrain"], num_ranks, gradients[work.name], alone[num_ranks, work.name])
+            cost = predict(link.found["hvtrain"], num_ranks, messages[work.name], alone[num_ranks, work.name])
             rows.append(row("one host", work, alone[num_ranks, work.name], cost, session.seconds("hvtrain-mpi")))
     if options.rate:
-        rows += in_the_lab(options, folder, workloads, gradients, alone)
+        rows += in_the_lab(options, folder, workloads, messages, alone)
     told = shlex.join(["python", "-m", "tests.costs.here", *options.told])
     print(f"\n{told}, {datetime.now():%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
     print(
@@ -79,13 +79,14 @@ def main() -> None:
     print(f"\nall files in {folder}")
 
 
-def predict(seconds: dict[str, list[float]], num_ranks: int, gradients: list[Gradient], one_rank: float) -> Cost:
+def predict(seconds: dict[str, list[float]], num_ranks: int, messages: list[Gradient], one_rank: float) -> Cost:
     """The step of num_ranks ranks whose allreduce was measured, by its rounds and bytes, and so was one rank's step."""
     measured = [Measured(num_ranks, int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()]
-    work = Work(one_rank, gradients)
-    found = fit(measured, near_bytes=work.num_bytes)
+    work = Work(one_rank, messages)
+    found = fit(measured)
     link = Link(0.0, found.bytes_per_second)  # Its latency is in the start: both were measured on so many ranks.
-    return step_cost(work, num_ranks, Machine(link, link, num_ranks, found.start_seconds), RULES)
+    machine = corrected(Machine(link, link, num_ranks, found.start_seconds), measured, RULES.algorithms)
+    return step_cost(work, num_ranks, machine, RULES)
 
 
 def row(where: str, work: Workload, one_rank: float, cost: Cost, measured: list[float]) -> str:
@@ -99,7 +100,7 @@ def in_the_lab(
     options: argparse.Namespace,
     folder: Path,
     workloads: list[Workload],
-    gradients: dict[str, list[Gradient]],
+    messages: dict[str, list[Gradient]],
     alone: dict[tuple[int, str], float],
 ) -> list[str]:
     """Two hosts with a rank each and a narrow link between them."""
@@ -128,7 +129,7 @@ def in_the_lab(
                 words.append(f"+callbacks.bench.num_steps={work.warmup_steps + steps}")
                 found = _on_hosts(lab, place, threads, "hvtrain", words, work.warmup_steps)
                 measured.append(max(one["step_seconds"] for one in found))
-            cost = predict(link, 2, gradients[work.name], alone[2, work.name])
+            cost = predict(link, 2, messages[work.name], alone[2, work.name])
             rows.append(row(f"two hosts, {options.rate}", work, alone[2, work.name], cost, measured))
     return rows
 
@@ -154,11 +155,11 @@ def _on_hosts(lab, place: Path, threads: int, module: str, words: list[str], war
     return reports
 
 
-def _gradients(work: Workload) -> list[Gradient]:
+def _messages(work: Workload) -> list[Gradient]:
     from hvtrain.forecast.run import forecast
 
     config = from_dict(compose(work.words("synthetic", 1))[0])
-    return list(forecast(config, 1, 1, None, 10).gradients)
+    return list(forecast(config, 1, 1, None, 10).messages)
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, ...]:
