@@ -58,7 +58,7 @@ OPTIONS
 
   how ranks reduce
   --algorithm NAME       ring, tree, hierarchical, or best of these; default: the better of ring and tree, as NCCL does
-  --fusion-mib N         Horovod joins messages that are ready at once up to N MiB; default: {DEFAULTS.fusion_bytes}, none, as in a run
+  --fusion-mib N         messages that are ready at once are joined to N; default: {DEFAULTS.fusion_bytes}, as runs do
   --straggler X          deviation of the ranks' step times from their mean; default: {DEFAULTS.deviation}
 
 docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.

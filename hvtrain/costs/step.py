@@ -49,8 +49,8 @@ class Rules:
 
     Args:
         overlap: gradients are reduced while others are computed, else after the last.
-        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21; a run of hvtrain has
-            its buckets, and joins none (0).
+        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21. hvtrain's
+            runs join none (0): their messages are the buckets.
         cycle_seconds: Horovod looks for ready gradients so often; what becomes ready waits half of it. Since 0.21, too.
         interference: how much slower computing is while bytes are moved beside it: both use memory and cores
             (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep Learning Training

@@ -56,13 +56,8 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
         said[name] = in_words(found, measured)
     for measured in groups.values():
         machine = corrected(machine, measured, algorithms)
-    used = (
-        ["inside"]
-        if machine.slowest(options.np) == "inside"
-        else ["between"]
-        if per_host == 1
-        else ["inside", "between"]
-    )
+    several = machine.slowest(options.np) == "between"
+    used = ["inside"] * (per_host > 1 or not several) + ["between"] * several
     labels = {"inside": "inside a host", "between": "between hosts"}
     return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
 
@@ -73,7 +68,7 @@ def in_words(found: Fit, measured: Sequence[Measured]) -> str:
     latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
     return (
         f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured on "
-        f"{ranks} ranks, where the fit is {found.error:.0%} off, as measured"
+        f"{ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
     )
 
 
