@@ -92,14 +92,14 @@ class Scaling:
             f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) a rank, batch {work.batch_size} a rank "
             f"(weak) or {self.global_batch} in all (strong), medians of {len(self.found['weak'][first])} rounds",
             f"{'ranks':>5}{'weak images/s':>15}{'strong images/s':>17}{'jobs apart':>12}  "
-            f"{f'weak against {first} rank(s)':<26}{'weak against jobs apart':<26}",
+            f"{f'weak against {first} rank(s)':<32}{'weak against jobs apart':<32}",
         ]
         for count in self.counts:
             weak, strong, apart = (self.found[kind][count] for kind in ("weak", "strong", "apart"))
             efficiency = ratio([speed * first / count for speed in weak], self.found["weak"][first])
             lines.append(
                 f"{count:>5}{median(weak):>15,.0f}{median(strong):>17,.0f}{median(apart):>12,.0f}  "
-                f"{in_words(efficiency):<26}{in_words(ratio(weak, apart)):<26}".rstrip()
+                f"{in_words(efficiency):<32}{in_words(ratio(weak, apart)):<32}".rstrip()
             )
         return lines
 
