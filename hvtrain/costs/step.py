@@ -37,11 +37,6 @@ class Work:
     gradients: Sequence[Gradient]
     forward_share: float = 1 / 3
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all gradients."""
-        return sum(gradient.num_bytes for gradient in self.gradients)
-
 
 @dataclass(frozen=True)
 class Rules:

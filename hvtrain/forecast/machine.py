@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hvtrain.costs.fit import Fit, Measured, corrected, fit
 from hvtrain.costs.links import Machine, bus, network
@@ -49,15 +50,13 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
             steps = 2 * (measured[0].num_ranks - 1)
             found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * link.latency_seconds))
         start_seconds = max(machine.start_seconds, found.start_seconds)
-        if name == "inside":
-            machine = replace(machine, inside=link, start_seconds=start_seconds)
-        else:
-            machine = replace(machine, between=link, start_seconds=start_seconds)
+        changes: dict[str, Any] = {name: link, "start_seconds": start_seconds}
+        machine = replace(machine, **changes)
         said[name] = in_words(found, measured)
     for measured in groups.values():
         machine = corrected(machine, measured, algorithms)
-    several = machine.slowest(options.np) == "between"
-    used = ["inside"] * (per_host > 1 or not several) + ["between"] * several
+    slowest = machine.slowest(options.np)
+    used = ("inside", "between") if slowest == "between" and per_host > 1 else (slowest,)
     labels = {"inside": "inside a host", "between": "between hosts"}
     return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
 
