@@ -17,3 +17,9 @@ def small_disk(folder, options):
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def remounted(disk, options):
+    """Whether the disk has these options of mount now."""
+    words = ["mount", "-o", f"remount,{options}", disk]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
