@@ -50,7 +50,7 @@ class TrainConfig:
     precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
     deterministic: bool = setting(False, "TensorFlow's deterministic operations: same run, same bits (slower)")
     steps_per_execution: int | None = setting(
-        None, "steps in one call of the graph; null: what takes 50 ms, and one where callbacks look at steps", low=1
+        None, "steps in one call of the graph; null: what takes 0.2 s, and one where callbacks look at steps", low=1
     )
     jit_compile: bool = setting(False, "compile forward and backward pass with XLA; reduction and update stay outside")
 

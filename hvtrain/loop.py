@@ -17,9 +17,9 @@ import tensorflow as tf
 from hvtrain.step_marks import StepMarks
 from hvtrain.step_plan import StepPlan
 
-# Long enough that what a call costs in Python does not count, short enough for callbacks, signals and progress.
-SECONDS_OF_A_CALL = 0.05
-MOST_STEPS_OF_A_CALL = 50
+# A call costs 1.5 ms of Python: long enough that this does not count, short enough for callbacks, signals and progress.
+SECONDS_OF_A_CALL = 0.2
+MOST_STEPS_OF_A_CALL = 200
 # Those are timed one by one; before them steps are traced, and the data pipeline fills.
 FIRST_TIMED_STEP, TIMED_STEPS = 5, 10
 
@@ -88,8 +88,8 @@ def train(
     model.stop_training = False
     told.on_train_begin()
     batches = batches_from(start_step)
-    steps = make_steps(model, batches.element_spec, marks)
     iterator = iter(batches)
+    steps = make_steps(model, iterator, marks)
     step, logs = start_step, {}
     while step < plan.num_steps and not model.stop_training:
         epoch, in_epoch = plan.position(step)
@@ -101,7 +101,7 @@ def train(
             number = calls.next(step, end)
             told.on_train_batch_begin(step - begin)
             began = time.perf_counter()
-            logs = steps(iterator, number)
+            logs = steps(number)
             calls.took(time.perf_counter() - began)
             step += number
             told.on_train_batch_end(step - begin - 1, logs)
@@ -113,10 +113,10 @@ def train(
     told.on_train_end(logs)
 
 
-def make_steps(model: keras.Model, spec: Any, marks: StepMarks) -> Callable[[Any, int], dict[str, Any]]:
-    """A call (iterator, number) does so many steps on the iterator's batches; what the last one returned."""
+def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[int], dict[str, Any]]:
+    """A call (number) does so many steps on the next batches, of an iterator; what the last one returned."""
     one_step = tf.function(_by_xla(model) if model.jit_compile else model.train_step, reduce_retracing=True)
-    outputs = one_step.get_concrete_function(spec).structured_outputs
+    outputs = one_step.get_concrete_function(batches.element_spec).structured_outputs
     shapes = tf.nest.map_structure(lambda output: output.shape, outputs)
     blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
 
@@ -137,7 +137,9 @@ def make_steps(model: keras.Model, spec: Any, marks: StepMarks) -> Callable[[Any
         _, result = tf.while_loop(lambda done, _: done < number, step, begin, invariants, parallel_iterations=1)
         return result
 
-    return lambda iterator, number: several(iterator, tf.constant(number))
+    # Of one signature: to look for it takes longer than the call itself.
+    traced = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
+    return lambda number: traced(batches, tf.constant(number))
 
 
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:

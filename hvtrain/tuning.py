@@ -122,17 +122,17 @@ def _trials(
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     iterator = iter(batches.take(1).cache().repeat())
-    steps = make_steps(model, batches.element_spec, strategy.marks)
-    steps(iterator, 1)  # Traced.
+    steps = make_steps(model, iterator, strategy.marks)
+    steps(1)
     began = time.perf_counter()
-    steps(iterator, 1)
+    steps(1)
     once = max(strategy.gather(time.perf_counter() - began))
     number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / once)))
 
     def run() -> float:
-        steps(iterator, 1)  # The first one after a start fills Horovod's cache.
+        steps(1)  # The first one after a start fills Horovod's cache.
         began = time.perf_counter()
-        steps(iterator, number)
+        steps(number)
         return (time.perf_counter() - began) / number
 
     return run

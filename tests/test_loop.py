@@ -166,7 +166,7 @@ def test_the_chief_says_how_many_steps_a_call_takes():
     for _ in range(loop.FIRST_TIMED_STEP + loop.TIMED_STEPS):
         assert calls.next(0, 100) == 1
         calls.took(0.01)
-    assert asked == [5] and calls.next(0, 100) == 7
+    assert asked == [20] and calls.next(0, 100) == 7
     calls.took(0.01)
     assert len(asked) == 1
 
