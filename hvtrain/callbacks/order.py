@@ -82,8 +82,9 @@ def periods(config: RunConfig, strategy: Strategy) -> list[int]:
     """What is due after every N steps of the run, by N: the graph goes on for no longer than to the next of them."""
     looks = STEPS_BETWEEN_CLOCK_LOOKS * config.train.accumulate
     minutes = looks if config.checkpoint.every_minutes else None
+    traced = config.profile_steps if config.profile else None
     found = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
-    return [number for number in (*found, strategy.commit_steps, minutes) if number]
+    return [number for number in (*found, strategy.commit_steps, minutes, traced) if number]
 
 
 def steps_per_call(config: RunConfig, callbacks: list[keras.callbacks.Callback]) -> int | None:
