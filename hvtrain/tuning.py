@@ -123,7 +123,7 @@ def _trials(
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
-    steps(1)
+    steps(1)  # Slower than the others.
     began = time.perf_counter()
     steps(1)
     once = max(strategy.gather(time.perf_counter() - began))

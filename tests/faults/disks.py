@@ -20,6 +20,6 @@ def small_disk(folder, options):
 
 
 def remounted(disk, options):
-    """Whether the disk has these options of mount now."""
+    """Mounts the disk anew with these options; False where the system refuses, as it does while it is in use."""
     words = ["mount", "-o", f"remount,{options}", disk]
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
