@@ -14,6 +14,9 @@ class UserError(Exception):
 
     exit_code = 2
     spokesman = 0
+    # Before that of RuntimeError and the like: TensorFlow keeps the class of an error out of a traced function only
+    # if this is its __init__.
+    __init__ = Exception.__init__
 
 
 class ConfigError(UserError, ValueError):

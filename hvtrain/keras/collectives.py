@@ -31,8 +31,8 @@ def allreduce(
     compression: Any = hvd.Compression.none,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """The value reduced over all ranks (default: Average); a NumPy array outside of graphs, a tensor inside."""
-    result = hvd.allreduce(
+    """The value reduced over all ranks (default: Average), a tensor. A gradient tape differentiates it."""
+    return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
         compression=compression,
@@ -42,24 +42,26 @@ def allreduce(
         name=name,
         process_set=process_set,
     )
-    return _plain(result)
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """All ranks' values joined along the first dimension, in which alone they may differ."""
-    return _plain(hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set))
+    """All ranks' values joined along the first dimension, in which alone they may differ, as a tensor.
+
+    Under a gradient tape, as in Horovod, the gradient is the mean over the ranks of each one's for this rank's rows.
+    """
+    return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """The value of root_rank, on every rank; shapes must be the same."""
-    return _plain(hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set))
+    """The value of root_rank, on every rank, as a tensor; shapes must be the same."""
+    return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: int = hvd.Average, process_set: Any = hvd.global_process_set
 ) -> Any:
-    """The value reduced over all ranks, cut along the first dimension; each rank gets its part."""
-    return _plain(hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set))
+    """The value reduced over all ranks, cut along the first dimension; each rank gets its part, a tensor."""
+    return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -144,7 +146,3 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
         total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="hvtrain.sum").numpy()
     ends = np.cumsum([np.size(array) for array in arrays])
     return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays)]
-
-
-def _plain(result: Any) -> Any:
-    return result.numpy() if tf.executing_eagerly() else result

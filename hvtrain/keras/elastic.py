@@ -31,6 +31,7 @@ from horovod.common.elastic import ObjectState, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
 from hvtrain.keras.lost_ranks import lost_ranks_told
+from hvtrain.keras.structure import forget_comparisons
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -56,6 +57,7 @@ def _restart() -> None:
     # Not hvtrain's own init, which wants the number of ranks of the launch.
     hvd.shutdown()
     hvd.init()
+    forget_comparisons()
 
 
 class KerasState(ObjectState):

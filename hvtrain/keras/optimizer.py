@@ -1,9 +1,9 @@
 """DistributedOptimizer: a Keras 3 optimizer that steps on the gradients of all ranks.
 
 Horovod's own hooks a method that Keras 3 does not call, and so reduces nothing and says nothing. Ours
-reduces where Keras clips: after loss scaling was undone and micro-steps were accumulated, before clipping,
-weight decay and the step. So there is one reduction for each step that changes weights, and clipping acts
-on the reduced gradient (checked against one process on the joint batch, see tests/distributed).
+reduces where the step is entered, or, of gradients that Keras accumulates, where it clips them. So there is one
+reduction for each step that changes weights, and clipping, weight decay and whatever else the optimizer's class does
+act on the reduced gradient (checked against one process on the joint batch, see tests/distributed).
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
 
+from hvtrain.keras.arguments import local_weights
 from hvtrain.keras.ballot import Ballot
 from hvtrain.keras.finite import FiniteCheck
 from hvtrain.keras.hooks import (
-    AgreesOnOverflow,
-    ReducesAccumulated,
-    ReducesInside,
-    ReducesOutside,
+    Distributed,
+    DistributedAccumulation,
+    DistributedLossScale,
+    DistributedLossScaleAccumulation,
     finite_check_of,
     make,
+    own_steps,
     reducer_of,
+    scale_only_scaled_losses,
 )
-from hvtrain.keras.reduction import Reducer, local_weights
+from hvtrain.keras.reduction import Reducer
 from hvtrain.step_marks import StepMarks
 
 
@@ -55,8 +58,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     stay, and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model` wrap
     the loaded optimizer again, `DistributedOptimizer(model.optimizer)`, or use hvtrain.keras.load_model.
 
+    It either steps on the joint gradient or raises: RankError where the ranks' gradients differ in number, names,
+    shapes or types, which is compared once for each step that is traced; ValueError inside another optimizer. What
+    the optimizer's class overrides (apply, apply_gradients) gets gradients that are reduced already. Gradients that it
+    computes by itself in its step are its own to reduce, with DistributedGradientTape.
+
     Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is wrapped:
-    an overflow on one rank is then seen by all of them, and all skip the step together.
+    an overflow on one rank is then seen by all of them, and all skip the step together. It scales nothing where
+    no loss goes through its scale_loss, as in a loop of your own or with compile(auto_scale_loss=False).
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
@@ -80,16 +89,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     Raises:
         TypeError: not a Keras 3 optimizer.
-        ValueError: wrapped twice, wrapped inside a LossScaleOptimizer, or arguments that exclude each other.
+        ValueError: wrapped twice, arguments that exclude each other, or gradient_accumulation_steps of an optimizer
+            that overrides Keras's step.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} came where a keras.optimizers.Optimizer was needed")
-    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
+    if any(is_distributed(part) for part in _parts(optimizer)):
         raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
         optimizer = LossScaleOptimizer(optimizer)
+        scale_only_scaled_losses(optimizer)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step)
@@ -112,13 +123,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
     finite = FiniteCheck() if check_finite else None
     wrap = partial(DistributedOptimizer, **options)
-    if not isinstance(optimizer, LossScaleOptimizer):
-        make(optimizer, ReducesInside, reducer, finite, wrap)
-    elif inner.gradient_accumulation_steps:
-        make(inner, ReducesAccumulated, reducer, finite, wrap)
-        make(optimizer, AgreesOnOverflow, reducer, finite, wrap)
+    is_scaled = isinstance(optimizer, LossScaleOptimizer)
+    if inner.gradient_accumulation_steps:
+        _refuse_own_steps(inner)
+        make(inner, DistributedAccumulation, reducer, finite, wrap)
+        if is_scaled:
+            make(optimizer, DistributedLossScaleAccumulation, reducer, finite, wrap)
     else:
-        make(optimizer, ReducesOutside, reducer, finite, wrap)
+        make(optimizer, DistributedLossScale if is_scaled else Distributed, reducer, finite, wrap)
     return optimizer
 
 
@@ -190,3 +202,18 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
             "gradient_accumulation_steps of its own; set one of the two, before the first step"
         )
     optimizer.gradient_accumulation_steps = steps
+
+
+def _refuse_own_steps(optimizer: keras.optimizers.Optimizer) -> None:
+    """The mean of what such a class makes of each rank's micro-batches is not what it makes of the joint ones."""
+    names = own_steps(type(optimizer))
+    if names:
+        raise ValueError(
+            f"{type(optimizer).__name__} overrides {', '.join(names)} and has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+        )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizer and those that it steps with, as LossScaleOptimizer's and MultiOptimizer's."""
+    return [optimizer, getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or [])]

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 
 from hvtrain.buckets import in_buckets
+from hvtrain.keras.arguments import check_arguments
 from hvtrain.keras.ballot import Ballot
 from hvtrain.keras.in_graph import new_counter
+from hvtrain.keras.structure import compare_structure
 from hvtrain.step_marks import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -74,11 +75,12 @@ class Reducer:
         self.device_sparse = device_sparse
         self.scale_local_gradients = scale_local_gradients
         self._divides_losses = False
-        self.variables: Sequence[Any] = ()
         self.ballot: Ballot | None = None
         self._local: set[int] = set()
         self.name = name or f"hvtrain_gradients_{next(_numbers)}"
         self._count = new_counter() if count is None else count
+        self.num_calls = 0
+        """Calls from Python: one for each step that is traced, or that runs eagerly."""
         self.marks: StepMarks | None = None
         """What is traced from now on marks when gradients were ready, and when they were reduced."""
 
@@ -115,7 +117,9 @@ class Reducer:
         """The gradients reduced over the ranks, in the same order; unchanged when there is one rank.
 
         variables, one for each gradient, are needed where some are local or grouped by variables.
+        Raises RankError where ranks would not reduce the same gradients, see structure.compare_structure.
         """
+        self.num_calls += 1
         reduced = list(gradients)
         if self.is_alone:
             return reduced
@@ -124,7 +128,11 @@ class Reducer:
             reduced[index] = self._kept_local(reduced[index])
         if self.sparse_as_dense:
             reduced = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in reduced]
-        shared = [i for i, g in enumerate(reduced) if g is not None and keys[i] not in self._local]
+        exchanged = [i for i, key in enumerate(keys) if key not in self._local]
+        named = list(variables or [None] * len(reduced))
+        of_all = [reduced[i] for i in exchanged], [named[i] for i in exchanged]
+        compare_structure(self.name, self._settings(), *of_all, self.process_set)
+        shared = [i for i in exchanged if reduced[i] is not None]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         dense = [i for i in shared if i not in sparse]
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
@@ -150,6 +158,15 @@ class Reducer:
             for index, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
                 reduced[index] = value
         return reduced
+
+    def _settings(self) -> str:
+        """All that must be the same on all ranks for their messages to match."""
+        groups = self.groups if isinstance(self.groups, int | None) else [len(group) for group in self.groups]
+        op = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}[self.op]
+        factors = f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, votes={self.ballot is not None}"
+        compression = getattr(self.compression, "__name__", type(self.compression).__name__)
+        messages = f"compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}"
+        return f"op={op}, {messages}, {factors}"
 
     def _groups(self, gradients: list[Any], dense: list[int], keys: list[int]) -> list[list[int]]:
         """Positions of the dense gradients that travel together; those of one group have one type."""
@@ -211,34 +228,6 @@ class Reducer:
 def gradient_bytes(gradient: tf.Tensor) -> int:
     """0 where the shape is not known before it is there."""
     return (gradient.shape.num_elements() or 0) * gradient.dtype.size
-
-
-def check_arguments(op: int, predivide_factor: float, groups: Any, process_set: Any) -> None:
-    """Raises ValueError for arguments that exclude each other, before the first step could hang on them."""
-    if predivide_factor != 1.0 and op != hvd.Average:
-        raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
-    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
-        raise ValueError("gradients are reduced by Average, Sum or Adasum; another op came")
-    if op == hvd.Adasum and process_set.process_set_id not in (None, 0):
-        raise ValueError("Adasum works over all ranks only; leave process_set out")
-    if op == hvd.Adasum and hvd.size() & (hvd.size() - 1):
-        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {hvd.size()}; use op=Average, or other ranks")
-    if op == hvd.Adasum and hvd.size() > 1 and not hvd.mpi_enabled():
-        raise ValueError("Adasum needs MPI and the ranks talk over Gloo; start them with horovodrun --mpi or mpirun")
-    is_number = isinstance(groups, int) and groups > 0
-    if groups is not None and not is_number and not isinstance(groups, list):
-        raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
-
-
-def local_weights(local_layers: Any) -> list[Any]:
-    """Trainable weights of one Keras layer, or of several; ValueError for anything else."""
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
-        if not layer.built:
-            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
-    return [weight for layer in layers for weight in layer.trainable_weights]
 
 
 def identity(variable: Any) -> int:

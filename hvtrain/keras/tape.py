@@ -9,8 +9,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvtrain.keras.arguments import local_weights
 from hvtrain.keras.in_graph import counter, place_name
-from hvtrain.keras.reduction import Reducer, identity, local_weights
+from hvtrain.keras.reduction import Reducer, identity
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)

@@ -33,6 +33,15 @@ class Case:
     steps_per_reduction: int = 1
 
 
+class OwnStep(keras.optimizers.SGD):
+    """Normalizes each gradient and steps by itself, without Keras's apply."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        for gradient, variable in zip(grads, trainable_variables):
+            variable.assign_sub(self.learning_rate * gradient / (tf.norm(gradient) + 1e-12))
+        self.iterations.assign_add(1)
+
+
 FAMILIES = {
     "sgd": Case(lambda: keras.optimizers.SGD(0.05)),
     "momentum": Case(lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)),
@@ -48,6 +57,7 @@ ACCUMULATION = {
         lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4
     )
 }
+OWN_STEP = {"a step of its own": Case(lambda: OwnStep(0.05))}
 # Half precision rounds the activations of a part otherwise than those of the joint batch.
 PRECISION = {
     "mixed_bfloat16": Case(lambda: keras.optimizers.SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),

@@ -15,10 +15,11 @@ import hvtrain.keras as hvd
 from hvtrain import checkpoint, saving
 from hvtrain.callbacks.metrics import evaluate
 from hvtrain.data import from_arrays
+from hvtrain.errors import RankError
 from hvtrain.header import device_map, versions
 from hvtrain.strategies.base import Strategy
 from hvtrain.verification.check import Check, CheckError
-from hvtrain.verification.joint_batch import ACCUMULATION, FAMILIES, PRECISION, SPARSE, Case, compare
+from hvtrain.verification.joint_batch import ACCUMULATION, FAMILIES, OWN_STEP, PRECISION, SPARSE, Case, compare
 
 STEPS = 8
 
@@ -29,9 +30,10 @@ def library_checks(strategy: Strategy) -> Iterator[Check]:
     yield Check("controller", partial(_controller, strategy))
     yield Check("devices", partial(_devices, strategy))
     yield Check("broadcast", _broadcast)
-    for name, case in {**FAMILIES, **SPARSE, **ACCUMULATION, **PRECISION}.items():
+    for name, case in {**FAMILIES, **OWN_STEP, **SPARSE, **ACCUMULATION, **PRECISION}.items():
         yield Check(name, partial(_joint_batch, case))
     yield Check("overflow", _overflow)
+    yield Check("unlike models", _unlike_models)
     yield Check("shards", partial(_shards, strategy))
     yield Check("metrics", partial(_metrics, strategy))
     yield Check("checkpoint", partial(_checkpoint, strategy))
@@ -118,6 +120,23 @@ def _overflow() -> str:
     if found != [([1.0, 2.0], scale / 2)] * hvd.size():
         raise CheckError(f"ranks did not skip an overflow together: {found}; look at the build of Horovod")
     return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
+
+
+def _unlike_models() -> str:
+    """The last rank has a model of another width."""
+    if hvd.size() == 1:
+        return "one rank has no other to differ from"
+    width = 3 if hvd.rank() == hvd.size() - 1 else 2
+    optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable([0.0] * width)
+    try:
+        optimizer.apply([tf.ones(width)], [variable])
+    except RankError as error:
+        said = str(error)
+    else:
+        said = ""
+    if not all(hvd.allgather_object("cannot reduce the gradients" in said)):
+        raise CheckError("gradients of unlike shapes were summed; a defect of hvtrain.keras or of Horovod's build")
+    return "gradients of unlike shapes are refused on all ranks before they are summed"
 
 
 def _shards(strategy: Strategy) -> str:

@@ -21,6 +21,7 @@ CASES = [
     "loss_scale_factor", "schedule", "accumulation", "none_gradient", "sparse gradients", "embedding_adam",
     "mixed_bfloat16", "mixed_float16", "accumulated_embedding", "passes_averaged", "passes_summed",
     "sparse_as_dense", "predivided", "grouped", "buckets", "fp16_on_the_wire", "loss_scale_accumulated",
+    "own_apply", "own_apply_gradients", "own_backend_step", "normalized", "delegates", "multi",
     "divided_losses", "divided_losses_sparse", "divided_losses_accumulated", "divided_losses_scaled",
 ]  # fmt: skip
 
@@ -87,8 +88,57 @@ def test_all_ranks_skip_an_overflow_together(library):
         assert overflow["after"] == pytest.approx([1.0 - step, 2.0 - step], rel=1e-3)
 
 
-def test_wrapped_inside_a_loss_scale_is_refused(library):
-    assert all("wrap the outer one" in found["inside"] for found in library)
+def refusals(library, name):
+    return [found["refusals"][name] for found in library]
+
+
+def test_ranks_with_different_gradients_are_told_before_they_reduce_them(library):
+    last = len(library) - 1
+    ranks = f"cannot reduce the gradients of ranks 0 and {last}: "
+    for said in refusals(library, "unlike_shapes"):
+        assert (
+            f"RankError: {ranks}gradient 0 is m/d/kernel float32 [4, 5] on rank 0, m/unlike/kernel float32 [4, 6]"
+            in said
+        )
+    for said in refusals(library, "gradients_of_one_rank"):
+        lacks = f"{ranks}gradient 1 is b float32 [1] on rank 0, "
+        assert said["optimizer"].startswith("RankError: ")
+        assert f"{lacks}b without a gradient on rank {last}" in said["optimizer"]
+        assert f"{lacks}b without a gradient on rank {last}" in said["tape"]
+        assert f"{lacks}missing on rank {last}" in said["accumulated"]
+        assert f"{ranks}the reduction is set to op=Average, compression=NoneCompressor, groups=None" in said["settings"]
+        assert said["on all"] == [[-1.0, 0.0], [1.0]]
+
+
+def test_a_step_that_one_rank_alone_traces_again(library):
+    assert refusals(library, "traced_again") == [4] * len(library)
+
+
+def test_names_that_keras_numbers_may_differ(library):
+    assert refusals(library, "numbered_names") == [2] * len(library)
+
+
+def test_what_would_be_reduced_twice_or_not_at_all_is_refused(library):
+    for said in refusals(library, "twice"):
+        assert "ValueError" in said["inside a loss scale"] and "wrap the outer one" in said["inside a loss scale"]
+        assert "wrap the outer one" in said["scaled inside a loss scale"]
+        assert "is inside the DistributedOptimizer delegates" in said["inside another"]
+        assert "is a DistributedOptimizer already" in said["inside a multi-optimizer"]
+        assert "OwnApply overrides apply and has gradient_accumulation_steps=2" in said["accumulates by itself"]
+
+
+def test_a_loss_that_nobody_scales_is_not_scaled_back(library):
+    for found in refusals(library, "unscaled"):
+        assert found["loop"] == [-(len(library) + 1) / 2]
+        assert found["gap"] < 1e-3
+
+
+def test_collectives_return_tensors_that_a_tape_differentiates(library):
+    size = len(library)
+    for rank, found in enumerate(refusals(library, "tensors")):
+        assert found["tensors"] == [True] * 4
+        assert found["allgather"] == [2.0 * (rank + 1)]
+        assert found["allreduce"] == pytest.approx([size + 1])
 
 
 def test_a_saved_model_loads_as_a_plain_optimizer(library):

@@ -11,8 +11,8 @@ OWN = ["--config-dir", str(ROOT / "tests/distributed/own/conf"), "model=tiny", "
 OWN_PATH = str(ROOT / "tests/distributed/own")
 LIBRARY = [
     "versions", "controller", "devices", "broadcast", "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion",
-    "sparse gradients", "accumulation", "mixed_bfloat16", "mixed_float16", "overflow", "shards", "metrics",
-    "checkpoint",
+    "a step of its own", "sparse gradients", "accumulation", "mixed_bfloat16", "mixed_float16", "overflow",
+    "unlike models", "shards", "metrics", "checkpoint",
 ]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def test_three_ranks_and_a_run_of_ones_own(tmp_path):
     )
     assert re.search(r"3 x 16 equal 1 x 48 to \de-07; without reduction \d", texts["sgd"])
     assert "8 reductions" in texts["adam"] and "2 reductions" in texts["accumulation"]
-    assert "all 23 checks passed on 3 rank(s)" in output
+    assert "all 25 checks passed on 3 rank(s)" in output
 
 
 def test_each_check_can_fail(tmp_path):
@@ -43,12 +43,12 @@ def test_each_check_can_fail(tmp_path):
     found, texts = outcomes(output)
     assert found == dict.fromkeys(
         [
-            "versions", "devices", "broadcast", "not reduced", "not shared", "summed", "shards", "metrics",
-            "checkpoint", "data: leaves", "step of your model", "weights",
+            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "unlike models",
+            "shards", "metrics", "checkpoint", "data: leaves", "step of your model", "weights",
         ],
         "FAIL",
     ), output  # fmt: skip
-    assert "0 checks passed, 12 failed on 2 rank(s)" in output
+    assert "0 checks passed, 14 failed on 2 rank(s)" in output
     assert "samples looked at are read by more than one rank; give each rank its own part" in texts["data: leaves"]
     assert "the step reduced no gradient" in texts["step of your model"]
     assert "weights differ after one step of your model: rank 1 on " in texts["weights"]
@@ -56,6 +56,8 @@ def test_each_check_can_fail(tmp_path):
     assert "ranks share a GPU: 0-1 s1 GPU 0" in texts["devices"]
     assert "variables differ between ranks after a broadcast" in texts["broadcast"]
     assert "0 reductions in the graph for 8 steps" in texts["not reduced"]
+    assert "0 reductions in the graph for 8 steps" in texts["own step"]
+    assert "gradients of unlike shapes were summed" in texts["unlike models"]
     assert "2 ranks differ from one process on the joint batch by" in texts["not shared"]
     assert "2 ranks differ from one process on the joint batch by" in texts["summed"]
     assert re.search(r"\d+ of 81 samples were read", texts["shards"])

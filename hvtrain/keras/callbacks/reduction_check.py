@@ -8,14 +8,14 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvtrain.errors import RankError
-from hvtrain.keras.optimizer import num_reductions
+from hvtrain.keras.optimizer import is_distributed, num_reductions
 
 
 class ReductionCheckCallback(keras.callbacks.Callback):
     """Stops training when the first steps changed weights without reducing a gradient (every rank).
 
-    Raises RankError after the first step that changed weights if there are several ranks and the count in
-    the graph still stands where it stood before.
+    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or after the first step
+    that changed weights if the count in the graph still stands where it stood before.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ReductionCheckCallback(keras.callbacks.Callback):
         if self._checked or hvd.size() == 1:
             return
         # Batches that only accumulate, and those that an overflow skips, do not count.
-        if int(self.model.optimizer.iterations.numpy()) == self._first:
+        if is_distributed(self.model.optimizer) and int(self.model.optimizer.iterations.numpy()) == self._first:
             return
         self._checked = True
         if num_reductions(self.model.optimizer) == self._before:

@@ -13,6 +13,7 @@ from hvtrain import checkpoint
 from hvtrain.composition import compose
 from hvtrain.config import from_dict
 from hvtrain.data.arrays import ArraySource
+from hvtrain.keras.reduction import Reducer
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.topology import Topology
 from hvtrain.verification import joint_batch, library
@@ -56,9 +57,9 @@ training = ArraySource.training
 library_module = "hvtrain.verification.library"
 
 
-def joint_case(wrap):
+def joint_case(wrap, name="sgd"):
     with mock.patch.object(library, "compare", lambda case, steps: joint_batch.compare(case, steps, wrap=wrap)):
-        return checks["sgd"].run()
+        return checks[name].run()
 
 
 def without_exchange(optimizer):
@@ -88,8 +89,10 @@ passed = run_checks(
         broken("devices", strategy, devices=lambda: ["s1 GPU 0", "s1 GPU 0"]),
         broken("broadcast", "hvtrain.verification.library.hvd", broadcast_variables=lambda variables, root: None),
         Check("not reduced", lambda: joint_case(lambda optimizer: optimizer)),
+        Check("own step", lambda: joint_case(lambda optimizer: optimizer, "a step of its own")),
         Check("not shared", lambda: joint_case(without_exchange)),
         Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
+        broken("unlike models", Reducer, __call__=lambda self, gradients, variables: gradients),
         broken("shards", ArraySource, training=same_for_all),
         broken("metrics", library_module, evaluate=plain_metrics),
         broken("checkpoint", checkpoint, restore=restores_nothing),

@@ -103,7 +103,7 @@ def overflow_while_accumulating():
     variable = keras.Variable([0.0, 0.0])
     optimizer.build([variable])
     apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
-    scales = [float(optimizer.dynamic_scale)]
+    scales = [float(optimizer.scale_loss(1.0))]
     apply(tf.constant([scales[0] * (RANK + 1), 0.0]))
     apply(tf.constant([np.inf if LAST else 1.0, 0.0]))
     scales.append(float(optimizer.dynamic_scale))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import keras
+from own_steps import Delegates, Normalized, OwnApply, OwnApplyGradients, OwnBackendStep, multi
 
 import hvtrain.keras as hvd
 from hvtrain.keras.hooks import reducer_of
@@ -70,6 +71,16 @@ WRAPPED = {
         hvd.DistributedOptimizer,
     ),
 }
+# Classes that do the step by themselves, or change gradients on the way.
+OWN = {
+    "own_apply": Case(lambda: OwnApply(0.05)),
+    "own_apply_gradients": Case(lambda: OwnApplyGradients(0.05)),
+    "own_backend_step": Case(lambda: OwnBackendStep(0.05)),
+    "normalized": Case(lambda: Normalized(0.05)),
+    "delegates": Case(lambda: Delegates(SGD(0.05))),
+    "multi": Case(multi),
+}
+CASES.update(OWN)
 ALL = {**{name: (case, hvd.DistributedOptimizer) for name, case in CASES.items()}, **WRAPPED}
 
 hvd.init()
