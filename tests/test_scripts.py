@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,19 @@ def test_a_worker_without_keys_says_so(tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr == f"no {tmp_path}/.ssh/authorized_keys, so nobody can log in; mount the folder that holds it\n"
+
+
+def test_the_proof_of_a_build_runs_on_the_cpu(tmp_path):
+    """Where there are GPUs, its unpinned processes would both sum on the first one, which NCCL refuses."""
+    program = f"""
+import os, runpy
+os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")  # Starts alone, without a launcher.
+import horovod.tensorflow as hvd
+import tensorflow as tf
+shown = ["GPU:0"]  # What TensorFlow would place on, as on a host with a GPU.
+tf.config.set_visible_devices = lambda devices, kind: kind == "GPU" and shown.__setitem__(slice(None), devices)
+hvd.allreduce = lambda value, op: print("sums with", shown) or value
+runpy.run_path({str(ROOT / "scripts/allreduce_check.py")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "sums with []" in done.stdout, done.stdout + done.stderr
