@@ -145,10 +145,12 @@ class DistributedAccumulation(Distributed):
 class DistributedLossScale(Distributed):
     """For LossScaleOptimizer: reduces the scaled gradients first, so that all ranks see the same overflow."""
 
+    built: bool
+
     def _checked(self, own: Any, reduced: Any) -> Any:
         """An overflow halves the scale and is no fault; at a scale below 1 it is no overflow any more."""
         finite = getattr(self, _FINITE)
-        if not finite or not self.built:  # type: ignore[attr-defined]
+        if not finite or not self.built:
             return reduced
         return finite(own, reduced, excused=self.dynamic_scale.value >= 1.0)  # type: ignore[attr-defined]
 

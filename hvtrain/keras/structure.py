@@ -25,14 +25,16 @@ def forget_comparisons() -> None:
     _agreed.clear()
 
 
+@tf.autograph.experimental.do_not_convert  # AutoGraph would go on into pickling, and warn.
 def compare_structure(
     reduction: str, settings: str, gradients: Sequence[Any], variables: Sequence[Any], process_set: Any
 ) -> None:
     """Raises RankError on all ranks where they would not reduce the same gradients in the same way (every rank).
 
     One exchange of a digest for each structure that a reduction of this name has not had before: while a step is
-    traced, or in the first eager step; a step traced again, for a batch of another size, sends nothing. Names that
-    Keras numbers (dense_1) are compared without their number, which depends on what else a rank has built.
+    traced, or in the first eager step; a step traced again, for a batch of another size, sends nothing. Of names
+    only layer and weight are compared, without the numbers that Keras gives (dense_1): numbers depend on what else a
+    rank has built, and the model's name on whether the rank loaded it.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -49,13 +51,13 @@ def compare_structure(
 
 
 def describe(gradient: Any, variable: Any) -> str:
-    """One line: the variable's name, and the gradient's type and shape.
+    """One line: names of layer and weight, and the gradient's type and shape.
 
-    >>> describe(tf.zeros([2, 3]), None)
-    'float32 [2, 3]'
+    >>> describe(tf.zeros([2, 3]), tf.Variable(tf.zeros([2, 3]), name="model_1/dense_4/kernel"))
+    'dense/kernel float32 [2, 3]'
     """
     name = getattr(variable, "path", None) or ("" if isinstance(variable, tf.Tensor) else getattr(variable, "name", ""))
-    name = re.sub(r"(_\d+|:\d+)(?=/|$)", "", name or "")
+    name = "/".join(re.sub(r"(_\d+|:\d+)(?=/|$)", "", name or "").split("/")[-2:])
     if gradient is None:
         kind = "without a gradient"
     elif isinstance(gradient, tf.IndexedSlices):
@@ -68,8 +70,8 @@ def describe(gradient: Any, variable: Any) -> str:
 def difference(found: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     """What the first rank that differs from the first one has instead; found: by rank, settings and then gradients.
 
-    >>> difference([["op=Average", "a float32 [2]"], ["op=Average", "a float32 [3]"]], [0, 1])[36:112]
-    'ranks 0 and 1: gradient 0 is a float32 [2] on rank 0, a float32 [3] on rank '
+    >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]
+    'cannot reduce the gradients of ranks 0 and 4: gradient 0 is a float32 [2] on rank 0, a float32 [3] on rank 4'
     """
     other, lines = next((rank, lines) for rank, lines in zip(ranks, found) if lines != found[0])
     pairs = enumerate(zip_longest(found[0], lines, fillvalue="missing"))

@@ -311,7 +311,7 @@ def a_script_for_horovod():
             x, y, batch_size=16, steps_per_epoch=len(x) // 16, callbacks=callbacks, epochs=epochs,
             initial_epoch=resume_from_epoch, verbose=1 if hvd.rank() == 0 else 0,
         )  # fmt: skip
-        scores.append(hvd.allreduce(model.evaluate(x, y, verbose=0)).tolist())
+        scores.append(hvd.allreduce(model.evaluate(x, y, verbose=0)).numpy().tolist())
     return {
         "resumed from": resume_from_epoch,
         "scores": scores,
