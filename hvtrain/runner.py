@@ -22,14 +22,15 @@ from hvtrain.callbacks.skipped import Skipped
 from hvtrain.callbacks.step_split import StepSplit
 from hvtrain.callbacks.throughput import Throughput
 from hvtrain.config import RunConfig, to_dict
+from hvtrain.data.source import Source
 from hvtrain.errors import Preempted
+from hvtrain.export import export
 from hvtrain.failing import explained, leave
 from hvtrain.header import header
 from hvtrain.instantiate import build
 from hvtrain.prepare import (
     build_model,
     checkpoint_meta,
-    compile_model,
     evaluation_data,
     open_data,
     open_run_folder,
@@ -39,8 +40,9 @@ from hvtrain.prepare import (
 from hvtrain.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.resuming import Held, find, resume
 from hvtrain.sameness import check_first_batches, check_same_data, check_same_run
-from hvtrain.saving import Writer, save_model
+from hvtrain.saving import Writer
 from hvtrain.strategies.base import Strategy
+from hvtrain.topology import Topology
 from hvtrain.versions import versions
 from hvtrain.weighting import weigh
 
@@ -164,7 +166,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         done = f"{position.step:,} of {plan.num_steps:,}"
         log.info("stopped by %s after step %s; the same line with run.dir=%s goes on", cut_short, done, folder)
     else:
-        strategy.on_chief(lambda: write_outcome(config, folder, record, model))
+        strategy.on_chief(lambda: write_outcome(folder, record, model, source, topology))
         if split.split:
             log.info("%s", split.split.in_words(topology.size))
     strategy.stop()
@@ -173,16 +175,15 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     return record
 
 
-def write_outcome(config: RunConfig, folder: Path, record: RunRecord, model: keras.Model) -> None:
-    """result.json and model.keras, which plain Keras loads and evaluates anywhere (chief only).
+def write_outcome(folder: Path, record: RunRecord, model: keras.Model, source: Source, topology: Topology) -> None:
+    """result.json, and the model for plain Keras (chief only).
 
-    The optimizer's slots are in the last checkpoint; the model gets a plain optimizer at the base rate. A run
-    that was finished already keeps what it wrote then, with its speed.
+    The optimizer's state is in the last checkpoint. A run that was finished already keeps what it wrote then, with
+    its speed.
     """
     finished_before = record.first_step == record.num_steps and (folder / RESULT_FILE).exists()
     if not finished_before:
-        compile_model(model, build("optimizer", config.optimizer))
-        save_model(model, folder / "model.keras")
+        export(model, source, topology, folder)
         write_result(folder, record)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""

@@ -43,6 +43,7 @@ FLOORS = [
         "report",
         "verification",
         "diagnosis",
+        "export",
         "benchmark",
         "loop",
         "tuning",

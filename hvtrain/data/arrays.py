@@ -5,7 +5,7 @@ digits, mnist and cifar10 build on ArraySource; a user's own data set does so in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvtrain.data.manifest import of_arrays
 from hvtrain.data.pipeline import IndexedSource, Read
+from hvtrain.data.preprocessing import Preprocessing, reshape
 from hvtrain.data.transform import Transform, check_standardize, fit
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.topology import Topology
@@ -41,6 +42,8 @@ class ArraySource(IndexedSource):
     standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value), "none".
     num_validation: examples taken out of the training part at random, with a seed of their own.
     shift_pixels, flip: augmentation of training batches, see Transform.
+    class_names: by label, for those who use the saved model.
+    example_shape: of an example as the user holds it, where load() has reshaped it; the saved model takes that.
     """
 
     def __init__(
@@ -55,13 +58,21 @@ class ArraySource(IndexedSource):
         num_validation: int = 0,
         shift_pixels: int = 0,
         flip: bool = False,
+        class_names: Sequence[str] | None = None,
+        example_shape: tuple[int, ...] | None = None,
     ) -> None:
         check_standardize(standardize)
         if num_validation < 0:
             raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
         self.name, self.origin = name, origin
         self.image_shape, self.num_classes = image_shape, num_classes
+        if class_names is not None and len(class_names) != num_classes:
+            raise ConfigError(f"{name}: {len(class_names)} class names for {num_classes} classes; give one for each")
+        self.class_names = class_names
         self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
+        self._example_shape = example_shape
+        self._range: tuple[float, float] | None = None  # Of training images; known when the normalisation is fitted.
+        self._dtype = np.dtype(np.float32)
         self._load, self._num_validation = load, num_validation
         self._standardize, self._max_value = standardize, max_value
         self._counts: dict[str, int] = {}
@@ -96,15 +107,29 @@ class ArraySource(IndexedSource):
         if topology in self._shards:
             return
         parts, self._parts = self._parts or self._open(), None
-        train = parts["train"]
-        mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
-        self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
+        self._fit(parts["train"])
         shards = self._shards[topology] = {}
         with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
             for name, part in parts.items():
                 rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
                 shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
+
+    def _fit(self, train: Part) -> None:
+        """Fits the normalisation, once: it is the same at every place."""
+        if self._range:
+            return
+        mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
+        self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
+        self._range = float(train.images.min()), float(train.images.max())
+        self._dtype = train.images.dtype
+
+    def preprocessing(self) -> Preprocessing:
+        if not self._range:  # No stream was asked for: the run had nothing left to do.
+            self._fit((self._parts or self._open())["train"])
+        shape = self._example_shape or self.image_shape
+        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
+        return Preprocessing(shape, layers, f"as in the arrays ({self._dtype}); any numeric type is taken", self._range)
 
     def _open(self) -> dict[str, Part]:
         try:
@@ -118,6 +143,7 @@ class ArraySource(IndexedSource):
 
     def _checked(self, arrays: Arrays) -> dict[str, Part]:
         parts = {}
+        self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
         for split, (images, labels) in arrays.items():
             images, labels = self._check(split, np.asarray(images), np.asarray(labels))
             parts[split] = Part(images, labels, np.arange(len(labels)))

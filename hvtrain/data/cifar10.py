@@ -16,6 +16,7 @@ from hvtrain.data.keras_cache import KerasFiles
 from hvtrain.errors import DataError
 
 IMAGES_PER_FILE = 10_000
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # One label, then the red, green and blue planes.
 FILES = {
     "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
@@ -53,6 +54,7 @@ def cifar10(
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         flip=flip,
+        class_names=CLASS_NAMES,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from hvtrain.data.preprocessing import Preprocessing, resize
+from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError
 
 
@@ -24,6 +26,13 @@ def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Te
     return tf.map_fn(
         lambda one: decode(one, image_shape), encoded, fn_output_signature=tf.TensorSpec(image_shape, tf.uint8)
     )
+
+
+def decoded_pixels(image_shape: tuple[int, int, int], transform: Transform) -> Preprocessing:
+    """What leads from a decoded image of any size to the model: decode() after the decoding, then the transform."""
+    values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
+    layers = [*resize(image_shape), *transform.layers(image_shape)]
+    return Preprocessing((None, None, image_shape[2]), layers, values, (0.0, 255.0))
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:

@@ -38,6 +38,7 @@ def digits(
         max_value=16.0,
         num_validation=num_validation,
         shift_pixels=shift_pixels,
+        class_names=[str(digit) for digit in range(10)],
     )
 
 

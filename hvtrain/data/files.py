@@ -10,10 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvtrain.data.careful import Careful, Keys, Read, failed_key
+from hvtrain.data.decode import decoded_pixels
 from hvtrain.data.framing import LEAVE_OUT
 from hvtrain.data.manifest import of_files
 from hvtrain.data.pipeline import Then
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.source import Source, Unreadable
+from hvtrain.data.transform import Transform
 from hvtrain.errors import DataError
 from hvtrain.topology import Topology
 
@@ -21,7 +24,12 @@ SEARCH_SECONDS = 5.0
 
 
 class FileSource(Source):
-    """A source that reads batches with read_carefully, and finds an example again by its key."""
+    """A source that reads batches with read_carefully, and finds an example again by its key.
+
+    Its files hold encoded images of any size; a source whose files hold pixels says so in preprocessing().
+    """
+
+    transform: Transform = Transform()
 
     @cached_property
     def _lost(self) -> dict[str, Unreadable]:
@@ -41,6 +49,9 @@ class FileSource(Source):
         for split, part in found["splits"].items():
             part.update(of_files(Path(self.origin), self.paths(split)))
         return found
+
+    def preprocessing(self) -> Preprocessing:
+        return decoded_pixels(self.image_shape, self.transform)
 
     @property
     def skips(self) -> bool:

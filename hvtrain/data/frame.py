@@ -34,6 +34,7 @@ def from_frame(
         _arrays(f"{name}, {split}", frame, shape, image_column, label_column) if frame is not None else (None, None)
         for split, frame in (("train", train), ("test", test), ("validation", validation))
     ]
+    options.setdefault("example_shape", _example_shape(train, image_column, shape))
     return from_arrays(*parts[0], *parts[1], *parts[2], name=name, **options)
 
 
@@ -56,6 +57,13 @@ def _arrays(
             raise DataError(f"{where}: {len(image_column)} image columns were said; {num_pixels} are needed")
         images = np.stack([_column(where, frame, one) for one in image_column], axis=1)
     return images.reshape(-1, *image_shape), _column(where, frame, label_column)
+
+
+def _example_shape(frame: Any, image_column: str | Sequence[str], image_shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """Of an example as the table holds it: an array of any shape in a cell, or a row of numbers."""
+    num_pixels = int(np.prod(image_shape))
+    cell = np.shape(frame[image_column].to_numpy()[0]) if isinstance(image_column, str) else ()
+    return cell if np.prod(cell) == num_pixels and cell else (num_pixels,)
 
 
 def _column(where: str, frame: Any, column: str) -> np.ndarray:

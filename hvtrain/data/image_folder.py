@@ -47,7 +47,7 @@ class ImageFolder(FileSource, IndexedSource):
         folder = Path(dir).expanduser()
         self.origin = str(folder)
         self.image_shape = check_image_shape(image_shape)
-        self.class_names = class_folders(folder / "train")
+        self.class_names: list[str] = class_folders(folder / "train")
         self.num_classes = len(self.class_names)
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
         self._cache = cache
@@ -108,6 +108,14 @@ class ImageFolder(FileSource, IndexedSource):
             return tf.gather(paths, indices)
 
         return self.read_carefully(steps, read, keys, then, topology, batch_size, len(paths))
+
+    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        paths, _ = self._shard(split, topology)
+        channels = self.image_shape[-1]
+        return [
+            tf.io.decode_image(tf.io.read_file(path), channels, expand_animations=False).numpy()
+            for path in paths[:number]
+        ]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """This rank's paths and labels."""

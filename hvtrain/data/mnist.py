@@ -18,6 +18,10 @@ FILES = {
 FILE_NAMES = [name for pair in FILES.values() for name in pair]
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
+FASHION_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
+)  # fmt: skip
+
 _ADVICE = f"put {', '.join(FILE_NAMES)} (each plain or .gz) into a folder and give dataset.dir=FOLDER"
 MNIST_FILES = KerasFiles("mnist", ("mnist.npz",), "storage.googleapis.com", _ADVICE)
 FASHION_FILES = KerasFiles(
@@ -47,6 +51,7 @@ def mnist(
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         flip=flip,
+        class_names=[str(digit) for digit in range(10)],
     )
 
 
@@ -69,6 +74,7 @@ def fashion_mnist(
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         flip=flip,
+        class_names=FASHION_CLASSES,
     )
 
 

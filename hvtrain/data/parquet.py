@@ -16,6 +16,7 @@ from hvtrain.data.decode import check_image_shape, decode, decode_batch
 from hvtrain.data.files import FileSource
 from hvtrain.data.framing import LEAVE_OUT, deal
 from hvtrain.data.pipeline import AUGMENT, derive_seed, end_with_python, finish, numbered, share_of_epoch
+from hvtrain.data.preprocessing import Preprocessing, reshape
 from hvtrain.data.row_groups import Columns, RowGroup, find_files, is_encoded, pixel_type, read_footer, read_group
 from hvtrain.data.row_order import Batch, Piece, Read, epochs, read_ahead, rebatch
 from hvtrain.data.source import reason
@@ -164,6 +165,13 @@ class Parquet(FileSource):
         return finish(
             self.read_carefully(steps, self._decode, _keys, normalize, topology, batch_size, num_local), topology
         )
+
+    def preprocessing(self) -> Preprocessing:
+        if self._groups and self._encoded:
+            return super().preprocessing()
+        shape = (int(np.prod(self.image_shape)),)
+        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
+        return Preprocessing(shape, layers, f"the list in column {self._columns.image}")
 
     def _open(self, split: str, topology: Topology) -> list[RowGroup]:
         return self.shard_groups(split, topology.size, topology.weights)[topology.rank]

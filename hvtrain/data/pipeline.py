@@ -10,10 +10,12 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain import cores
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.source import Source
 from hvtrain.data.transform import Transform
 from hvtrain.errors import ConfigError
@@ -108,7 +110,7 @@ def index_batches(num_local: int, topology: Topology, share: Share, seed: int, s
 class IndexedSource(Source):
     """A source whose examples are read by index: a subclass says how to read its shard."""
 
-    transform: Transform
+    transform: Transform = Transform()
 
     @abstractmethod
     def reader(self, split: str, topology: Topology) -> Read:
@@ -151,3 +153,11 @@ class IndexedSource(Source):
             return self.transform.normalize(images), labels
 
         return finish(self.load(indices, split, topology, normalize, batch_size), topology)
+
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing(self.image_shape, self.transform.layers(self.image_shape), "as the reader gives them")
+
+    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        number = min(number, len(topology.share(self.num_examples(split))))
+        images, _ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
+        return list(images.numpy().reshape(-1, *self.preprocessing().shape))

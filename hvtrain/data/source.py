@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.topology import Topology
 
 
@@ -40,6 +42,8 @@ class Source(ABC):
     image_shape: tuple[int, int, int]
     """Height, width, channels."""
     num_classes: int
+    class_names: Sequence[str] | None = None
+    """By label, where the source knows them."""
     on_error: str = "stop"
     """What an example that cannot be read does: "stop", or "skip" it and count. Set before a stream is asked for."""
     same_on_all_ranks: bool = False
@@ -73,6 +77,21 @@ class Source(ABC):
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         """Finite stream of this rank's shard, each example once; the last batch may be short, or all empty."""
+
+    def preprocessing(self) -> Preprocessing:
+        """The way from an example in the user's arrays or files to what the streams give, for the saved model.
+
+        The default is a source whose streams change nothing. A source that normalizes or resizes says so here, with
+        layers of Keras's own: its saved model then takes what the user has, and loads without hvtrain.
+        """
+        return Preprocessing(self.image_shape)
+
+    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
+
+        None of them where a source cannot say; nothing is checked then.
+        """
+        return []
 
     def unreadable(self) -> list[Unreadable]:
         """What this process has left out since the last call, where on_error is "skip" and the source can do that."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.preprocessing import normalize
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
@@ -28,6 +30,8 @@ class Transform:
     def __post_init__(self) -> None:
         if self.shift_pixels < 0:
             raise ConfigError(f"dataset.shift_pixels={self.shift_pixels} is negative; 0 turns shifting off")
+        if not np.all(np.asarray(self.scale) > 0):
+            raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
     def augment(self, images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """Raw images [batch, h, w, c] in, the same shape and type out; a pure function of the seed int64 [2]."""
@@ -43,6 +47,10 @@ class Transform:
         """Raw images in, float32 out."""
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
         return (tf.cast(images, tf.float32) - mean) / scale
+
+    def layers(self, image_shape: tuple[int, int, int]) -> list[keras.layers.Layer]:
+        """normalize() as Keras layers, for a saved model; augmentation is training's alone."""
+        return normalize(self.mean, self.scale, image_shape)
 
 
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
