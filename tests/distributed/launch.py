@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,3 +68,28 @@ def run(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra:
 def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: str) -> tuple[int, str]:
     """`python -m hvtrain` with these words."""
     return run(launcher, num_ranks, "python", "-m", "hvtrain", *words, cwd=cwd, **extra)
+
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hvtrain", "horovod"):
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def without_hvtrain(script: str, cwd: Path) -> str:
+    """What the script prints in a process that can import neither hvtrain nor Horovod; it may warn of nothing."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", BLOCK + script],
+        cwd=cwd,
+        env=environment(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("warn|skipping", done.stderr, re.IGNORECASE), done.stderr
+    return done.stdout

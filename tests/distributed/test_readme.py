@@ -1,5 +1,6 @@
 """The README's own text, run: its commands from a clean clone, its examples with two ranks."""
 
+import ast
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, environment, run, without_hvtrain
 
 pytestmark = pytest.mark.distributed
 
@@ -34,9 +35,11 @@ def user(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     rng = np.random.default_rng(0)
-    arrays = {name: rng.integers(0, 255, (count, 5, 5, 1), "uint8") for name, count in (("x", 200), ("x_test", 41))}
-    labels = {name: rng.integers(0, 3, count) for name, count in (("y", 200), ("y_test", 41))}
-    np.savez(tmp_path / "leaves.npz", **arrays, **labels)
+    kinds, arrays = rng.integers(60, 196, (3, 5, 5, 1)), {}
+    for end, count in (("", 200), ("_test", 41)):
+        labels = arrays[f"y{end}"] = rng.integers(0, 3, count)
+        arrays[f"x{end}"] = np.clip(kinds[labels] + rng.normal(0, 90, (count, 5, 5, 1)), 0, 255).astype("uint8")
+    np.savez(tmp_path / "leaves.npz", **arrays)
     return tmp_path
 
 
@@ -48,10 +51,15 @@ def test_own_model_and_data_set(user):
     assert found["num_ranks"] == 2
     assert found["num_parameters"] == 25 * 16 + 16 + 16 * 3 + 3, "model.units=16 was taken"
     assert "leaves: 180 train, 20 validation, 41 test" in output
+    printed = ast.literal_eval(without_hvtrain((user / "predict.py").read_text(), cwd=user))
+    assert printed["accuracy"] * 41 == pytest.approx(found["test_accuracy"] * 41, abs=1e-3), "to the last example"
+    assert printed["loss"] == pytest.approx(found["test_loss"], rel=1e-5)
+    told = json.loads((user / "runs/leaves/model.json").read_text())
+    assert told["input"]["shape"] == [5, 5, 1] and told["input"]["range"] == [0, 255] and told["num_classes"] == 3
 
 
 def test_own_example_is_short():
-    lines = [line for name, text in BLOCKS if name != "script.py" for line in text.splitlines()]
+    lines = [line for name, text in BLOCKS if name not in ("script.py", "predict.py") for line in text.splitlines()]
     code = [line for line in lines if line.strip() and not line.startswith(("import", "from"))]
     assert len(code) <= 10, code
 

@@ -237,7 +237,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     (run / ".tmp-model").symlink_to(outside)
     (run / ".tmp-history.csv").symlink_to(outside / "precious")
     (folder / ".tmp-gone-step-00000010").symlink_to(outside)
-    for name in ("logs/rank-0000.log", "history.csv", "result.json", "model.keras"):
+    for name in ("logs/rank-0000.log", "history.csv", "result.json", "model.keras", "model.json"):
         (run / name).unlink()
         (run / name).symlink_to(outside / "precious" if name.startswith("logs") else outside / "nothing")
     code, output = train(None, 1, "train.epochs=2", "strategy=single", f"run.dir={run}", cwd=tmp_path)

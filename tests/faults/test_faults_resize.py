@@ -52,7 +52,7 @@ def cut_off(source, target, step):
     for path in (target / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    for name in ("result.json", "model.keras"):
+    for name in ("result.json", "model.json", "model.keras"):
         (target / name).unlink(missing_ok=True)
 
 
