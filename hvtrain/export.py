@@ -47,8 +47,12 @@ def with_preprocessing(model: keras.Model, source: Source) -> keras.Model:
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. This one has no slots, and is built,
-        # without which loading it warns.
-        compile_model(one, keras.optimizers.SGD())
+        # without which loading it warns. Under mixed_float16 Keras adds a loss scale by itself, but does not write that
+        # down: the file would not load under another policy.
+        optimizer = keras.optimizers.SGD()
+        if one.dtype_policy.name == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        compile_model(one, optimizer)
         one.optimizer.build(one.trainable_variables)
     return whole
 

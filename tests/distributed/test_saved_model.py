@@ -34,7 +34,10 @@ def write_pictures(folder, rng, count):
         path.write_bytes(tf.io.encode_png(pixels.astype("uint8")).numpy())
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.more)])
+HALVES = [pytest.param(f"mixed_{kind}", marks=pytest.mark.more) for kind in ("bfloat16", "float16")]
+
+
+@pytest.mark.parametrize("precision", ["float32", *HALVES])
 def test_image_files_of_different_sizes(tmp_path, precision):
     rng = np.random.default_rng(0)
     write_pictures(tmp_path / "data/train", rng, 90)
