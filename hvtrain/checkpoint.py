@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
+from hvtrain.elsewhere import checked_run_id
 from hvtrain.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:  # What writes and reads files needs no Keras, and starts without it.
@@ -59,6 +60,11 @@ def snapshot(
 def name_of(step: int) -> str:
     """The folder of the checkpoint of a step."""
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder, by its name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def listed(folder: Path) -> list[Path]:
@@ -123,6 +129,15 @@ def _regular(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def run_id(path: Path) -> str | None:
+    """Of which run a checkpoint says it is, unchecked; None where it does not, or cannot be read."""
+    try:
+        found = json.loads(_regular(path / META)) if not path.is_symlink() else {}
+        return checked_run_id(found.get("run_id"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
 def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, or None, and one line for each damaged one that was passed over.
 
@@ -136,7 +151,7 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
-        return found, [_passed_over(other, line, found) for other, line in damaged.items()]
+        return found, [passed_over(other, line, found.step) for other, line in damaged.items()]
     if damaged:
         raise CheckpointError(
             f"{next(iter(damaged.values()))}; no other checkpoint in {folder} is whole; "
@@ -145,9 +160,9 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def _passed_over(path: Path, line: str, taken: Checkpoint) -> str:
+def passed_over(path: Path, line: str, taken_step: int) -> str:
     """Renames a damaged checkpoint, and completes the line about it."""
-    lost = int(path.name.removeprefix("step-")) - taken.step
+    lost = step_of(path) - taken_step
     aside = path.with_name(f"{_DAMAGED}{path.name}")
     try:
         remove(aside)
@@ -155,7 +170,7 @@ def _passed_over(path: Path, line: str, taken: Checkpoint) -> str:
         kept = f" (kept as {aside.name})"
     except OSError:
         kept = ""
-    return f"{line}{kept}; {taken.path.name} is taken, {lost:,} step{'s are' if lost > 1 else ' is'} lost"
+    return f"{line}{kept}; {name_of(taken_step)} is taken, {lost:,} step{' is' if lost == 1 else 's are'} lost"
 
 
 def remove(path: Path) -> None:

@@ -163,10 +163,12 @@ def compile_model(
     )
 
 
-def checkpoint_meta(config: RunConfig, plan: StepPlan, data: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_meta(
+    config: RunConfig, plan: StepPlan, data: dict[str, Any], run_id: str | None = None
+) -> dict[str, Any]:
     """What every checkpoint of the run says about it: how its data are dealt, how many ranks work on it now.
 
-    data is the data set's manifest.
+    data is the data set's manifest; run_id is the same for all starts of a run.
     """
     return {
         "num_ranks": len(plan.shares),
@@ -176,6 +178,7 @@ def checkpoint_meta(config: RunConfig, plan: StepPlan, data: dict[str, Any]) -> 
         "uneven": config.dataset["uneven"],
         "world_size": plan.size,
         "data": data,
+        "run_id": run_id,
         "versions": versions(),
         "config": to_dict(config),
     }

@@ -1,8 +1,7 @@
-"""How a run goes on from a checkpoint: what was found, what must be as it was, and each rank's own state."""
+"""How a run goes on from a checkpoint that newest found: what must be as it was, and each rank's own state."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,14 @@ import numpy as np
 from hvtrain import checkpoint
 from hvtrain.callbacks.callback_state import saved_state
 from hvtrain.checkpoint import Checkpoint
+from hvtrain.elsewhere import Noting
 from hvtrain.errors import CheckpointError
 from hvtrain.run_lock import RunLock
 from hvtrain.sameness import check_unchanged
 from hvtrain.step_plan import StepPlan
 from hvtrain.strategies.base import Strategy
 
-log = logging.getLogger(__name__)
-
 RankState = dict[str, np.ndarray]
-# Without these, of these types, a checkpoint does not say how its run went.
-_NEEDED: dict[str, type | tuple[type, ...]] = {
-    "num_ranks": int,
-    "batch_size": (int, list),
-    "batch_sizes": list,
-    "epoch": int,
-    "step_in_epoch": int,
-}
 
 
 @dataclass
@@ -42,16 +32,21 @@ class Held:
     lock: RunLock = field(default_factory=RunLock)
     signals: list[int] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
+    run_id: str | None = None
+    """What all checkpoints of the run have in common, over all of its starts."""
+    noting: Noting = field(default_factory=Noting)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run goes on from: what it says, on every rank, and all of it on the chief alone."""
+    """The checkpoint that a run goes on from: what it says, on every rank, and all of it on the chief alone, or on
+    every rank where ranks come and go."""
 
     name: str
     step: int
     meta: dict[str, Any]
     whole: Checkpoint | None = None
+    in_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,32 +63,6 @@ class Start:
     plan_ranks: int = 0
     rank_state: RankState = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def find(folder: Path, strategy: Strategy, held: Checkpoint | None = None) -> Found | None:
-    """The newest checkpoint in the run folder that is whole, or what the chief holds if that is no older; or None
-    (every rank)."""
-    whole: list[Checkpoint] = []
-
-    def look() -> Found | None:
-        newest, damaged = checkpoint.read_newest(folder / "checkpoints")
-        for line in damaged:
-            log.warning("%s", line)
-        where = ""
-        if held is not None and (newest is None or held.step >= newest.step):
-            newest, where = held, " in memory"
-        if newest is None:
-            return None
-        missing = [name for name, kind in _NEEDED.items() if not isinstance(newest.meta.get(name), kind)]
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {newest.path.name} lacks {', '.join(missing)} and so is of no run; choose another run.dir"
-            )
-        whole.append(newest)
-        return Found(newest.path.name + where, newest.step, newest.meta)
-
-    found = strategy.on_chief(look)
-    return replace(found, whole=whole[0]) if found and whole else found
 
 
 def resume(

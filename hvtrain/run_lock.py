@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +61,8 @@ class RunLock:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
+        with suppress(OSError):
+            os.fsync(descriptor)  # Other hosts that share the disk know by it that they do (newest.py).
         self._file = file
 
     def release(self) -> None:

@@ -28,6 +28,7 @@ from hvtrain.export import export
 from hvtrain.failing import explained, leave
 from hvtrain.header import header
 from hvtrain.instantiate import build
+from hvtrain.newest import find
 from hvtrain.prepare import (
     build_model,
     checkpoint_meta,
@@ -38,7 +39,7 @@ from hvtrain.prepare import (
     training_batches,
 )
 from hvtrain.records import RESULT_FILE, RunRecord, write_result
-from hvtrain.resuming import Held, find, resume
+from hvtrain.resuming import Held, resume
 from hvtrain.sameness import check_first_batches, check_same_data, check_same_run
 from hvtrain.saving import Writer
 from hvtrain.strategies.base import Strategy
@@ -95,9 +96,9 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     keras.utils.clear_session()  # Or Keras names what a later leg makes otherwise than the checkpoint does.
     seed_everything(config, topology.rank)
 
-    found = find(folder, strategy, held.checkpoint)
+    found = find(folder, strategy, held, config.resume)
     source, plan = open_data(config, strategy, found.meta if found else None)
-    meta = checkpoint_meta(config, plan, check_same_data(strategy, source, config.guard.data))
+    meta = checkpoint_meta(config, plan, check_same_data(strategy, source, config.guard.data), held.run_id)
     topology = strategy.topology
 
     def batches_from(step: int) -> tf.data.Dataset:
@@ -112,6 +113,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     with strategy.scope():
         model = strategy.together(lambda: build_model(config, source, plan, strategy))
     start = resume(found, model, plan, meta, config.guard.data, strategy)
+    del found  # It is as large as the model and the optimizer.
     strategy.broadcast_model(model)
     weights = strategy.weight_check(model, enabled=config.guard.every > 0)
     weights("at the start", everything=True)

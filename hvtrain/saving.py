@@ -84,13 +84,13 @@ def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
         yield np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C").reshape(-1).view(np.uint8)
 
 
-def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
-    """Names the best checkpoint so far; prune keeps it."""
-    write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value}) + "\n")
+def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
+    """Names the best checkpoint so far, and its host where that is another; prune keeps it."""
+    write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value, **host}) + "\n")
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
-    """What mark_best wrote last: step, metric and value; None where it names no checkpoint that is there."""
+    """What mark_best wrote last: step, metric, value and, on another host's disk, host; None where it is not there."""
     path = folder / _BEST
     if not path.exists():
         return None
@@ -104,7 +104,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
         with suppress(OSError):
             remove(path)
         return None
-    return best if (folder / name).is_dir() else None
+    return best if "host" in best or (folder / name).is_dir() else None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -161,7 +161,7 @@ class Writer:
         self._config = config
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._unsaved = ""
+        self._unsaved, self.whole_step = "", 0  # The last step that was written.
 
     @property
     def failed(self) -> bool:
@@ -200,7 +200,7 @@ class Writer:
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
             self._write(step, arrays, meta)
-            self._unsaved = ""
+            self._unsaved, self.whole_step = "", step
         except UserError as error:
             if self._config.on_error == "stop":
                 advice = "then start again with the same run.dir to go on from the one before"

@@ -14,6 +14,7 @@ from hvtrain.callbacks.interruption import Interruption
 from hvtrain.callbacks.position import Position
 from hvtrain.callbacks.validation import Validation
 from hvtrain.config import CheckpointConfig
+from hvtrain.elsewhere import Noting
 from hvtrain.saving import Writer
 from hvtrain.strategies.base import Strategy, WeightCheck
 
@@ -22,7 +23,8 @@ STEPS_BETWEEN_CLOCK_LOOKS = 20
 
 
 class Checkpointing(keras.callbacks.Callback):
-    """Writes a checkpoint when one is due and at the end (state of all ranks gathered, written by the chief).
+    """Writes a checkpoint when one is due and at the end (state of all ranks gathered, written by the chief;
+    other hosts note where it lies).
 
     Training waits while the state is copied; the writer does the rest in the background, and the end waits for it.
     """
@@ -38,6 +40,7 @@ class Checkpointing(keras.callbacks.Callback):
         weights: WeightCheck,
         callback_state: CallbackState,
         interruption: Interruption,
+        noting: Noting,
     ) -> None:
         super().__init__()
         self.writer = writer
@@ -49,6 +52,7 @@ class Checkpointing(keras.callbacks.Callback):
         self.weights = weights
         self.callback_state = callback_state
         self.interruption = interruption
+        self.noting = noting
         self._last_seconds = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -78,7 +82,11 @@ class Checkpointing(keras.callbacks.Callback):
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
             self._save(metrics)
         if last or self.model.stop_training:
-            self.strategy.on_chief(self.writer.finish)
+            self.noting.note(self.strategy.on_chief(self._finish))
+
+    def _finish(self) -> int:
+        self.writer.finish()
+        return self.writer.whole_step
 
     def _validated_now(self) -> bool:
         return self.validation is not None and self.validation.latest_step == self.position.step
@@ -95,12 +103,14 @@ class Checkpointing(keras.callbacks.Callback):
         self.weights.level()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
         # One exchange for both: the state of all ranks, and how the chief's write before this one ended.
-        found = self.strategy.gather((checkpoint.rank_state(self.model), self.writer.outcome()))
-        for _, error in found:
+        outcome = self.writer.outcome()
+        found = self.strategy.gather((checkpoint.rank_state(self.model), outcome, self.writer.whole_step))
+        for _, error, _ in found:
             if error:
                 raise error
+        self.noting.note(found[0][2])
         if self.strategy.topology.is_chief:
-            self._begin_to_write([state for state, _ in found], metrics)
+            self._begin_to_write([state for state, *_ in found], metrics)
         self._last_seconds = time.monotonic()
 
     def _begin_to_write(self, states: list[dict[str, np.ndarray]], metrics: dict[str, float]) -> None:

@@ -67,7 +67,7 @@ def make_callbacks(
     callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.agreement()]
     callbacks += [split, Recording(folder, strategy, position, split.throughput, config.checkpoint.on_error)]
     saving = (writer, config.checkpoint, meta, strategy, position, validation, weights, state)
-    callbacks.append(Checkpointing(*saving, interruption))
+    callbacks.append(Checkpointing(*saving, interruption, held.noting))
     if verbosity(strategy.topology.is_chief) == 2:
         callbacks.append(Progress(position))
     callbacks.append(skipped)

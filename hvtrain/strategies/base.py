@@ -126,8 +126,8 @@ class Strategy:
     def broadcast_model(self, model: keras.Model) -> None:
         """Sets weights and optimizer state of all ranks to those of the chief."""
 
-    def broadcast(self, value: Any) -> Any:
-        """The chief's value, on every rank."""
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The value of one rank, else the chief's, on every rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
@@ -136,13 +136,17 @@ class Strategy:
 
     def on_chief(self, action: Callable[[], T]) -> T:
         """The result of an action that the chief alone does; what it raises for the user is raised on all ranks."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, root: int, action: Callable[[], T]) -> T:
+        """The same of another rank, which an error names."""
         outcome: tuple[Any, UserError | None] = (None, None)
-        if self.topology.is_chief:
+        if self.topology.rank == root:
             with self.watch.phase(CHECKPOINT):
                 outcome = _attempt(action)
-        value, error = self.broadcast(outcome)
+        value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is not None:
-            raise error
+            raise type(error)(f"rank {root} on {host}: {error}") if root else error
         return value
 
     def together(self, action: Callable[[], T]) -> T:

@@ -126,9 +126,9 @@ class HorovodStrategy(Strategy):
         with self.watch.phase(EXCHANGE):
             hvd.broadcast_model(model)
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, root: int = 0) -> Any:
         with self.watch.phase(EXCHANGE):
-            return hvd.broadcast_object(value, name="hvtrain.broadcast") if hvd.size() > 1 else value
+            return hvd.broadcast_object(value, root, name="hvtrain.broadcast") if hvd.size() > 1 else value
 
     def gather(self, value: Any) -> list[Any]:
         with self.watch.phase(EXCHANGE):
