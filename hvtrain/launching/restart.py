@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvtrain import console
+from hvtrain import console, elsewhere
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.launching import environment, reach
 from hvtrain.launching.job import Host, Job, hosts_word, rank_places, used_hosts
@@ -104,8 +106,13 @@ def _after_pause(
         console.say_error(f"{about} is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}", 0)
         signals.wait(seconds)
         return None
-    now = replace(job, hosts=found[0], num_ranks=found[1])
-    console.say_error(f"{about} in {seconds:g} s, from {_newest_checkpoint(run_dir)}, on {hosts_word(now.hosts)}", 0)
+    step = _newest_step_here(run_dir)
+    # Other hosts may hold a newer one: the run itself looks there, and says from which it goes on.
+    here, told = "", {}
+    if step is not None:
+        here, told = f" (here: step-{step:08d})", elsewhere.to_ranks(step, socket.gethostname())
+    now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **told})
+    console.say_error(f"{about} in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}", 0)
     return None if signals.wait(seconds) else now
 
 
@@ -135,7 +142,7 @@ def _folder(logs: Path) -> Path:
     return logs / f"attempt-{number:04d}"
 
 
-def _newest_checkpoint(run_dir: str | None) -> str:
-    """Its name where this host has it, which is rank 0's more often than not."""
-    found = sorted(Path(run_dir).glob("checkpoints/step-*")) if run_dir else []
-    return found[-1].name if found else "the newest checkpoint"
+def _newest_step_here(run_dir: str | None) -> int | None:
+    """The step of the newest checkpoint on this host, which is rank 0's more often than not; None without any."""
+    names = [path.name for path in Path(run_dir).glob("checkpoints/step-*")] if run_dir else []
+    return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)

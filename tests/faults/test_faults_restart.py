@@ -137,7 +137,10 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
         ends[name] = (newest.name, hashlib.sha256((newest / "state.safetensors").read_bytes()).hexdigest())
         if name == "struck":
             assert f"FIRST FAILURE rank {rank} host localhost: killed by SIGKILL" in output
-            assert re.search(r"restart 1 of 1 in 1 s, from step-000000(22|28), on localhost:2", output), output
+            assert re.search(
+                r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-000000(22|28)\), on localhost:2",
+                output,
+            ), output
     assert ends["whole"] == ends["struck"]
 
 
@@ -156,12 +159,42 @@ def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
         lab("stop", "s2")
         output = finish(launched, 120)
     assert launched.returncode == 0, output
-    assert re.search(r"restart 1 of 1 in 1 s, from step-\d+, on s1:1\n", output), output
+    assert re.search(r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-\d+\), on s1:1\n", output), output
     assert "on 2 ranks; on 1 now: global batch 64 and learning rate as before" in output
     ours, theirs = (load_file(run / "checkpoints" / "step-00001320" / "state.safetensors") for run in
                     (struck, tmp_path / "whole"))  # fmt: skip
     names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
     assert max(np.max(np.abs(ours[n] - theirs[n])) / (np.max(np.abs(theirs[n])) or 1) for n in names) < 1e-3
+
+
+@needs_lab
+@pytest.mark.apart
+def test_the_host_that_has_the_checkpoints_fails_twice():
+    """Without it the run does not begin anew; with it, in whatever order, it goes on to the bits of a whole run."""
+    words = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]
+    strike = [f"+callbacks.strike.{word}" for word in ("_target_=strike.StrikeHost", "host=s1", "step=25")]
+    variables = f"PYTHONPATH={ROOT}:{ROOT / 'tests' / 'faults' / 'launched'}"
+    with Lab(2) as lab:
+
+        def launch(hosts, run, *more, options=()):
+            launched = line("launch-gloo", hosts, *words, f"run.dir={lab.home / run}", *more, options=options)
+            return lab.run("s1", "env", variables, *launched)
+
+        code, output = launch("s1:1,s2:1", "whole")
+        assert code == 0, output
+        code, output = launch("s1:1,s2:1", "run", *strike, options=("--max-restarts", "5", "--min-np", "1"))
+        assert code == 2, output
+        steps = [int(step) for step in re.findall(r"from the newest checkpoint \(here: step-(\d+)\), on", output)]
+        assert len(steps) == 2 and 20 < steps[0] < 30 < steps[1] < 60, output
+        refused = rf"step-{steps[1]:08d} of this run lies on host s1, which has no rank now, and there is none on s2; "
+        assert len(re.findall(f"^hvtrain: .*{refused}", output, re.MULTILINE)) == 1, output
+        assert not list(lab.of("s2").glob("run/checkpoints/step-*"))
+        code, output = launch("s2:1,s1:1", "run")
+        assert code == 0, output
+        assert re.search(rf"^resumed +step-{steps[1]:08d} on s1: {steps[1]} of 66 steps", output, re.MULTILINE), output
+        ends = [lab.of(host) / run / "checkpoints" / "step-00000066" / "state.safetensors"
+                for host, run in (("s1", "whole"), ("s2", "run"))]  # fmt: skip
+        assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
 @pytest.mark.apart

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -41,3 +42,16 @@ class StrikeAtHistory(keras.callbacks.Callback):
             write(folder, records)
 
         recording.write_history = strike
+
+
+class StrikeHost(keras.callbacks.Callback):
+    """Ends the ranks on a host after `step` steps of each start."""
+
+    def __init__(self, host, step):
+        super().__init__()
+        self.is_here, self.step, self.steps = socket.gethostname() == host, step, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.is_here and self.steps == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
