@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import finish, kill, start, train
+from launch import WORKERS, finish, kill, start, train
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.distributed
@@ -21,10 +22,11 @@ def path_with_own():
     return os.pathsep.join([str(OWN), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def elastic(folder, num_ranks, fates, *words, gloo_seconds=120):
+def elastic(folder, num_ranks, fates, *words, gloo_seconds=120, disks=None):
     """Exit code and output of an elastic run, with what `fates.Fates` does to its ranks.
 
     Ranks wait gloo_seconds for one that joins, and of three or more one may wait so long for one that was killed.
+    disks: where each host has a disk of its own, by its name; None: they share one.
     """
     (folder / "hosts").write_text("".join(f"{name}:1\n" for name in NAMES[:num_ranks]))
     script = folder / "discover.sh"
@@ -32,10 +34,12 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=120):
     script.chmod(0o755)
     settings = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
     command = ["--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script), "--network-interfaces", "lo"]
-    command += ["--gloo-timeout-seconds", str(gloo_seconds), "python", "-m", "hvtrain", "strategy=elastic"]
+    command += ["--gloo-timeout-seconds", str(gloo_seconds), *([str(WORKERS / "own_disk")] if disks else [])]
+    command += ["python", "-m", "hvtrain", "strategy=elastic"]
     command += [*WORDS, *words]
     command += [f"+callbacks.fates={{_target_: fates.Fates, {settings}}}", f"run.dir={folder / 'run'}"]
-    process = start("gloo", num_ranks, *command, cwd=folder, PYTHONPATH=path_with_own())
+    own = {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"} if disks else {}
+    process = start("gloo", num_ranks, *command, cwd=folder, PYTHONPATH=path_with_own(), **own)
     try:
         output = finish(process)
         return process.returncode, output
@@ -128,6 +132,34 @@ def test_scaled_to_the_ranks_that_are_left_from_the_next_epoch_on(uninterrupted,
     assert (ours[2]["epoch"], ours[2]["step"], ours[2]["learning_rate"]) == (3, 44 + 44, 0)
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (record["num_ranks"], record["global_batch"], record["num_steps"]) == (1, 32, 88)
+
+
+@pytest.mark.apart
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount needs root")
+def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
+    """It goes on from what all ranks hold; a later job from the newest checkpoint, not from the first host's. And
+    where the rank that had it is killed before the first commit: from what all ranks were given at the start."""
+    for name in ("run", *(f"disks/{name}" for name in NAMES)):
+        (tmp_path / name).mkdir(parents=True)
+    disks = tmp_path / "disks"
+
+    def newest():
+        return {path.name: max(found.name for found in path.glob("checkpoints/step-*"))
+                for path in disks.iterdir() if list(path.glob("checkpoints/step-*"))}  # fmt: skip
+
+    fates = {"kill_rank": 0, "kill_step": 28}
+    code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=5", disks=disks)
+    assert code == 0, output
+    assert "step-00000025 in memory: 25 of 66 steps were done, on 2 ranks; on 1 now" in output
+    stale, second = sorted(newest(), key=newest().get)
+    assert newest() == {stale: "step-00000022", second: "step-00000066"}
+    (tmp_path / "killed").unlink()
+    words = ["strategy.commit_steps=1000", "train.epochs=4"]
+    code, output = elastic(tmp_path, 2, {"kill_rank": 1, "kill_step": 70}, *words, disks=disks)
+    assert code == 0, output
+    assert re.search(r"step-00000066 on \S+: 66 of 88 steps were done, on 1 rank; on 2 now", output), output
+    assert "step-00000066 in memory: 66 of 88 steps were done\n" in output
+    assert newest() == {stale: "step-00000088", second: "step-00000066"}
 
 
 @pytest.mark.apart
