@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def read(folder: Path) -> Note | None:
         return None
     is_note = type(step) is int and step >= 0 and isinstance(host, str) and _HOST.fullmatch(host) and run_id
     return Note(step, host, run_id) if is_note else None
+
+
+def forget(folder: Path, run_id: str | None) -> None:
+    """Removes the note of a run folder, if it is not this run's; None: whatever it is."""
+    note = read(folder)
+    if note and (run_id is None or note.run_id != run_id):
+        with suppress(OSError):
+            (folder / NOTE_FILE).unlink()
 
 
 def from_launcher(environ: Mapping[str, str]) -> Note | None:

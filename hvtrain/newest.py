@@ -58,8 +58,11 @@ def find(folder: Path, strategy: Strategy, held: Held, resume: str = "auto") -> 
     whole = search.bring(found) if found else None
     run_id = found and checked_run_id(found.meta.get("run_id"))
     held.run_id = run_id or search.run_id or strategy.broadcast(uuid.uuid4().hex[:12])
-    is_first_there = hosts.index(strategy.topology.host) == strategy.topology.rank > 0
-    held.noting = Noting(folder if is_first_there and search.has_own_disk else None, hosts[0], held.run_id)
+    rank = strategy.topology.rank
+    if search.has_own_disk and hosts.index(hosts[rank]) == rank:
+        held.noting = _noting(folder, rank, hosts, held.run_id, found, resume)
+    else:
+        held.noting = Noting()
     if strategy.commit_steps and whole:
         held.checkpoint = whole
     return replace(found, whole=whole) if found else None
@@ -115,7 +118,7 @@ class _Search:
             )
             if arrays is not None:
                 self._whole = Checkpoint(Path(checkpoint.name_of(found.step)), found.step, dict(found.meta), arrays)
-        if self._root and not found.in_memory:
+        if self._root and found.host:
             self._bring_records()
         return self._whole if wanted else None
 
@@ -157,7 +160,7 @@ class _Search:
                 f"checkpoint {newest.path.name} lacks {', '.join(missing)} and so is of no run; choose another run.dir"
             )
         self._whole = newest
-        return Found(newest.path.name + where, newest.step, newest.meta, in_memory=offer.path is None)
+        return Found(newest.path.name + where, newest.step, newest.meta, host=offer.host if offer.path else "")
 
     def _tell_damaged(self, found: Found | None) -> None:
         """Sets aside what was damaged, and says so; raises CheckpointError where nothing else is there (every rank)."""
@@ -193,6 +196,17 @@ class _Search:
                 mark_best(self.folder / "checkpoints", best["step"], best["metric"], best["value"], **place)
 
         self.strategy.on_chief(write)
+
+
+def _noting(folder: Path, rank: int, hosts: list[str], run_id: str, found: Found | None, resume: str) -> Noting:
+    """Notes on this host where the checkpoint lies that the run goes on from; returns what notes those that follow.
+
+    By the first rank of each host that has a disk of its own; rank 0's host needs no note of what rank 0 writes.
+    """
+    elsewhere.forget(folder, None if resume == "available" else run_id)
+    if found and found.host not in ("", hosts[rank]):
+        Noting(folder, found.host, run_id).note(found.step)
+    return Noting(folder if rank else None, hosts[0], run_id)
 
 
 def _has_own_disk(folder: Path, strategy: Strategy) -> bool:

@@ -46,7 +46,8 @@ class Found:
     step: int
     meta: dict[str, Any]
     whole: Checkpoint | None = None
-    in_memory: bool = False
+    host: str = ""
+    """On whose disk it lies; empty where it was in memory."""
 
 
 @dataclass(frozen=True)

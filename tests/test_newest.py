@@ -20,6 +20,7 @@ from hvtrain.run_lock import RunLock
 from hvtrain.strategies.base import Strategy
 from hvtrain.topology import Topology
 from hvtrain.traveling import bring
+from hvtrain.watch.ending import how_to_go_on
 
 META = {"num_ranks": 2, "batch_size": 32, "batch_sizes": [32, 32], "epoch": 1, "step_in_epoch": 2, "metrics": {}}
 OURS, OTHER = "0123456789ab", "ba9876543210"
@@ -148,6 +149,13 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
     assert saving.read_best(tmp_path / "s1" / "checkpoints") == best
     assert not (tmp_path / "s3" / "checkpoints").exists()
+    notes = [elsewhere.read(tmp_path / host) for host in ("s1", "s2", "s3")]
+    assert notes == [elsewhere.Note(16, "s2", OURS), None, elsewhere.Note(16, "s2", OURS)]
+    message = "step-00000016 of this run lies on host s2, which has no rank now, and the newest on s1 is step-00000008"
+    assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
+    assert how_to_go_on(tmp_path / "s1").endswith(" goes on from step-00000016 on s2, or a newer one")
+    assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
+    assert [found.step for found in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
 
 
 def test_a_best_checkpoint_that_comes_home(tmp_path):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hvtrain import console
+from hvtrain import console, elsewhere
 
 T = TypeVar("T")
 
@@ -42,7 +42,10 @@ def how_to_go_on(folder: Path | None) -> str:
         place = folder / "checkpoints"
         # The folder lies on rank 0's host, perhaps not on this one.
         none = "the beginning, for there is no checkpoint yet" if place.is_dir() else "the newest checkpoint"
-        return max((path.name for path in place.glob("step-*")), default=none)
+        here = max((path.name for path in place.glob("step-*")), default="")
+        note = elsewhere.read(folder)
+        there = f"step-{note.step:08d}" if note else ""
+        return f"{there} on {note.host}, or a newer one" if note and note.step and there > here else here or none
 
     where = within(SECONDS_FOR_FILES, newest, "the newest checkpoint")
     return f"the same line with run.dir={folder} goes on from {where}"

@@ -49,7 +49,7 @@ def uninterrupted(lab):
 
 
 def test_a_run_on_two_hosts(lab, uninterrupted):
-    """What rank 0 says, clean; results on s1 alone; the other host has its log."""
+    """What rank 0 says, clean; results on s1 alone; the other host has its log, and a note of where they are."""
     lines = uninterrupted.splitlines()
     assert lines[0].startswith("versions"), lines[0]
     assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", uninterrupted, re.MULTILINE)
@@ -63,7 +63,10 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     assert sorted(path.name for path in (run / "launch").iterdir()) == ["rank-0000-s1.log", "rank-0001-s2.log"]
     assert "Epoch 2/2" in (run / "launch" / "rank-0000-s1.log").read_text()
     there = lab.of("s2") / "whole"
-    assert [str(path.relative_to(there)) for path in sorted(there.rglob("*"))] == ["logs", "logs/rank-0001.log"]
+    there_are = [str(path.relative_to(there)) for path in sorted(there.rglob("*"))]
+    assert there_are == ["logs", "logs/rank-0001.log", "newest-checkpoint.json"]
+    note = json.loads((there / "newest-checkpoint.json").read_text())
+    assert (note["step"], note["host"]) == (16, "s1")
 
 
 @pytest.mark.apart
@@ -95,7 +98,7 @@ def test_four_ranks(lab, how, hosts):
     assert "weights equal on 4/4 ranks" in output
     assert json.loads((lab.of("s1") / run / "result.json").read_text())["num_ranks"] == 4
     for host in ("s2", "s3", "s4"):
-        assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs"}
+        assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs", "newest-checkpoint.json"}
 
 
 @pytest.mark.parametrize(
