@@ -118,8 +118,8 @@ class RunConfig:
     profile_steps: int = setting(20, "steps that are traced", low=1)
     resume: str = setting(
         "auto",
-        "go on from the newest valid checkpoint in run.dir, or never; available: even if an absent host has a newer",
-        choices=("auto", "never", "available"),
+        "go on from the newest valid checkpoint; available: though an absent host has a newer",
+        choices=("auto", "available", "never"),
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
     verbose: bool = setting(False, "show the notes of TensorFlow, CUDA and oneDNN")

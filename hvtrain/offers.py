@@ -37,10 +37,12 @@ def this_runs(offers: Sequence[Offer], run_id: str | None) -> list[Offer]:
     """The offers that are this run's, where run_id says which it is, as it does once the run has begun; else all."""
     if run_id is None:
         return list(offers)
+    ours = [offer for offer in offers if offer.run_id == run_id]
+    ours = ours or [offer for offer in offers if offer.run_id is None]  # It may have gone on from one of those.
     for offer in offers:
-        if offer.run_id != run_id:
+        if offer not in ours:
             log.warning("%s is left alone: this is run %s", offer, run_id)
-    return [offer for offer in offers if offer.run_id == run_id]
+    return ours
 
 
 def check_one_run(offers: Sequence[Offer], root: int, folder: Path) -> None:

@@ -58,7 +58,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"train": 3}, "train: 3 came where a group of settings was needed"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is out of range; it must be at least 1"),
         ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes=nan is out of range"),
-        ({"resume": "perhaps"}, "resume=perhaps is not one of auto, never, available"),
+        ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
         ({"model": {"units": 3}}, "model._target_=None names nothing to call"),
         ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a number"),
         ({"optimizer": {"_target_": "a.b", "learning_rate": 0}}, "optimizer.learning_rate=0 is out of range"),

@@ -319,6 +319,13 @@ def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
     assert [item.name for item in found] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
 
 
+def test_a_run_that_has_begun_goes_on_from_a_checkpoint_of_an_older_version(tmp_path):
+    write(tmp_path / "s1", 8, None)
+    helds = [Held(0.0)]
+    for _ in range(2):
+        assert [found.step for found in find_on(tmp_path, ["s1"], helds)] == [8]
+
+
 def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_path):
     write(tmp_path / "s2", 28)
     helds = [in_memory(24), in_memory(24)]
