@@ -97,8 +97,7 @@ def test_ranks_with_different_gradients_are_told_before_they_reduce_them(library
     ranks = f"cannot reduce the gradients of ranks 0 and {last}: "
     for said in refusals(library, "unlike_shapes"):
         assert (
-            f"RankError: {ranks}gradient 0 is d/kernel float32 [4, 5] on rank 0, unlike/kernel float32 [4, 6]"
-            in said
+            f"RankError: {ranks}gradient 0 is d/kernel float32 [4, 5] on rank 0, unlike/kernel float32 [4, 6]" in said
         )
     for said in refusals(library, "gradients_of_one_rank"):
         lacks = f"{ranks}gradient 1 is b float32 [1] on rank 0, "
