@@ -105,7 +105,9 @@ class Distributed:
 
     def _joint(self, grads: Any, variables: Any) -> Any:
         """This rank's gradients in, those of the joint batch out."""
-        known = variables or getattr(self, "_trainable_variables", None) or None
+        known = variables or getattr(self, "_trainable_variables", ())
+        # Keras itself refuses another number of gradients, once they come to it.
+        known = known if len(known) == len(grads) else None
         return self._checked(grads, getattr(self, _REDUCER)(grads, known))
 
     def _checked(self, own: Any, reduced: Any) -> Any:
