@@ -46,7 +46,7 @@ def make(optimizer: Any, mixin: type, reducer: Reducer, finite: FiniteCheck | No
 
 
 def scale_only_scaled_losses(optimizer: Any) -> None:
-    """Has a LossScaleOptimizer divide gradients by its scale only if losses went through its scale_loss."""
+    """Has a LossScaleOptimizer leave gradients as they are, instead of raising, if no loss goes through scale_loss."""
     object.__setattr__(optimizer, _OPTIONAL_SCALE, True)
 
 
@@ -128,6 +128,8 @@ class DistributedAccumulation(Distributed):
         reducer: Reducer = getattr(self, _REDUCER)
         before = reducer.num_calls
         result = super()._step(grads, variables)
+        if tf.executing_eagerly() and int(self.iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            return result  # A micro-step that only accumulates; a graph has both.
         if reducer.num_calls == before and not reducer.is_alone and any(gradient is not None for gradient in grads):
             raise RankError(
                 f"{type(self).__name__} stepped without reducing a gradient, so each rank would train alone; "
@@ -157,12 +159,17 @@ class DistributedLossScale(Distributed):
         return finite(own, reduced, excused=self.dynamic_scale.value >= 1.0)  # type: ignore[attr-defined]
 
     def _step(self, grads: Any, variables: Any) -> Any:
-        if getattr(self, _OPTIONAL_SCALE, False) and not getattr(self, _SCALED, False):
-            if not self.built:
-                self.build(variables)  # type: ignore[attr-defined]
-                self.built = True
-            return self.inner_optimizer.apply(grads, variables)  # type: ignore[attr-defined]
-        return super()._step(grads, variables)
+        if getattr(self, _SCALED, False):
+            return super()._step(grads, variables)
+        if not getattr(self, _OPTIONAL_SCALE, False):
+            raise ValueError(
+                "a LossScaleOptimizer got gradients of a loss that never went through its scale_loss, and would divide "
+                "them by a scale that they do not have; call optimizer.scale_loss(loss) before the gradient"
+            )
+        if not self.built:
+            self.build(variables)  # type: ignore[attr-defined]
+            self.built = True
+        return self.inner_optimizer.apply(grads, variables)  # type: ignore[attr-defined]
 
 
 class DistributedLossScaleAccumulation(DistributedLossScale):

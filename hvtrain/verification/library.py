@@ -113,7 +113,7 @@ def _overflow() -> str:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    scale = float(optimizer.dynamic_scale)
+    scale = float(optimizer.scale_loss(1.0))
     last = hvd.rank() == hvd.size() - 1
     tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(tf.constant([np.inf if last else 1.0, 1.0]))
     found = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))

@@ -123,7 +123,12 @@ def test_what_would_be_reduced_twice_or_not_at_all_is_refused(library):
         assert "wrap the outer one" in said["scaled inside a loss scale"]
         assert "is inside the DistributedOptimizer delegates" in said["inside another"]
         assert "is a DistributedOptimizer already" in said["inside a multi-optimizer"]
+        assert "ValueError: a LossScaleOptimizer got gradients of a loss that never went" in said["never scaled"]
         assert "OwnApply overrides apply and has gradient_accumulation_steps=2" in said["accumulates by itself"]
+
+
+def test_accumulation_outside_of_graphs(library):
+    assert refusals(library, "accumulated_eagerly") == [[[-(len(library) + 1) / 2], 1]] * len(library)
 
 
 def test_a_loss_that_nobody_scales_is_not_scaled_back(library):

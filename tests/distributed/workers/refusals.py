@@ -103,8 +103,19 @@ def twice():
                 keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(hvd.DistributedOptimizer(SGD(0.1))))
             )
         ),
+        "never scaled": refused(
+            lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.1))).apply(*step)
+        ),
         "accumulates by itself": refused(lambda: hvd.DistributedOptimizer(own)),
     }
+
+
+def accumulated_eagerly():
+    """Two micro-steps outside of graphs, where the first one reduces nothing."""
+    optimizer, variable = hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)), keras.Variable([0.0])
+    for _ in range(2):
+        optimizer.apply([tf.constant([RANK + 1.0])], [variable])
+    return [variable.numpy().tolist(), hvd.num_reductions(optimizer)]
 
 
 def with_policy(name, action):
@@ -154,6 +165,7 @@ def all_of_them():
         "traced_again": traced_again_on_one_rank(),
         "numbered_names": numbered_names(),
         "twice": twice(),
+        "accumulated_eagerly": accumulated_eagerly(),
         "unscaled": losses_that_nobody_scales(),
         "tensors": tensors(),
     }
