@@ -128,7 +128,7 @@ class DistributedAccumulation(Distributed):
         reducer: Reducer = getattr(self, _REDUCER)
         before = reducer.num_calls
         result = super()._step(grads, variables)
-        if tf.executing_eagerly() and int(self.iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+        if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result  # A micro-step that only accumulates; a graph has both.
         if reducer.num_calls == before and not reducer.is_alone and any(gradient is not None for gradient in grads):
             raise RankError(
