@@ -39,6 +39,8 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=120, disks=None):
     command += [*WORDS, *words]
     command += [f"+callbacks.fates={{_target_: fates.Fates, {settings}}}", f"run.dir={folder / 'run'}"]
     own = {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"} if disks else {}
+    # Horovod takes new hosts in the order of a set: with one seed rank 0's is the same in each job.
+    own |= {"PYTHONHASHSEED": "0"} if disks else {}
     process = start("gloo", num_ranks, *command, cwd=folder, PYTHONPATH=path_with_own(), **own)
     try:
         output = finish(process)
