@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from hvtrain import console
-from hvtrain.composition import CONFIGS, compose, own_folders
-from hvtrain.config import from_dict
-from hvtrain.door import enter
+from hvtrain.cli import enter
+from hvtrain.config.compose import CONFIGS, compose, own_folders
+from hvtrain.config.help import help_text
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import RESTART_HELPS, ConfigError
-from hvtrain.help import help_text
-from hvtrain.imports import without
+from hvtrain.system import console
+from hvtrain.system.imports import without
 
 
 def main() -> None:

@@ -11,25 +11,34 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from hvtrain import console, loop, tuning
-from hvtrain.callbacks.interruption import Interruption
-from hvtrain.callbacks.metrics import build_metrics, evaluate
-from hvtrain.callbacks.order import make_callbacks, periods, steps_per_call
-from hvtrain.callbacks.position import Position
-from hvtrain.callbacks.progress import verbosity
-from hvtrain.callbacks.proof import Proof, in_words
-from hvtrain.callbacks.skipped import Skipped
-from hvtrain.callbacks.step_split import StepSplit
-from hvtrain.callbacks.throughput import Throughput
-from hvtrain.config import RunConfig, to_dict
+from hvtrain.checkpoint.writer import Writer
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import RunConfig, to_dict
+from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
+from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import Preempted
-from hvtrain.export import export
-from hvtrain.failing import explained, leave
-from hvtrain.header import header
-from hvtrain.instantiate import build
-from hvtrain.newest import find
-from hvtrain.prepare import (
+from hvtrain.restore.newest import find
+from hvtrain.restore.resume import Held, resume
+from hvtrain.strategies import loop
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.evaluation import build_metrics, evaluate
+from hvtrain.system import console
+from hvtrain.system.versions import versions
+from hvtrain.training import comm_tuning
+from hvtrain.training.batch_weights import weigh
+from hvtrain.training.callbacks.interruption import Interruption
+from hvtrain.training.callbacks.order import make_callbacks, periods, steps_per_call
+from hvtrain.training.callbacks.position import Position
+from hvtrain.training.callbacks.progress_bar import verbosity
+from hvtrain.training.callbacks.proof import Proof, in_words
+from hvtrain.training.callbacks.skipped import Skipped
+from hvtrain.training.callbacks.step_split import StepSplit
+from hvtrain.training.callbacks.throughput import Throughput
+from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.failures import explained, leave
+from hvtrain.training.saved_model import export
+from hvtrain.training.setup import (
     build_model,
     checkpoint_meta,
     evaluation_data,
@@ -38,14 +47,7 @@ from hvtrain.prepare import (
     seed_everything,
     training_batches,
 )
-from hvtrain.records import RESULT_FILE, RunRecord, write_result
-from hvtrain.resuming import Held, resume
-from hvtrain.sameness import check_first_batches, check_same_data, check_same_run
-from hvtrain.saving import Writer
-from hvtrain.strategies.base import Strategy
-from hvtrain.topology import Topology
-from hvtrain.versions import versions
-from hvtrain.weighting import weigh
+from hvtrain.training.summary import header
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +108,8 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         return batches if plan.is_even else weigh(batches, plan, topology.rank, step)
 
     if config.comm == "auto" and topology.size > 1:
-        first = tuning.default(config)
-        tuning.tune(folder, strategy, lambda: build_model(config, source, plan, strategy), batches_from(0), first)
+        first = comm_tuning.default(config)
+        comm_tuning.tune(folder, strategy, lambda: build_model(config, source, plan, strategy), batches_from(0), first)
         keras.utils.clear_session()
         seed_everything(config, topology.rank)
     with strategy.scope():

@@ -19,15 +19,15 @@ if __name__ == "__main__":
     # Started as a file: its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
     sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
-from hvtrain import console
-from hvtrain.composition import CONFIGS, compose, own_folders
-from hvtrain.config import RunConfig, default_run_dir, from_dict
-from hvtrain.door import enter
+from hvtrain.cli import enter
+from hvtrain.config.compose import CONFIGS, compose, own_folders
+from hvtrain.config.help import help_text
+from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.help import help_text
-from hvtrain.imports import without
-from hvtrain.launching import environment
-from hvtrain.launching.exit_code import failed_rank
+from hvtrain.launch import environment
+from hvtrain.launch.exit_code import failed_rank
+from hvtrain.system import console
+from hvtrain.system.imports import without
 
 USAGE = """\
 python -m hvtrain.spark [--np N] [--mpi] [GROUP=CHOICE ...] [SETTING=VALUE ...]

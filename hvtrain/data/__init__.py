@@ -5,9 +5,9 @@ read, manifest.py how one data set is told from another; every other module is o
 This room knows one process and a Topology that it is given; it never imports Horovod.
 """
 
-from hvtrain.data.arrays import ArraySource, from_arrays
-from hvtrain.data.frame import from_frame
-from hvtrain.data.record_writer import write_tfrecords
+from hvtrain.data.formats.record_writer import write_tfrecords
 from hvtrain.data.source import Source
+from hvtrain.data.sources.arrays import ArraySource, from_arrays
+from hvtrain.data.sources.frame import from_frame
 
 __all__ = ["ArraySource", "Source", "from_arrays", "from_frame", "write_tfrecords"]

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hvtrain.errors import DataError, UserError
+
+log = logging.getLogger(__name__)
 
 MOST_FILES = 1000
 """Of more files a checkpoint keeps no list, only a digest."""
@@ -99,3 +104,25 @@ def _size(path: str) -> int | None:
         return Path(path).stat().st_size
     except OSError:
         return None  # It went away; whoever reads it says so.
+
+
+def check_unchanged(name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool) -> None:
+    """Raises DataError when a checkpoint, by name, was made on another data set (or warns). An old one knows none."""
+    changed = differences(saved, now) if saved else []
+    if changed:
+        refuse_or_warn(
+            f"the data set is not the one of checkpoint {name}: {shown(changed)}",
+            "bring that one back, or choose another run.dir",
+            DataError if refuse else None,
+        )
+
+
+def refuse_or_warn(what: str, advice: str, kind: type[UserError] | None) -> None:
+    if kind is None:
+        log.warning("%s; guard.data=false: going on all the same", what)
+    else:
+        raise kind(f"{what}; {advice}, or go on all the same with guard.data=false")
+
+
+def shown(found: list[str]) -> str:
+    return "; ".join(found[:5]) + (f"; and {len(found) - 5:,} more" if len(found) > 5 else "")

@@ -1,6 +1,6 @@
 """The way from an example as the user holds it to what the model trains on, as Keras layers that a saved model carries.
 
-A source returns a Preprocessing (Source.preprocessing); hvtrain.export puts its layers before the trained model.
+A source returns a Preprocessing (Source.preprocessing); training/saved_model.py puts its layers before the model.
 Only what plain Keras can load without hvtrain may be in it, and it must give the same bits as the input pipeline.
 """
 

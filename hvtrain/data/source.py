@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.topology import Topology
 from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.topology import Topology
 
 
 class Unreadable(NamedTuple):

@@ -12,10 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvtrain import console
-from hvtrain.launching.relay import Relay
-from hvtrain.launching.signals import Signals
-from hvtrain.launching.start import start
+from hvtrain.launch.relay import Relay
+from hvtrain.launch.signals import Signals
+from hvtrain.launch.start import start
+from hvtrain.system import console
 
 
 def main() -> None:

@@ -28,12 +28,12 @@ from horovod.runner.driver import driver_service
 
 from hvtrain.errors import UserError
 from hvtrain.horovodrun import changes
-from hvtrain.launching import on_host, reach, reached
-from hvtrain.launching.environment import of_this_environment
-from hvtrain.launching.exit_code import failed_rank, of_shell
-from hvtrain.launching.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
-from hvtrain.launching.reached import URI_FILE, Reached
-from hvtrain.launching.ssh import Ssh
+from hvtrain.launch import on_host, reach, reached
+from hvtrain.launch.environment import of_this_environment
+from hvtrain.launch.exit_code import failed_rank, of_shell
+from hvtrain.launch.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
+from hvtrain.launch.reached import URI_FILE, Reached
+from hvtrain.launch.ssh import Ssh
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from horovod.runner.elastic import rendezvous
 from horovod.runner.http import http_server
 from horovod.runner.util import network, remote
 
-from hvtrain.launching.environment import MORE, travels
-from hvtrain.launching.ssh import Ssh
+from hvtrain.launch.environment import MORE, travels
+from hvtrain.launch.ssh import Ssh
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Of the launcher alone: what the ranks on other hosts are to read.
 

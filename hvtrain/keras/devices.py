@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain import cores
 from hvtrain.errors import RankError
+from hvtrain.system import cores
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
     On a host without GPUs a rank keeps the memory that tensors free for the next ones, and with pin_cores it stays on
-    its share of the cores (hvtrain.cores). Call it after init and before TensorFlow touches a device. A device reads
+    its share of the cores (system/cores.py). Call it after init and before TensorFlow touches a device. A device reads
     "s1 GPU 0" or "s1 CPU".
     Raises RankError when ranks would share a GPU and share is false, or TensorFlow has touched one already.
     """

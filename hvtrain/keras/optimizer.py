@@ -3,7 +3,7 @@
 Horovod's own hooks a method that Keras 3 does not call, and so reduces nothing and says nothing. Ours
 reduces where the step is entered, or, of gradients that Keras accumulates, where it clips them. So there is one
 reduction for each step that changes weights, and clipping, weight decay and whatever else the optimizer's class does
-act on the reduced gradient (checked against one process on the joint batch, see tests/distributed).
+act on the reduced gradient (checked against one process on the joint batch, see tests/keras).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvtrain.keras.hooks import (
     scale_only_scaled_losses,
 )
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step_marks import StepMarks
+from hvtrain.step_timing import StepMarks
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)

@@ -15,9 +15,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain import cores
 from hvtrain.errors import RankError
-from hvtrain.launching import interfaces
+from hvtrain.system import cores, interfaces
 
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -13,12 +13,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain.buckets import in_buckets
+from hvtrain.core.buckets import in_buckets
 from hvtrain.keras.arguments import check_arguments
 from hvtrain.keras.ballot import Ballot
 from hvtrain.keras.in_graph import new_counter
 from hvtrain.keras.structure import compare_structure
-from hvtrain.step_marks import StepMarks
+from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)

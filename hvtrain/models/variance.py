@@ -20,12 +20,12 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from hvtrain import models
-from hvtrain.data.cifar10 import cifar10
-from hvtrain.data.digits import digits
-from hvtrain.data.mnist import fashion_mnist, mnist
+from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
+from hvtrain.data.sources.cifar10 import cifar10
+from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.mnist import fashion_mnist, mnist
 from hvtrain.errors import UserError
-from hvtrain.topology import Topology
 
 DATASETS: dict[str, Callable[..., Source]] = {
     "cifar10": cifar10,

@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import keras
 import numpy as np
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
-from hvtrain.step_marks import StepMarks
-from hvtrain.topology import Topology
-from hvtrain.watch import Watch
-from hvtrain.watch.progress import CHECKPOINT
+from hvtrain.step_timing import StepMarks
+from hvtrain.watchdog import Watch
+from hvtrain.watchdog.progress import CHECKPOINT
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import hvtrain.keras as hvd
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.topology import Topology
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ import keras
 import numpy as np
 
 import hvtrain.keras as hvd
-from hvtrain import watch
+from hvtrain import watchdog
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
-from hvtrain.step_marks import StepMarks
+from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, WeightCheck
-from hvtrain.topology import Topology
-from hvtrain.watch.progress import EXCHANGE
+from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
 
@@ -66,10 +66,10 @@ class HorovodStrategy(Strategy):
     def watch_over(self, abort_seconds: float) -> None:
         place = self.topology
         self.watch.stop()  # In an elastic job that of the ranks before, of whom this one may be the last.
-        self.watch = watch.Watch()
+        self.watch = watchdog.Watch()
         if place.size == 1:
             return
-        self.watch = watch.start(
+        self.watch = watchdog.start(
             place.rank,
             place.size,
             place.host,

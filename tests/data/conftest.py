@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from tiny_data import SHAPE, random_images, write_folder
 
 from hvtrain.data import Source, from_arrays, write_tfrecords
-from hvtrain.data.image_folder import ImageFolder
-from hvtrain.data.parquet import Parquet
-from hvtrain.data.tfrecord import TFRecords
+from hvtrain.data.sources.image_folder import ImageFolder
+from hvtrain.data.sources.parquet import Parquet
+from hvtrain.data.sources.tfrecord import TFRecords
+from tiny_data import SHAPE, random_images, write_folder
 
 
 @pytest.fixture

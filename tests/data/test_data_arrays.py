@@ -8,16 +8,16 @@ import weakref
 import numpy as np
 import pytest
 from sklearn.preprocessing import StandardScaler
-from tiny_data import images_of, random_images
 
+from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, from_arrays
-from hvtrain.data.transform import fit
+from hvtrain.data.pipeline.transform import fit
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.topology import Topology
+from tiny_data import images_of, random_images
 
 
 def test_per_pixel_standardisation_is_that_of_standard_scaler(monkeypatch):
-    monkeypatch.setattr("hvtrain.data.transform.FIT_ROWS", 16)  # 50 rows in four pieces, the last one short.
+    monkeypatch.setattr("hvtrain.data.pipeline.transform.FIT_ROWS", 16)  # 50 rows in four pieces, the last one short.
     images, labels = random_images(50)
     images[:, 2, 3] = 7  # A pixel that never changes.
     expected = StandardScaler().fit_transform(images.reshape(50, -1).astype(np.float64))

@@ -13,12 +13,12 @@ import keras
 import numpy as np
 import pytest
 
-from hvtrain.data import cifar10 as cifar10_module
-from hvtrain.data import keras_cache
-from hvtrain.data.idx import read_idx
-from hvtrain.data.mnist import DEBIAN_FOLDER, FILE_NAMES, fashion_mnist, mnist
+from hvtrain.core.topology import Topology
+from hvtrain.data.formats.idx import read_idx
+from hvtrain.data.sources import cifar10 as cifar10_module
+from hvtrain.data.sources import keras_cache
+from hvtrain.data.sources.mnist import DEBIAN_FOLDER, FILE_NAMES, fashion_mnist, mnist
 from hvtrain.errors import DataError
-from hvtrain.topology import Topology
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -42,8 +42,8 @@ def mnist_folder(tmp_path: Path) -> Path:
 def offline(tmp_path: Path, monkeypatch) -> None:
     """No network, an empty Keras cache, no Debian package."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setattr("hvtrain.data.keras_cache.answers", lambda host: False)
-    monkeypatch.setattr("hvtrain.data.mnist.DEBIAN_FOLDER", tmp_path / "no-package")
+    monkeypatch.setattr("hvtrain.data.sources.keras_cache.answers", lambda host: False)
+    monkeypatch.setattr("hvtrain.data.sources.mnist.DEBIAN_FOLDER", tmp_path / "no-package")
 
 
 def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
@@ -147,7 +147,7 @@ def test_ranks_take_turns_at_kerass_cache_and_one_downloads(offline, tmp_path, m
         return (images, labels), (images, labels)
 
     monkeypatch.setattr(keras.datasets.mnist, "load_data", load_data)
-    monkeypatch.setattr("hvtrain.data.keras_cache.answers", lambda host: True)
+    monkeypatch.setattr("hvtrain.data.sources.keras_cache.answers", lambda host: True)
     counts: list[int] = []
     ranks = [
         threading.Thread(target=lambda: counts.append(mnist(num_validation=0).num_examples("train"))) for _ in range(4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from tiny_data import SHAPE, images_of, random_images, scaled
 
+from hvtrain.core.topology import Topology
 from hvtrain.data import from_frame
 from hvtrain.errors import DataError
-from hvtrain.topology import Topology
+from tiny_data import SHAPE, images_of, random_images, scaled
 
 NUM_PIXELS = int(np.prod(SHAPE))
 

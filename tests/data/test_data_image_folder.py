@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from tiny_data import SHAPE, joined, random_images, write_folder
 
-from hvtrain.data.image_folder import ImageFolder
+from hvtrain.core.topology import Topology
+from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.topology import Topology
+from tiny_data import SHAPE, joined, random_images, write_folder
 
 
 def test_jpeg_and_png_of_any_size_become_one_size(tmp_path):

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from damage import FILE_KINDS, broken, image_path, opened
-from tiny_data import random_images
 
+from damage import FILE_KINDS, broken, image_path, opened
+from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays, manifest
-from hvtrain.data.digits import digits
 from hvtrain.data.manifest import differences, digest_of
-from hvtrain.data.synthetic import Synthetic
-from hvtrain.topology import Topology
+from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.synthetic import Synthetic
+from tiny_data import random_images
 
 
 def of(source) -> dict:

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from tiny_data import SHAPE, images_of, joined, random_images, scaled
 
-from hvtrain.data.parquet import Parquet
+from hvtrain.core.topology import Topology
+from hvtrain.data.sources.parquet import Parquet
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.topology import Topology
+from tiny_data import SHAPE, images_of, joined, random_images, scaled
 
 NUM_PIXELS = int(np.prod(SHAPE))
 
@@ -128,7 +128,7 @@ def test_folders_as_spark_writes_them_and_a_single_file(tmp_path):
 @pytest.mark.apart
 def test_a_process_that_ends_in_the_middle_of_an_epoch_ends_quietly(folder):
     code = (
-        "import sys; from hvtrain.data.parquet import Parquet; from hvtrain.topology import Topology\n"
+        "import sys; from hvtrain.data.sources.parquet import Parquet; from hvtrain.core.topology import Topology\n"
         "stream = iter(Parquet(sys.argv[1], (6, 6, 1), 3, shuffle_groups=1).training(Topology(), 2, 1, 0, 11))\n"
         "next(stream)"
     )

@@ -8,19 +8,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from tiny_data import SHAPE, random_images
 
+from hvtrain.core.topology import Topology
 from hvtrain.data import Source, from_arrays, from_frame
-from hvtrain.data.arrays import ArraySource
-from hvtrain.data.image_folder import ImageFolder
-from hvtrain.data.parquet import Parquet
-from hvtrain.data.pipeline import IndexedSource
-from hvtrain.data.synthetic import Synthetic
-from hvtrain.data.tfrecord import TFRecords
-from hvtrain.data.transform import Transform
+from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.image_folder import ImageFolder
+from hvtrain.data.sources.parquet import Parquet
+from hvtrain.data.sources.synthetic import Synthetic
+from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import ConfigError
-from hvtrain.export import check_preprocessing, description
-from hvtrain.topology import Topology
+from hvtrain.training.saved_model import check_preprocessing, description
+from tiny_data import SHAPE, random_images
 
 SIZES = [(6, 6), (11, 4), (23, 31), (3, 3), (6, 13)]
 

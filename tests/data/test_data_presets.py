@@ -12,11 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 from sklearn.datasets import load_digits
 
+from hvtrain.core.topology import Topology
 from hvtrain.data import Source
-from hvtrain.data.digits import digits, read
-from hvtrain.data.synthetic import Synthetic
+from hvtrain.data.sources.digits import digits, read
+from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError
-from hvtrain.topology import Topology
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "dataset").glob("*.yaml"))
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from tiny_data import KINDS
 
-from hvtrain.config import TrainConfig
-from hvtrain.planning import make_plan
-from hvtrain.prepare import training_batches
-from hvtrain.step_plan import StepPlan
-from hvtrain.topology import Topology, reduced
+from hvtrain.config.schema import TrainConfig
+from hvtrain.core.planning import make_plan
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology, reduced
+from hvtrain.training.setup import training_batches
+from tiny_data import KINDS
 
 SEED = 5
 

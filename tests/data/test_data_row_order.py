@@ -7,9 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from hvtrain.data.row_groups import RowGroup
-from hvtrain.data.row_order import Piece, epochs, read_ahead
-from hvtrain.step_plan import Share
+from hvtrain.core.step_plan import Share
+from hvtrain.data.formats.row_groups import RowGroup
+from hvtrain.data.pipeline.row_order import Piece, epochs, read_ahead
 
 
 def test_a_stream_that_starts_later_reads_nothing_of_before():

@@ -7,14 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from damage import FILE_KINDS, arrays_of, broken, flip, image_path, opened
-from tiny_data import SHAPE, images_of, random_images, scaled
 
+from damage import FILE_KINDS, arrays_of, broken, flip, image_path, opened
+from hvtrain.core.topology import Topology
 from hvtrain.data import write_tfrecords
-from hvtrain.data.framing import scan_records
-from hvtrain.data.tfrecord import TFRecords
+from hvtrain.data.formats.record_framing import scan_records
+from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
-from hvtrain.topology import Topology
+from tiny_data import SHAPE, images_of, random_images, scaled
 
 every_kind = pytest.mark.parametrize("kind", FILE_KINDS)
 main_kinds = pytest.mark.parametrize("kind", ["image_folder", "parquet", "tfrecord"])

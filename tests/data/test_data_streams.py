@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config as tensorflow_config
-from tiny_data import KINDS, images_of, joined, random_images, scaled
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
-from hvtrain.topology import Topology
+from tiny_data import KINDS, images_of, joined, random_images, scaled
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 # These build many streams, which for files takes seconds: in the quick suite arrays stand for all.

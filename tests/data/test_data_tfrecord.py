@@ -6,13 +6,13 @@ import re
 
 import pytest
 import tensorflow as tf
-from tiny_data import SHAPE, images_of, joined, random_images
 
+from hvtrain.core.topology import Topology
 from hvtrain.data import write_tfrecords
-from hvtrain.data.framing import count_records, deal, scan_records
-from hvtrain.data.tfrecord import TFRecords
+from hvtrain.data.formats.record_framing import count_records, deal, scan_records
+from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
-from hvtrain.topology import Topology
+from tiny_data import SHAPE, images_of, joined, random_images
 
 
 def test_records_are_counted_and_truncation_is_found_with_its_place(tmp_path):

@@ -5,15 +5,10 @@ HVTRAIN_GPU_SUITE_ON_CPU=1 checks the suite itself on a machine without one: the
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-# launch.py starts ranks here as it does there.
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
 from hardware import ON_CPU, num_gpus
 
 HERE = Path(__file__).parent

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from hardware import ON_CPU, device, num_gpus
-from launch import run
+
+from launching import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WORKER = str(Path(__file__).with_name("worker.py"))

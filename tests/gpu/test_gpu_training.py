@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from hardware import ON_CPU, device, num_gpus, sharing
-from launch import train
+
+from launching import train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HOST = socket.gethostname()

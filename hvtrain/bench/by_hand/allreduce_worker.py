@@ -1,0 +1,100 @@
+"""One rank of `bench allreduce`: seconds of an allreduce by size, by one of several means. Reports one JSON file.
+
+`hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy`
+copies, which nothing that moves data can beat. `small` and `whole` reduce the same bytes as NUM_SMALL tensors and as
+one; `call` is a graph's call that reduces nothing, which `hvtrain`'s times hold too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from hvtrain.bench import contender_report
+
+NUM_SMALL = 160
+SMALL_BYTES = 64 << 10
+# Of each size about so many bytes are moved, in at least and at most so many turns.
+BYTES_EACH, FEWEST, MOST = 1 << 29, 8, 300
+
+
+def main() -> None:
+    """Measures the sizes (bytes) given after the means, and reports."""
+    means, *sizes = sys.argv[1:]
+    wait, rank, make = {"hvtrain": by_hvtrain, "mpi4py": by_mpi4py, "memcpy": by_memcpy}[means]()
+    found = {str(size): seconds(make([size // 4]), wait, int(size)) for size in map(int, sizes)}
+    if means == "hvtrain":
+        whole = NUM_SMALL * SMALL_BYTES
+        found["small"] = seconds(make([SMALL_BYTES // 4] * NUM_SMALL), wait, whole)
+        found["whole"] = seconds(make([whole // 4]), wait, whole)
+        found["call"] = seconds(make([]), wait, 1)
+    Path(f"{os.environ[contender_report.FILE]}.{rank}").write_text(json.dumps(found))
+
+
+def seconds(action: Callable[[], object], wait: Callable[[], object], num_bytes: int) -> float:
+    """Median of one, after some that warm up. All ranks begin together, and none of them does anything else."""
+    turns = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
+    times = []
+    for turn in range(turns + 5):
+        if turn % 20 == 0:
+            wait()
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return median(times[5:])
+
+
+def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
+    """(barrier, rank, action of given numbers of floats)."""
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+
+    hvd.init()
+    hvd.pin_gpu()
+
+    def make(lengths: list[int]) -> Callable[[], object]:
+        tensors = [tf.ones([length]) for length in lengths]
+        if not tensors:
+            return tf.function(lambda: tf.identity(tf.ones([])))
+        name = f"bench_{lengths[0]}_{len(lengths)}"
+        return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
+
+    return (lambda: hvd.allreduce(0.0, name="bench_wait")), hvd.rank(), make
+
+
+def by_mpi4py() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
+    """The same."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def make(lengths: list[int]) -> Callable[[], object]:
+        sent = np.ones(lengths[0], np.float32)
+        received = np.empty_like(sent)
+        return lambda: world.Allreduce(sent, received)
+
+    return world.Barrier, world.rank, make
+
+
+def by_memcpy() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
+    """The same, on all ranks at once."""
+    wait, rank, _ = by_mpi4py()
+
+    def make(lengths: list[int]) -> Callable[[], object]:
+        source = np.ones(lengths[0], np.float32)
+        target = np.empty_like(source)
+        return lambda: np.copyto(target, source)
+
+    return wait, rank, make
+
+
+if __name__ == "__main__":
+    main()

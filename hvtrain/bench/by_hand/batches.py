@@ -1,0 +1,27 @@
+"""The batches alone, which no model takes: how fast the data come."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from hvtrain.bench.by_hand.common import pinned_job, work
+from hvtrain.bench.contender_report import Stopwatch
+
+
+def main() -> None:
+    """Takes as many batches as a training would, and reports."""
+    stopwatch = Stopwatch()
+    job, todo = pinned_job(), work()
+
+    @tf.function
+    def take(images: tf.Tensor, labels: tf.Tensor) -> None:
+        tf.debugging.assert_equal(tf.shape(images)[0], tf.shape(labels)[0])
+
+    for images, labels in todo.batches_from(0).take(todo.plan.num_steps):
+        take(images, labels)
+        stopwatch.step_ended()
+    stopwatch.report(job, 0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The runner's model, optimizer and batches for a contender that is written by hand: nothing but the loop differs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from hvtrain.bench import contender_report
+from hvtrain.bench.clock import Clock
+from hvtrain.config.compose import compose
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.core.planning import make_plan
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology
+from hvtrain.system import cores
+from hvtrain.training.setup import training_batches
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do on one rank. batches_from(step) is endless and begins at that step."""
+
+    plan: StepPlan
+    batches_from: Callable[[int], tf.data.Dataset]
+    image_shape: tuple[int, ...]
+    num_classes: int
+    config: RunConfig
+
+    def model(self) -> keras.Model:
+        return build("model", self.config.model, image_shape=self.image_shape, num_classes=self.num_classes)
+
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        return build("optimizer", self.config.optimizer, learning_rate=self.plan.peak_learning_rate)
+
+    @staticmethod
+    def loss() -> keras.losses.Loss:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @staticmethod
+    def accuracy() -> keras.metrics.Metric:
+        return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
+        """Keras's fit over all steps, timed and reported."""
+        model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
+        epochs, rest = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
+        clock = Clock(self.plan.num_steps, rank)
+        for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
+            if last > first and steps:
+                model.fit(
+                    self.batches_from(first * self.plan.steps_per_epoch),
+                    initial_epoch=first,
+                    epochs=last,
+                    steps_per_epoch=steps,
+                    callbacks=[clock],
+                    verbose=2,
+                )
+
+
+def pinned_job() -> int:
+    """The number of this job among those that run at once; it stays on its share of the cores, as a rank does."""
+    number, _, jobs = os.environ[contender_report.JOB].partition(" of ")
+    cores.pin(int(number), int(jobs))
+    return int(number)
+
+
+def work(rank: int = 0, size: int = 1) -> Work:
+    """The work of the command line's words, as rank `rank` of `size` on one host."""
+    config = from_dict(compose(sys.argv[1:])[0])
+    topology = Topology(rank, size, rank, size)
+    keras.utils.set_random_seed(config.seed + rank)
+    source = build(
+        "dataset", {key: value for key, value in config.dataset.items() if key not in ("uneven", "on_error")}
+    )
+    rate = config.optimizer["learning_rate"]
+    plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
+    return Work(
+        plan,
+        lambda step: training_batches(source, plan, topology, config.seed, step),
+        source.image_shape,
+        source.num_classes,
+        config,
+    )

@@ -1,0 +1,37 @@
+"""Keras's own fit with the smallest optimizer that reduces: it steps on the means of the gradients over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvtrain.bench.by_hand.common import work
+from hvtrain.system import cores
+
+
+def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer, reducing."""
+
+    class Reducing(type(optimizer)):  # type: ignore[misc]
+        def apply(self, gradients: list[Any], variables: Any = None) -> None:
+            super().apply(hvd.grouped_allreduce(list(gradients), name="gradients"), variables)
+
+    optimizer.__class__ = Reducing
+    return optimizer
+
+
+def main() -> None:
+    """Trains, and reports."""
+    hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
+    todo = work(hvd.rank(), hvd.size())
+    model, optimizer = todo.model(), reducing(todo.optimizer())
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
+    todo.fit(model, optimizer, hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

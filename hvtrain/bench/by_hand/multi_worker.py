@@ -1,0 +1,50 @@
+"""MultiWorkerMirroredStrategy in a loop of one's own: its `fit` fails on Keras 3 (keras#20585)."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.contender_report import Stopwatch
+from hvtrain.system import cores
+
+
+def main() -> None:
+    """Trains, and reports."""
+    stopwatch = Stopwatch()
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+    cores.pin(rank, size)
+    todo = work(rank, size)
+    keras.utils.set_random_seed(1)  # Every worker makes the same weights.
+    with strategy.scope():
+        model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
+        optimizer.build(model.trainable_variables)
+        mean, accuracy = keras.metrics.Mean(), todo.accuracy()
+
+    @tf.function
+    def step(iterator: tf.data.Iterator) -> None:
+        def on_replica(images: tf.Tensor, labels: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                logits = model(images, training=True)
+                share = loss_of(labels, logits)  # Keras divides by the number of replicas here; the optimizer sums.
+            gradients = tape.gradient(share, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            mean.update_state(share * size)
+            accuracy.update_state(labels, logits)
+
+        strategy.run(on_replica, args=next(iterator))
+
+    batches = iter(strategy.distribute_datasets_from_function(lambda _: todo.batches_from(0)))
+    for number in range(todo.plan.num_steps):
+        if number % todo.plan.steps_per_epoch == 0:
+            mean.reset_state()
+            accuracy.reset_state()
+        step(batches)
+        stopwatch.step_ended()
+    stopwatch.report(rank, float(mean.result()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A loop on Horovod's TensorFlow layer, as its own examples have it: one tf.function with DistributedGradientTape."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.contender_report import Stopwatch
+from hvtrain.system import cores
+
+
+def main() -> None:
+    """Trains, and reports."""
+    stopwatch = Stopwatch()
+    hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
+    todo = work(hvd.rank(), hvd.size())
+    model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
+    optimizer.build(model.trainable_variables)
+    mean, accuracy = keras.metrics.Mean(), todo.accuracy()
+
+    @tf.function
+    def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss = loss_of(labels, logits)
+        tape = hvd.DistributedGradientTape(tape)
+        # Its tape knows no Keras variables.
+        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        mean.update_state(loss)
+        accuracy.update_state(labels, logits)
+
+    hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
+    for number, (images, labels) in enumerate(todo.batches_from(0).take(todo.plan.num_steps)):
+        if number % todo.plan.steps_per_epoch == 0:
+            mean.reset_state()
+            accuracy.reset_state()
+        step(images, labels)
+        stopwatch.step_ended()
+    stopwatch.report(hvd.rank(), float(mean.result()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The contenders: who they are, how their processes are started, and what came out of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from hvtrain.bench import contender_report
+from hvtrain.bench.processes import HOROVOD, launch_and_report
+from hvtrain.errors import ConfigError
+
+RUNNER = "hvtrain"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """module is what python -m runs; way says how: one of HOROVOD, alone, independent, workers, or servers.
+
+    Variables, more words and other data than the session's are its own.
+    """
+
+    name: str
+    about: str
+    module: str
+    way: str
+    variables: tuple[tuple[str, str], ...] = ()
+    words: tuple[str, ...] = ()
+    data: str | None = None
+
+    @property
+    def is_one_job(self) -> bool:
+        """True where its processes take each step together."""
+        return self.way in (*HOROVOD, "workers")
+
+    @property
+    def trains(self) -> bool:
+        return self.module != _by_hand("batches")
+
+    @property
+    def is_one_rank(self) -> bool:
+        """True where each process trains a model of its own, as if there were no other."""
+        return self.way in ("alone", "independent")
+
+
+def _by_hand(name: str) -> str:
+    return f"hvtrain.bench.by_hand.{name}"
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, HOROVOD[0]),
+        Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, HOROVOD[1]),
+        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", _by_hand("loop"), HOROVOD[0]),
+        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", _by_hand("loop"), HOROVOD[1]),
+        Contender("fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", _by_hand("fit"), HOROVOD[0]),
+        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", _by_hand("multi_worker"), "workers"),
+        Contender("parameter-server", "ParameterServerStrategy, asynchronous", _by_hand("parameter_server"), "servers"),
+        Contender(
+            "independent", "one-rank jobs at once that never talk: the ceiling", _by_hand("plain"), "independent"
+        ),
+        Contender("batches", "no model: the data alone, in as many processes", _by_hand("batches"), "independent"),
+        Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
+        Contender("keras", "plain Keras fit on one process", _by_hand("plain"), "alone"),
+    )
+}
+
+
+def named(words: str) -> Contender:
+    """A contender by its name, or NAME@SETTING=VALUE@...: variables in capitals, words of the runner, or data=....
+
+    Raises:
+        ConfigError: there is none of that name, or a setting has no value.
+
+    >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
+    Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic')
+    """
+    name, *settings = words.split("@")
+    if name not in CONTENDERS:
+        raise ConfigError(f"--contenders {name} is not one of {', '.join(CONTENDERS)}")
+    for setting in settings:
+        if "=" not in setting:
+            raise ConfigError(f"--contenders {words}: {setting} has no value; write {name}@{setting}=VALUE")
+    pairs = [(setting.partition("=")[0], setting.partition("=")[2]) for setting in settings]
+    variables = {key for key, _ in pairs if key.partition("_")[0].isupper()}  # OMPI_MCA_btl is one too.
+    return replace(
+        CONTENDERS[name],
+        name=words,
+        variables=tuple((key, value) for key, value in pairs if key in variables),
+        words=tuple(f"{key}={value}" for key, value in pairs if key not in variables and key != "data"),
+        data=dict(pairs).get("data"),
+    )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps are timed, and how many come before."""
+
+    warmup: int
+    timed: int
+
+    @property
+    def total(self) -> int:
+        return self.warmup + self.timed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a contender. step_seconds is that of a joint step, such that images_per_second is over all processes;
+    the others are those of the slowest and of the largest process."""
+
+    step_seconds: float
+    images_per_second: float
+    first_step_seconds: float
+    peak_bytes: int
+    loss: float
+
+
+def measure(
+    contender: Contender,
+    words: Sequence[str],
+    num_ranks: int,
+    batch_size: int,
+    steps: Steps,
+    folder: Path,
+    threads: int,
+) -> Measured:
+    """Runs it once in the folder, which keeps what it said.
+
+    Raises:
+        LostRankError: it failed; the message names the file with its output.
+    """
+    size = 1 if contender.way == "alone" else num_ranks
+    more = list(contender.words)
+    if contender.module == RUNNER:
+        clock = "+callbacks.bench._target_=hvtrain.bench.clock.Clock"
+        more += [clock, f"+callbacks.bench.num_steps={steps.total}", f"run.dir='{folder}/run'"]
+    variables = {contender_report.WARMUP: str(steps.warmup), **dict(contender.variables)}
+    reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
+    images = sum(batch_size / found["step_seconds"] for found in reports)
+    return Measured(
+        step_seconds=batch_size * size / images,
+        images_per_second=images,
+        first_step_seconds=max(found["first_step_seconds"] for found in reports),
+        peak_bytes=max(found["peak_bytes"] for found in reports),
+        loss=mean(found["loss"] for found in reports),
+    )

@@ -1,0 +1,128 @@
+"""How the processes of a contender are started, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from hvtrain.bench import contender_report
+from hvtrain.errors import LostRankError
+
+HOROVOD = ("horovodrun-mpi", "horovodrun-gloo")
+SECONDS_FOR_A_RUN = 900.0
+
+
+def launch_and_report(
+    way: str,
+    module: str,
+    words: Sequence[str],
+    size: int,
+    folder: Path,
+    threads: int,
+    more: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Runs `python -m module words` in `size` processes, and returns what each reported.
+
+    Raises:
+        LostRankError: it failed; the message names the file with its output.
+    """
+    folder.mkdir(parents=True)
+    variables = {
+        **os.environ,
+        **(more or {}),
+        contender_report.FILE: str(folder / "report"),
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "TF_NUM_INTEROP_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    if way == "servers":
+        del variables["TF_NUM_INTEROP_THREADS"]  # With one, coordinator and servers wait for each other for ever.
+    log = folder / "output.txt"
+    with log.open("wb") as output:
+        commands = _commands(way, [sys.executable, "-m", module, *words], size)
+        processes = [_start(command, {**variables, **own}, output) for command, own in commands]
+        codes = _wait(processes, processes[:1] if way == "servers" else processes)
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
+    if any(codes) or len(reports) != size:
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise LostRankError(
+            f"{module} ended with {codes} and {len(reports)} of {size} reports; its output is in {log} and ends: {last}"
+        )
+    return reports
+
+
+def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands to start at once, each with variables of its own."""
+    if way in HOROVOD:
+        launcher = [
+            sys.executable,
+            "-m",
+            "hvtrain.horovodrun",
+            f"--{way.partition('-')[2]}",
+            "-np",
+            str(size),
+        ]
+        return [([*launcher, *line], {})]
+    if way in ("workers", "servers"):
+        roles = [("worker", index) for index in range(size)]
+        if way == "servers":
+            roles = [("chief", 0), ("ps", 0), *roles]
+        cluster: dict[str, list[str]] = {}
+        for (role, _), port in zip(roles, _free_ports(len(roles))):
+            cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
+        tasks = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in roles]
+        return [(line, {"TF_CONFIG": json.dumps(task)}) for task in tasks]
+    return [(line, {contender_report.JOB: f"{job} of {size}"}) for job in range(size)]
+
+
+def _start(command: list[str], variables: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env={**variables, contender_report.BEGAN: repr(time.time())},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes of those that end by themselves; when one fails, time is up, or Ctrl-C comes, all are ended."""
+    deadline = time.monotonic() + SECONDS_FOR_A_RUN
+    try:
+        while any(process.poll() is None for process in awaited) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+    return [process.wait() for process in awaited]
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

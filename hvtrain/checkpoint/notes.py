@@ -1,0 +1,114 @@
+"""A note, on each host that has no checkpoints of its own, of where the newest one lies. Knows no ranks.
+
+Without a shared disk rank 0's host alone has checkpoints. A start without that host would begin anew at step 0 and
+not know better; hvtrain.restore.newest reads the notes and refuses. The launcher gives its own note in VARIABLE.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvtrain.core.records import write_atomic
+from hvtrain.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+NOTE_FILE = "newest-checkpoint.json"
+VARIABLE = "HVTRAIN_NEWEST_CHECKPOINT"
+_MOST_BYTES = 10_000
+_HOST = re.compile(r"[\w.-]{1,253}")
+_RUN_ID = re.compile(r"[0-9a-f]{8,32}")
+
+
+@dataclass(frozen=True)
+class Note:
+    """A host that writes checkpoints of a run, and the step of the newest that is known to be whole; 0: none is yet.
+
+    run_id is None where the run is not known.
+    """
+
+    step: int
+    host: str
+    run_id: str | None = None
+
+
+def checked_run_id(value: object) -> str | None:
+    """A run's identifier as found in a file; None for anything that is none, as in checkpoints of older versions.
+
+    >>> checked_run_id("0123456789ab"), checked_run_id("../x"), checked_run_id(None)
+    ('0123456789ab', None, None)
+    """
+    return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
+
+
+def read(folder: Path) -> Note | None:
+    """The note in a run folder; None where there is none, or nothing that could be one."""
+    path = folder / NOTE_FILE
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        step, host, run_id = found["step"], found["host"], checked_run_id(found["run_id"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    is_note = type(step) is int and step >= 0 and isinstance(host, str) and _HOST.fullmatch(host) and run_id
+    return Note(step, host, run_id) if is_note else None
+
+
+def forget(folder: Path, run_id: str | None) -> None:
+    """Removes the note of a run folder, if it is not this run's; None: whatever it is."""
+    note = read(folder)
+    if note and (run_id is None or note.run_id != run_id):
+        with suppress(OSError):
+            (folder / NOTE_FILE).unlink()
+
+
+def from_launcher(environ: Mapping[str, str]) -> Note | None:
+    """What the launcher knows, as to_ranks() wrote it.
+
+    >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
+    Note(step=28, host='s1', run_id=None)
+    """
+    step, _, host = environ.get(VARIABLE, "").partition("@")
+    return Note(int(step), host) if re.fullmatch("[0-9]{1,18}", step) and _HOST.fullmatch(host) else None
+
+
+def to_ranks(step: int, host: str) -> dict[str, str]:
+    """The launcher's note as a variable.
+
+    >>> to_ranks(28, "s1")
+    {'HVTRAIN_NEWEST_CHECKPOINT': '28@s1'}
+    """
+    return {VARIABLE: f"{step}@{host}"}
+
+
+class Noting:
+    """Keeps the note of one host up to date; folder None: this rank keeps none.
+
+    A note that cannot be written costs a warning, once: it is needed only after another failure.
+    """
+
+    def __init__(self, folder: Path | None = None, host: str = "", run_id: str | None = None) -> None:
+        self._folder = folder
+        self._host = host
+        self._run_id = run_id
+
+    def note(self, whole_step: int) -> None:
+        """A checkpoint is being written on the noted host, where that of whole_step is whole; 0: none yet."""
+        if self._folder is None:
+            return
+        note = Note(whole_step, self._host, self._run_id)
+        before = read(self._folder)
+        if before == note or (before and before.run_id == note.run_id and before.step and not whole_step):
+            return
+        try:
+            write_atomic(self._folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")
+        except StorageError as error:
+            log.warning("%s; a start without host %s would not know of its checkpoints", error, self._host)
+            self._folder = None

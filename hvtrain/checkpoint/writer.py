@@ -1,0 +1,249 @@
+"""Checkpoints are written here: whole or not at all, beside the training. Knows no ranks; the chief alone calls it.
+
+Files are flushed to the disk under a temporary name and appear by a rename; what is to go is renamed before it is
+deleted. So step-NNNNNNNN is whole at any moment, and `sweep` finds all that a killed process left by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from hvtrain.checkpoint.store import ARRAYS, META, SUMS, listed, name_of, remove
+from hvtrain.config.schema import CheckpointConfig
+from hvtrain.core.records import TEMPORARY, flush, storage_reason, write_atomic
+from hvtrain.errors import CheckpointError, StorageError, UserError
+
+if TYPE_CHECKING:
+    import keras
+
+log = logging.getLogger(__name__)
+
+SECONDS_TO_FINISH = 30.0
+_BUFFER_BYTES = 1 << 20  # Small arrays go together: each call of the system is a chance to hold up the training.
+_BEST = "best.json"
+_REPLACED, _GONE = f"{TEMPORARY}old-", f"{TEMPORARY}gone-"
+# NumPy's names of types and safetensors's.
+_CODES = {
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)},
+}
+
+
+def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Path:
+    """Writes folder/step-NNNNNNNN and returns it. Raises CheckpointError; older checkpoints stay as they are."""
+    # safetensors knows no bfloat16 in NumPy: such arrays go as their bits, and meta says which they are.
+    halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    plain = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
+    text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
+    target = folder / name_of(step)
+    temporary = folder / f"{TEMPORARY}{target.name}"
+    try:
+        remove(temporary)
+        temporary.mkdir(parents=True)
+        sums = [_write_file(temporary / ARRAYS, pieces(plain)), _write_file(temporary / META, [text])]
+        _write_file(temporary / SUMS, ["".join(sums).encode()])
+        flush(temporary)
+        _replace(temporary, target)
+    except OSError as error:
+        with suppress(OSError):
+            remove(temporary)
+        needed = sum(array.nbytes for array in arrays.values()) + len(text)
+        raise CheckpointError(
+            f"checkpoint {target.name} was not written: {storage_reason(error, folder, needed)}; make room there"
+        ) from error
+    return target
+
+
+def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
+    """A safetensors file in pieces: its header, then the bytes of each array where they lie.
+
+    safetensors.numpy.save copies all of them at once, and training stands still meanwhile.
+    """
+    # The order of safetensors itself: by alignment, then by name.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header, end = {}, 0
+    for key, array in ordered:
+        begin, end = end, end + array.nbytes
+        header[key] = {"dtype": _CODES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        yield np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C").reshape(-1).view(np.uint8)
+
+
+def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
+    """Names the best checkpoint so far, and its host where that is another; prune keeps it."""
+    write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value, **host}) + "\n")
+
+
+def read_best(folder: Path) -> dict[str, Any] | None:
+    """What mark_best wrote last: step, metric, value and, on another host's disk, host; None where it is not there."""
+    path = folder / _BEST
+    if not path.exists():
+        return None
+    try:
+        best = json.loads(path.read_text(encoding="utf-8"))
+        name = name_of(best["step"])
+        if not isinstance(best["metric"], str) or not isinstance(best["value"], int | float):
+            raise ValueError("no metric and value")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.warning("%s is damaged (%s); the best checkpoint is chosen anew", path, error)
+        with suppress(OSError):
+            remove(path)
+        return None
+    return best if "host" in best or (folder / name).is_dir() else None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the `keep` newest checkpoints and the best one."""
+    best, paths = read_best(folder), listed(folder)
+    kept = {path.name for path in paths[-keep:]} | {name_of(best["step"]) if best else ""}
+    for path in paths:
+        if path.name not in kept:
+            gone = path.with_name(f"{_GONE}{path.name}")
+            with suppress(OSError):
+                remove(gone)
+                path.rename(gone)
+                remove(gone)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed processes left in a folder that this run alone writes to, and mends a cut replacement."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        name = path.name.removeprefix(_REPLACED)
+        with suppress(OSError):
+            if name != path.name and not os.path.lexists(folder / name):
+                path.rename(folder / name)
+            else:
+                remove(path)
+
+
+def save_model(model: keras.Model, path: Path) -> None:
+    """The model as Keras's file, as a whole. Raises StorageError."""
+    temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put files of its own beside the model.
+    try:
+        remove(temporary)
+        temporary.mkdir()
+        model.save(temporary / path.name)
+        flush(temporary / path.name)
+        (temporary / path.name).replace(path)
+        remove(temporary)
+    except OSError as error:
+        with suppress(OSError):
+            remove(temporary)
+        needed = sum(weight.numpy().nbytes for weight in model.weights)
+        raise StorageError(
+            f"{path} was not written: {storage_reason(error, path.parent, needed)}; make room there, then start again"
+        ) from error
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, one at a time; marks the best, drops the old ones (chief only).
+
+    As a context it finishes what it has begun also when training fails, within SECONDS_TO_FINISH.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self._folder = folder
+        self._config = config
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._unsaved, self.whole_step = "", 0  # The last step that was written.
+
+    @property
+    def failed(self) -> bool:
+        """True when training is to stop because a write failed; `outcome` says why."""
+        return self._error is not None
+
+    def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        """Begins to write, after the write before is done. The arrays must not change any more."""
+        self.outcome()
+        self._thread = threading.Thread(target=self._work, args=(step, arrays, meta), name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def outcome(self) -> UserError | None:
+        """Waits for the write begun; the error for which training is to stop. Raises what is a defect of ours."""
+        if self._thread:
+            self._thread.join()
+        if self._error is None or isinstance(self._error, UserError):
+            return self._error
+        raise self._error
+
+    def finish(self) -> None:
+        """At the end: raises the error, if there is one, or says that the last state is not saved."""
+        error = self.outcome()
+        if error:
+            raise error
+        if self._unsaved:
+            log.warning("the last state is not saved: %s", self._unsaved)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread:
+            self._thread.join(SECONDS_TO_FINISH)
+
+    def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        try:
+            self._write(step, arrays, meta)
+            self._unsaved, self.whole_step = "", step
+        except UserError as error:
+            if self._config.on_error == "stop":
+                advice = "then start again with the same run.dir to go on from the one before"
+                self._error = CheckpointError(f"{error}, {advice}")
+            else:
+                self._unsaved = str(error)
+                log.warning("%s; training goes on (checkpoint.on_error=warn), the next save tries again", error)
+        except BaseException as error:  # A defect; training waits for it and raises it.
+            self._error = error
+
+    def _write(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        write(self._folder, step, arrays, meta)
+        name, metrics = self._config.best, meta["metrics"]
+        if math.isfinite(metrics.get(name, math.nan)) and self._is_best(metrics[name]):
+            mark_best(self._folder, step, name, metrics[name])
+        prune(self._folder, self._config.keep)
+
+    def _is_best(self, value: float) -> bool:
+        best = read_best(self._folder)
+        if best is None or best["metric"] != self._config.best:
+            return True
+        lower_is_better = "loss" in self._config.best or "error" in self._config.best
+        return value < best["value"] if lower_is_better else value > best["value"]
+
+
+def _write_file(path: Path, data: Any) -> str:
+    """Writes pieces, flushed to the disk; returns the file's line for SHA256SUMS."""
+    digest = hashlib.sha256()
+    with path.open("xb", buffering=_BUFFER_BYTES) as stream:
+        for piece in data:
+            digest.update(piece)
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return f"{digest.hexdigest()}  {path.name}\n"
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Puts the new folder in the place of an old one of the same step, which sweep puts back if only that was done."""
+    old = target.with_name(f"{_REPLACED}{target.name}")
+    remove(old)
+    if os.path.lexists(target):
+        target.rename(old)
+    temporary.rename(target)
+    flush(target.parent)
+    remove(old)

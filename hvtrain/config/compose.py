@@ -1,0 +1,107 @@
+"""From the words of a command line to the composed tree of a run, by Hydra; what it refuses is said in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from hvtrain.config.schema import GROUPS, OF_EVERY_DATASET, RunConfig, to_dict
+from hvtrain.config.validate import flatten, nearest
+from hvtrain.errors import ConfigError
+
+# conf/ stands beside the package in a checkout and inside it in a wheel.
+CONFIGS = next(
+    folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf") if folder.is_dir()
+)
+
+
+def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
+    """The composed run of the command line, in a list; an empty one when Hydra only printed it (--cfg job).
+
+    words: take these instead of the command line's own.
+    """
+    if words is not None:
+        sys.argv = [sys.argv[0], *words]  # The only place where Hydra looks.
+    # Hydra would print its own errors and exit; this makes it raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+
+    ConfigStore.instance().store("hvtrain_schema", schema())
+    trees: list[Any] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
+    def job(tree: DictConfig) -> None:
+        trees.append(OmegaConf.to_container(tree, resolve=True))
+
+    try:
+        job()
+    except Exception as error:
+        raise ConfigError(_in_one_line(error)) from error
+    return trees
+
+
+def schema() -> dict[str, Any]:
+    """The declared settings with their defaults, for Hydra to compose on; the groups bring their own."""
+    empty: dict[str, Any] = {group: {} for group in GROUPS}
+    settings = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    return {**settings, "dataset": {name: choices[0] for name, choices in OF_EVERY_DATASET.items()}}
+
+
+def _in_one_line(error: Exception) -> str:
+    """What Hydra refused, with the nearest known name."""
+    text = " ".join(str(error).split())
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], _known_settings(unknown[1]))}"
+    option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    if option:
+        choices = sorted(path.stem for path in _choices(option[1]))
+        return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help says what they are"
+    unreadable = _unreadable(sys.argv[1:])
+    if unreadable:
+        name, _, value = unreadable.partition("=")
+        return f"{unreadable} holds a character with a meaning of its own; put it in quotes: \"{name}='{value}'\""
+    return f"{text}; see --help"
+
+
+def _unreadable(words: list[str]) -> str | None:
+    """The first word that Hydra's grammar does not take; its own message does not say which one it is."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in words:
+        try:
+            if "=" in word and not word.startswith("-"):
+                parser.parse_override(word)
+        except HydraException:
+            return word
+    return None
+
+
+def _known_settings(name: str) -> list[str]:
+    from omegaconf import OmegaConf
+
+    group = name.partition(".")[0]
+    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group)]
+    keys = [f"{group}.{key}" for tree in trees for key in tree]
+    return [*flatten(schema()), *keys, *(folder.name for folder in CONFIGS.iterdir() if folder.is_dir())]
+
+
+def _choices(group: str) -> list[Path]:
+    return [path for folder in [CONFIGS, *own_folders(sys.argv)] for path in (folder / group).glob("*.yaml")]
+
+
+def own_folders(words: list[str]) -> list[Path]:
+    """The folder after --config-dir, where there is one."""
+    for index, word in enumerate(words):
+        if word.startswith("--config-dir="):
+            return [Path(word.partition("=")[2])]
+        if word in ("--config-dir", "-cd") and index + 1 < len(words):
+            return [Path(words[index + 1])]
+    return []

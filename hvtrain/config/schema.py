@@ -1,0 +1,214 @@
+"""The typed schema of a run; every rule about a single value is checked here. Pure.
+
+`__main__` turns Hydra's composed tree into a RunConfig with `from_dict`; no other module sees the tree.
+The groups model, dataset, optimizer, schedule and strategy stay open dictionaries with a `_target_`,
+so that anything a user's own package offers can come in by YAML alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime
+from typing import Any
+
+from hvtrain.config.validate import flatten, seconds, setting, typed
+from hvtrain.errors import ConfigError
+
+GROUPS = ("model", "dataset", "optimizer", "schedule", "strategy")
+# What every data set takes besides its own settings; the first choice is the default.
+OF_EVERY_DATASET = {"uneven": ("trim", "pad", "error"), "on_error": ("stop", "skip")}
+
+
+@dataclass
+class TrainConfig:
+    """How long and how to train."""
+
+    epochs: int = setting(12, "passes over the training data", low=1)
+    steps: int | None = setting(None, "total optimizer steps; where it is set, epochs does not count", low=1)
+    divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks (same samples seen)")
+    batch_size: int | list[int] = setting(  # noqa: RUF009
+        32, "training examples a step of one rank; a list: one for each rank, or each host, of unlike speed", low=1
+    )
+    accumulate: int = setting(
+        1, "steps whose gradients are averaged before they are reduced, once, and change weights", low=1
+    )
+    evaluation_batch_size: int = setting(256, "examples a step of one rank in validation and test", low=1)
+    learning_rate_scale: str = setting(
+        "linear",
+        "peak = base x n, base x sqrt(n), or base; n is the number of ranks x accumulate",
+        choices=("linear", "sqrt", "none"),
+    )
+    validate_every_epochs: int | None = setting(1, "validate after every N epochs; null: not by epochs", low=1)
+    validate_every_steps: int | None = setting(None, "validate after every N steps too", low=1)
+    resize: str = setting(
+        "keep",
+        "resumed on another number of ranks: keep global batch and rate, or scale both",
+        choices=("keep", "scale"),
+    )
+    max_time: str | None = setting(None, "stop after this time (11h50m, 90s), saved, to go on later")
+    precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
+    deterministic: bool = setting(False, "TensorFlow's deterministic operations: same run, same bits (slower)")
+    steps_per_execution: int | None = setting(
+        None, "steps in one call of the graph; null: what takes 0.2 s, and one where callbacks look at steps", low=1
+    )
+    jit_compile: bool = setting(False, "compile forward and backward pass with XLA; reduction and update stay outside")
+
+
+@dataclass
+class RunFolderConfig:
+    """Where the results lie."""
+
+    dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-MODEL-DATASET, the same on all ranks")
+
+
+@dataclass
+class CheckpointConfig:
+    """When rank 0 writes checkpoints and which of them it keeps."""
+
+    every_epochs: int | None = setting(1, "after every N epochs; null: not by epochs", low=1)
+    every_steps: int | None = setting(None, "after every N steps too", low=1)
+    every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
+    keep: int = setting(2, "newest checkpoints kept, besides the best one", low=1)
+    best: str = setting("val_accuracy", "metric whose best checkpoint is kept (lower is better for a loss)")
+    on_error: str = setting("stop", "when one cannot be written: stop, or warn and go on", choices=("stop", "warn"))
+
+
+@dataclass
+class GuardConfig:
+    """What is proved while training; `guard.every=0` and `false` for the others turn it off."""
+
+    every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
+    finite: bool = setting(True, "stop all ranks before a gradient that is not finite reaches the weights")
+    batches: bool = setting(True, "refuse two ranks that read the same first batch")
+    data: bool = setting(True, "refuse to resume on a data set that has changed")
+
+
+@dataclass
+class WatchdogConfig:
+    """How long ranks wait for one that makes no progress."""
+
+    abort_seconds: float = setting(600.0, "end the run when a rank makes no progress for so long; 0: wait", low=0)
+
+
+@dataclass
+class RunConfig:
+    """A whole run, as the runner is given it."""
+
+    model: dict[str, Any] = field(metadata={"doc": "a model builder"})
+    dataset: dict[str, Any] = field(metadata={"doc": "a data source"})
+    optimizer: dict[str, Any] = field(metadata={"doc": "a Keras optimizer; its learning_rate is for one rank"})
+    schedule: dict[str, Any] = field(metadata={"doc": "the learning rate over the steps"})
+    strategy: dict[str, Any] = field(metadata={"doc": "how ranks work together"})
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunFolderConfig = field(default_factory=RunFolderConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
+    comm: str = setting(
+        "default",
+        "auto: try settings of the reduction on some steps, and keep the fastest",
+        choices=("default", "auto"),
+    )
+    profile: str | None = setting(
+        None, "timeline: trace some steps and say where their time went", choices=("timeline",)
+    )
+    profile_first_step: int = setting(50, "steps of this start before the traced ones", low=0)
+    profile_steps: int = setting(20, "steps that are traced", low=1)
+    resume: str = setting(
+        "auto",
+        "go on from the newest valid checkpoint; available: though an absent host has a newer",
+        choices=("auto", "available", "never"),
+    )
+    seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
+    verbose: bool = setting(False, "show the notes of TensorFlow, CUDA and oneDNN")
+    debug: bool = setting(False, "show tracebacks for errors in the input too")
+
+
+def from_dict(tree: dict[str, Any]) -> RunConfig:
+    """The checked RunConfig of a plain nested dictionary.
+
+    Raises ConfigError, whose message names the setting, what it was, and what it may be.
+    """
+    config: RunConfig = typed(RunConfig, tree)
+    for group in GROUPS:
+        _check_group(group, getattr(config, group))
+    for name, callback in config.callbacks.items():
+        _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
+    config.optimizer["learning_rate"] = _base_learning_rate(config.optimizer)
+    for name, choices in OF_EVERY_DATASET.items():
+        if config.dataset.setdefault(name, choices[0]) not in choices:
+            raise ConfigError(f"dataset.{name}={config.dataset[name]} is not one of {', '.join(choices)}")
+    if config.train.accumulate > 1:
+        _align_with_accumulation(config)
+    if config.train.max_time is not None:
+        seconds("train.max_time", config.train.max_time)
+    return config
+
+
+def default_run_dir(config: RunConfig) -> str:
+    """runs/DATE_TIME-MODEL-DATASET, of now; where run.dir is not set."""
+    names = [str(group["_target_"]).split(".")[-1] for group in (config.model, config.dataset)]
+    return "/".join(["runs", "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])])
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain nested dictionary of a RunConfig (or a section of one), for records and checkpoints."""
+    return {
+        item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else value
+        for item in fields(config)
+    }
+
+
+def _check_group(name: str, group: dict[str, Any]) -> None:
+    target = group.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        raise ConfigError(
+            f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
+        )
+    for key, value in flatten(group, f"{name}.").items():
+        if value == "???":
+            raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
+
+
+def _align_with_accumulation(config: RunConfig) -> None:
+    """In the middle of an accumulation each rank has gradients of its own: no place to stop, to compare or to save."""
+    train, number = config.train, config.train.accumulate
+    if config.optimizer.get("gradient_accumulation_steps"):
+        raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
+    if config.dataset["uneven"] == "pad":
+        raise ConfigError(f"train.accumulate={number} and dataset.uneven=pad exclude each other; choose uneven=trim")
+    given = {
+        "train.steps": None if train.divide_steps_by_size else train.steps,
+        "train.validate_every_steps": train.validate_every_steps,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+    }
+    for name, steps in given.items():
+        if steps and steps % number:
+            near = f"{steps - steps % number} or " if steps > number else ""
+            raise ConfigError(
+                f"{name}={steps} is not a multiple of train.accumulate={number}; choose {near}{whole(steps, number)}"
+            )
+    config.guard.every = whole(config.guard.every, number)
+    if "commit_steps" in config.strategy:
+        config.strategy["commit_steps"] = whole(config.strategy["commit_steps"], number)
+
+
+def whole(steps: int, accumulate: int) -> int:
+    """So many steps, or a few more to make whole accumulations.
+
+    >>> whole(500, 1), whole(500, 3), whole(0, 3)
+    (500, 501, 0)
+    """
+    return -(-steps // accumulate) * accumulate
+
+
+def _base_learning_rate(optimizer: dict[str, Any]) -> float:
+    """The rate of one rank. A float always: Keras 3 refuses a whole number."""
+    value = optimizer.get("learning_rate")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"optimizer.learning_rate={value} is not a number; give the rate for one rank")
+    if not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"optimizer.learning_rate={value} is out of range; it must be above 0")
+    return float(value)

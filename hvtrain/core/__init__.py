@@ -1,0 +1,1 @@
+"""Values and arithmetic of a run: topology, step plan, schedules, gradient buckets, records. Pure, no TensorFlow."""

@@ -1,0 +1,137 @@
+"""How a StepPlan is made: from the settings and the sizes of the shards, or for a run that goes on. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hvtrain.config.schema import TrainConfig
+from hvtrain.core.step_plan import Share, StepPlan
+from hvtrain.errors import CheckpointError, ConfigError
+
+
+def make_plan(
+    train: TrainConfig,
+    base_learning_rate: float,
+    shard_sizes: list[int],
+    dataset_name: str,
+    batch_sizes: list[int] | None = None,
+    uneven: str = "trim",
+) -> StepPlan:
+    """The plan of a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] a step.
+
+    Steps per epoch are equal on all ranks by construction. What does not fill a batch on all ranks is left out
+    of the epoch (uneven="trim"; another part each time), trained on in short batches ("pad"), or refused ("error").
+    Raises ConfigError when a rank would have no example, or less than one batch.
+    """
+    size, total = len(shard_sizes), sum(shard_sizes)
+    batch_sizes = batch_sizes or size_of_each_rank(train.batch_size, ["host"] * size)
+    if min(shard_sizes) == 0:
+        raise ConfigError(
+            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
+            f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
+        )
+    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"({total} of {dataset_name} over {size} ranks); "
+            f"lower train.batch_size to at most {examples} or use fewer ranks"
+        )
+    full = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
+    times = train.accumulate
+    if full < times:
+        raise ConfigError(
+            f"train.accumulate={times} exceeds the {full} batches of a rank in an epoch ({total} examples of "
+            f"{dataset_name} over {size} ranks); lower it to at most {full}, or train.batch_size"
+        )
+    full -= full % times
+    shares = tuple(Share(batch, full) for batch in batch_sizes)
+    left_out = total - full * sum(batch_sizes)
+    if uneven == "error" and left_out:
+        raise ConfigError(
+            f"dataset.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
+            f"{size} ranks; choose another train.batch_size, dataset.uneven=pad (short batches) or trim (left out)"
+        )
+    if uneven == "pad":
+        shares = _padded(shard_sizes, batch_sizes, dataset_name)
+    steps_per_epoch = shares[0].steps
+    if train.steps is None:
+        num_steps = train.epochs * steps_per_epoch
+    else:
+        num_steps = max(1, train.steps // size // times) * times if train.divide_steps_by_size else train.steps
+    joint = size * train.accumulate
+    factor = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}[train.learning_rate_scale]
+    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=times)
+
+
+def size_of_each_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
+    """Batch sizes by rank, from one number, one for each rank, or one for each host in the order of the ranks.
+
+    Raises ConfigError for a list of any other length.
+
+    >>> size_of_each_rank([48, 16], ["s1", "s1", "s2", "s2"])
+    [48, 48, 16, 16]
+    """
+    if isinstance(batch_size, int):
+        return [batch_size] * len(hosts)
+    if len(batch_size) == len(hosts):
+        return batch_size
+    order = list(dict.fromkeys(hosts))
+    if len(batch_size) != len(order):
+        raise ConfigError(
+            f"train.batch_size={batch_size} has {len(batch_size)} numbers for {len(hosts)} ranks on {len(order)} "
+            "hosts; give one number, one for each rank, or one for each host"
+        )
+    return [batch_size[order.index(host)] for host in hosts]
+
+
+def _padded(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -> tuple[Share, ...]:
+    steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
+    if steps > min(shard_sizes):
+        raise ConfigError(
+            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} and another so "
+            f"many that an epoch takes {steps} steps; spread the files more evenly, or choose dataset.uneven=trim"
+        )
+    return tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
+
+
+def takes_over(meta: dict[str, Any], train: TrainConfig, size: int) -> bool:
+    """True when a plan of `size` ranks takes the place of the one by which a checkpoint (its meta) was made.
+
+    With train.resize=scale, when the ranks are others and no epoch is begun.
+    """
+    return train.resize == "scale" and meta["num_ranks"] != size and not meta["step_in_epoch"]
+
+
+def dealt_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
+    """Batch sizes of the ranks for which the plan is made: those of the run from its beginning, or those of now.
+
+    meta is what the checkpoint says that the run goes on from; hosts are those of the ranks of now.
+    Raises CheckpointError when train.batch_size has changed and so has the number of ranks.
+    """
+    if meta is None or takes_over(meta, train, len(hosts)):
+        return size_of_each_rank(train.batch_size, hosts)
+    before = meta["batch_size"]
+    if train.batch_size == before:
+        return meta["batch_sizes"]
+    if meta["num_ranks"] != len(hosts):
+        raise CheckpointError(
+            f"the run was begun with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: train.batch_size={before} goes on"
+        )
+    return size_of_each_rank(train.batch_size, hosts)
+
+
+def going_on(plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int) -> StepPlan:
+    """The plan, made from dealt_batch_sizes, on `size` ranks and from where the checkpoint stands.
+
+    Other ranks than the plan's carry it out to the end, or (train.resize=scale) to the end of the epoch begun.
+    """
+    if meta is None:
+        return plan
+    plan = plan.from_position(meta["step"], meta["epoch"], meta["step_in_epoch"])
+    if len(plan.shares) == size:
+        return plan
+    plan = plan.on(size)
+    return plan.until_epoch_end(meta["step"]) if train.resize == "scale" else plan

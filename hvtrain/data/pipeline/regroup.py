@@ -1,0 +1,33 @@
+"""A rank's part of the joint batches of a plan that was made for other ranks: their streams, joined and cut.
+
+Each example comes as those ranks would have read it, order and augmentation included, with no change to any source.
+A stream of which two ranks need parts is read, and its images are decoded, by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.streams import FOREVER, finish, parallel_map
+
+
+def regrouped(
+    stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
+) -> tf.data.Dataset:
+    """The batches of the rank at `topology`; stream_of(share) gives a share's, from start_step of the plan on."""
+    shares = plan.shares_of(topology.rank)
+    steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
+
+    def part_of(step: tf.Tensor, batches: tuple[tuple[tf.Tensor, tf.Tensor], ...]) -> tuple[tf.Tensor, ...]:
+        # Where all steps are alike numbers say it, so that the batch keeps a shape that is known.
+        at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
+        begin, end = plan.parts(at, minimum)[topology.rank]
+        first = plan.begins(at, minimum)[shares[0]]
+        return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
+
+    streams = tuple(stream_of(share) for share in shares)
+    return finish(parallel_map(tf.data.Dataset.zip((steps, streams)), part_of), topology)

@@ -1,0 +1,224 @@
+"""Data sets that fit in memory as NumPy arrays; each rank keeps its shard only, in the type that it came in.
+
+digits, mnist and cifar10 build on ArraySource; a user's own data set does so in a few lines (from_arrays).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.core.topology import Topology
+from hvtrain.data.manifest import of_arrays
+from hvtrain.data.pipeline.streams import IndexedSource, Read
+from hvtrain.data.pipeline.transform import Transform, check_standardize, fit
+from hvtrain.data.preprocessing import Preprocessing, reshape
+from hvtrain.errors import ConfigError, DataError
+
+Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
+
+SPLIT_SEED = 0  # The validation part is the same in every run, whatever the run's seed.
+
+
+class Part(NamedTuple):
+    """One split: rows of a pair of arrays, so that a split costs no copy of the pixels."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    rows: np.ndarray
+
+
+class ArraySource(IndexedSource):
+    """A data set from a function that returns whole arrays.
+
+    `load` runs when counts or a stream are first asked for. The first stream cuts the arrays down to this
+    rank's shards, fits the normalisation on the whole training part, and lets go of the rest.
+
+    load: returns {"train": (images, labels), "test": ..., "validation": ...}; the last two are optional.
+    standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value), "none".
+    num_validation: examples taken out of the training part at random, with a seed of their own.
+    shift_pixels, flip: augmentation of training batches, see Transform.
+    class_names: by label, for those who use the saved model.
+    example_shape: of an example as the user holds it, where load() has reshaped it; the saved model takes that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], Arrays],
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        origin: str = "arrays in memory",
+        standardize: str = "per_channel",
+        max_value: float = 255.0,
+        num_validation: int = 0,
+        shift_pixels: int = 0,
+        flip: bool = False,
+        class_names: Sequence[str] | None = None,
+        example_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        check_standardize(standardize)
+        if num_validation < 0:
+            raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
+        self.name, self.origin = name, origin
+        self.image_shape, self.num_classes = image_shape, num_classes
+        if class_names is not None and len(class_names) != num_classes:
+            raise ConfigError(f"{name}: {len(class_names)} class names for {num_classes} classes; give one for each")
+        self.class_names = class_names
+        self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
+        self._example_shape = example_shape
+        self._range: tuple[float, float] | None = None  # Of training images; known when the normalisation is fitted.
+        self._dtype = np.dtype(np.float32)
+        self._load, self._num_validation = load, num_validation
+        self._standardize, self._max_value = standardize, max_value
+        self._counts: dict[str, int] = {}
+        self._parts: dict[str, Part] | None = None  # Whole arrays: only between counting and cutting.
+        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # By place: see data/regroup.py.
+
+    def num_examples(self, split: str) -> int:
+        if not self._counts:
+            self._parts = self._open()
+            self._counts = {name: len(part.rows) for name, part in self._parts.items()}
+        return self._counts.get(split, 0)
+
+    def manifest(self) -> dict[str, Any]:
+        found = super().manifest()
+        parts = self._parts or self._open()
+        whole: dict[int, str] = {}  # Validation and training are rows of the same arrays.
+        for split, part in parts.items():
+            digest = whole.get(id(part.images)) or of_arrays([part.images, part.labels])
+            whole[id(part.images)] = digest
+            if split in found["splits"]:
+                found["splits"][split]["digest"] = of_arrays([np.frombuffer(digest.encode(), np.uint8), part.rows])
+        return found
+
+    def reader(self, split: str, topology: Topology) -> Read:
+        self._cut(topology)
+        empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
+        images, labels = self._shards[topology].get(split, empty)
+        return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
+
+    def _cut(self, topology: Topology) -> None:
+        """Cuts the shards of a place, once, and drops the whole arrays."""
+        if topology in self._shards:
+            return
+        parts, self._parts = self._parts or self._open(), None
+        self._fit(parts["train"])
+        shards = self._shards[topology] = {}
+        with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
+            for name, part in parts.items():
+                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
+                labels = part.labels[rows].astype(np.int32)
+                shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
+
+    def _fit(self, train: Part) -> None:
+        """Fits the normalisation, once: it is the same at every place."""
+        if self._range:
+            return
+        mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
+        self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
+        self._range = float(train.images.min()), float(train.images.max())
+        self._dtype = train.images.dtype
+
+    def preprocessing(self) -> Preprocessing:
+        if not self._range:  # No stream was asked for: the run had nothing left to do.
+            self._fit((self._parts or self._open())["train"])
+        shape = self._example_shape or self.image_shape
+        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
+        return Preprocessing(shape, layers, f"as in the arrays ({self._dtype}); any numeric type is taken", self._range)
+
+    def _open(self) -> dict[str, Part]:
+        try:
+            return self._checked(self._load())
+        except OSError as error:
+            raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; mend the file") from error
+        except DataError as error:
+            if self.on_error == "skip":
+                raise DataError(f"{error} (arrays are read as a whole: dataset.on_error=skip is of no help)") from error
+            raise
+
+    def _checked(self, arrays: Arrays) -> dict[str, Part]:
+        parts = {}
+        self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
+        for split, (images, labels) in arrays.items():
+            images, labels = self._check(split, np.asarray(images), np.asarray(labels))
+            parts[split] = Part(images, labels, np.arange(len(labels)))
+        train, wanted = parts["train"], self._num_validation
+        if wanted and "validation" not in parts:
+            if wanted >= len(train.rows):
+                raise ConfigError(
+                    f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples; "
+                    f"choose 0 ... {len(train.rows) - 1}"
+                )
+            order = np.random.default_rng(SPLIT_SEED).permutation(len(train.rows))
+            parts["validation"] = train._replace(rows=np.sort(order[:wanted]))
+            parts["train"] = train._replace(rows=np.sort(order[wanted:]))
+        return parts
+
+    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both arrays in their final shapes; refuses what does not fit the shape, the classes or each other."""
+        where = f"{self.name}, {split} ({self.origin})"
+        if images.ndim == 3:
+            images = images[..., np.newaxis]
+        if images.shape[1:] != self.image_shape:
+            raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was said")
+        if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
+            raise DataError(f"{where}: images hold NaN or infinite values; mend or drop those examples")
+        if labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise DataError(
+                f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per image "
+                f"(for one-hot rows: labels.argmax(axis=1))"
+            )
+        if len(labels) != len(images):
+            raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
+        outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
+        if outside.size:
+            raise DataError(
+                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
+                f"0 ... {self.num_classes - 1}; mend the labels or say how many classes there are"
+            )
+        return images, labels
+
+
+def from_arrays(
+    x_train: np.ndarray,
+    y_train: np.ndarray,
+    x_test: np.ndarray | None = None,
+    y_test: np.ndarray | None = None,
+    x_validation: np.ndarray | None = None,
+    y_validation: np.ndarray | None = None,
+    *,
+    name: str = "arrays",
+    num_classes: int | None = None,
+    **options,
+) -> ArraySource:
+    """A source from arrays that are already in memory; `options` are those of ArraySource.
+
+    Images [n, h, w] or [n, h, w, c], integer labels [n]. num_classes defaults to the largest training
+    label + 1. The caller's arrays stay in memory beside the shard: large ones are better given to
+    ArraySource as a function that loads them.
+    """
+    pairs = {
+        "train": (x_train, y_train),
+        "validation": (x_validation, y_validation),
+        "test": (x_test, y_test),
+    }
+    arrays = {}
+    for split, (images, labels) in pairs.items():
+        if (images is None) != (labels is None):
+            raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or neither")
+        if images is not None and labels is not None:
+            arrays[split] = np.asarray(images), np.asarray(labels)
+    shape = arrays["train"][0].shape[1:]
+    if len(shape) not in (2, 3):
+        raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
+    height, width, channels = (*shape, 1)[:3]
+    if num_classes is None:
+        num_classes = int(np.max(y_train)) + 1
+    return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)

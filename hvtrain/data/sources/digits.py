@@ -1,0 +1,66 @@
+"""scikit-learn's 1,797 handwritten digits, 8x8: real data that needs no file and no network."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from hvtrain.data.sources.arrays import SPLIT_SEED, Arrays, ArraySource
+from hvtrain.errors import ConfigError, DataError
+
+NUM_DIGITS = 1797
+
+
+def digits(
+    num_test: int = 360,
+    num_validation: int = 0,
+    standardize: str = "scale",
+    shift_pixels: int = 0,
+) -> ArraySource:
+    """Pixels 0 ... 16, 10 classes; the test part is stratified and the same in every run."""
+    if not 10 <= num_test <= NUM_DIGITS - 10:
+        raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
+
+    def load() -> Arrays:
+        images, labels = read()
+        is_test = stratified(labels, num_test)
+        return {"train": (images[~is_test], labels[~is_test]), "test": (images[is_test], labels[is_test])}
+
+    return ArraySource(
+        "digits",
+        load,
+        (8, 8, 1),
+        10,
+        origin="inside scikit-learn",
+        standardize=standardize,
+        max_value=16.0,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        class_names=[str(digit) for digit in range(10)],
+    )
+
+
+def read() -> tuple[np.ndarray, np.ndarray]:
+    """Images (uint8, [1797, 8, 8]) and labels (int64, [1797]) from the file in scikit-learn's package.
+
+    Without an import of that package, which takes longer than a training on this data.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise DataError("dataset=digits lies inside scikit-learn, which is not installed; pip install scikit-learn")
+    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", np.uint8, delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+
+
+def stratified(labels: np.ndarray, number: int) -> np.ndarray:
+    """Which of the labels (a mask) are in a random choice of that number that has of each class its share.
+
+    Shuffled, then sorted by class, the labels are taken at even distances.
+    """
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    chosen = np.zeros(len(labels), bool)
+    chosen[order[(2 * np.arange(number) + 1) * len(labels) // (2 * number)]] = True
+    return chosen

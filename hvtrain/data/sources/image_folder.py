@@ -1,0 +1,192 @@
+"""Image files in DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/: one folder per class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.decode import check_image_shape, decode, decode_batch
+from hvtrain.data.pipeline.streams import IndexedSource, Read, Then
+from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.unreadable import mark_unreadable
+from hvtrain.data.source import reason
+from hvtrain.data.sources.arrays import SPLIT_SEED
+from hvtrain.data.sources.file_source import FileSource
+from hvtrain.errors import ConfigError, DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
+CACHE_BATCH = 32
+Files = tuple[list[str], list[int]]  # Paths and labels.
+
+
+class ImageFolder(FileSource, IndexedSource):
+    """Class names are the sorted folder names, the same in every split; pixels are scaled to 0 ... 1.
+
+    image_shape: every image is resized to [height, width], and read with that many channels.
+    validation_fraction, test_fraction: taken out of train, class by class and the same in every run,
+    where there is no such folder.
+    cache: keep this rank's decoded shard in memory (h x w x c bytes an image) instead of reading files anew.
+    """
+
+    name = "image_folder"
+
+    def __init__(
+        self,
+        dir: str,
+        image_shape: Sequence[int] = (224, 224, 3),
+        validation_fraction: float = 0.0,
+        test_fraction: float = 0.0,
+        shift_pixels: int = 0,
+        flip: bool = True,
+        cache: bool = False,
+    ) -> None:
+        folder = Path(dir).expanduser()
+        self.origin = str(folder)
+        self.image_shape = check_image_shape(image_shape)
+        self.class_names: list[str] = class_folders(folder / "train")
+        self.num_classes = len(self.class_names)
+        self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        self._cache = cache
+        self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
+        self._files = self._find_files(folder, {"validation": validation_fraction, "test": test_fraction})
+
+    def _find_files(self, folder: Path, fractions: dict[str, float]) -> dict[str, Files]:
+        if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
+            raise ConfigError(
+                f"dataset.validation_fraction={fractions['validation']} and "
+                f"dataset.test_fraction={fractions['test']}: each must be 0 or more, their sum less than 1"
+            )
+        train = list_files(folder / "train", self.class_names)
+        files = {}
+        for split, fraction in fractions.items():
+            if (folder / split).is_dir():
+                found = class_folders(folder / split)
+                if found != self.class_names:
+                    differing = sorted(set(found) ^ set(self.class_names))
+                    raise DataError(
+                        f"{folder / split} and {folder / 'train'} differ in their classes: "
+                        f"{', '.join(differing[:5])}; every split needs the same class folders"
+                    )
+                files[split] = list_files(folder / split, self.class_names)
+            elif fraction:
+                train, files[split] = split_off(train, fraction)
+        return {**files, "train": train}
+
+    def num_examples(self, split: str) -> int:
+        return len(self._files.get(split, ([], []))[0])
+
+    def paths(self, split: str) -> list[str]:
+        return self._files.get(split, ([], []))[0]
+
+    def reader(self, split: str, topology: Topology) -> Read:
+        paths, label_tensor = self._shard(split, topology)
+        shape = self.image_shape
+        if self._cache:
+            key = (split, topology.rank, topology.size)
+            if key not in self._cached:
+                self._cached[key] = self._decode_all(paths, label_tensor, topology)
+            pixels, known = self._cached[key]
+            return lambda indices: (tf.gather(pixels, indices), tf.gather(known, indices))
+
+        def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            encoded = tf.map_fn(tf.io.read_file, tf.gather(paths, indices))
+            return decode_batch(encoded, shape), tf.gather(label_tensor, indices)
+
+        return read
+
+    def load(
+        self, steps: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
+    ) -> tf.data.Dataset:
+        paths, _ = self._shard(split, topology)
+        read = self.reader(split, topology)
+
+        def keys(indices: tf.Tensor) -> tf.Tensor:
+            return tf.gather(paths, indices)
+
+        return self.read_carefully(steps, read, keys, then, topology, batch_size, len(paths))
+
+    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        paths, _ = self._shard(split, topology)
+        channels = self.image_shape[-1]
+        return [
+            tf.io.decode_image(tf.io.read_file(path), channels, expand_animations=False).numpy()
+            for path in paths[:number]
+        ]
+
+    def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's paths and labels."""
+        paths, labels = self._files.get(split, ([], []))
+        share = topology.share(len(paths))
+        with tf.device("CPU:0"):
+            return (
+                tf.constant([paths[index] for index in share], tf.string),
+                tf.constant([labels[index] for index in share], tf.int32),
+            )
+
+    def _decode_all(self, paths: tf.Tensor, labels: tf.Tensor, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """All images, and their labels, -1 for one that cannot be read: whoever wants that one hears of it."""
+        pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
+        known = np.zeros([len(paths)], np.int32)
+
+        def read(paths: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return decode_batch(tf.map_fn(tf.io.read_file, paths), self.image_shape), labels
+
+        batches = tf.data.Dataset.from_tensor_slices((paths, labels)).batch(CACHE_BATCH)
+        for at, batch in mark_unreadable(batches, read, topology).enumerate().as_numpy_iterator():
+            place = slice(at * CACHE_BATCH, (at + 1) * CACHE_BATCH)
+            pixels[place], known[place] = batch
+        with tf.device("CPU:0"):
+            return tf.constant(pixels), tf.constant(known)
+
+    def locate(self, key: str) -> tuple[str, str]:
+        try:
+            encoded = tf.io.read_file(key)
+        except tf.errors.OpError as error:
+            return key, f"cannot be read ({reason(error).removeprefix(f'{key}; ')})"
+        try:
+            decode(encoded, self.image_shape)
+        except tf.errors.OpError as error:
+            return key, f"cannot be decoded ({reason(error)})"
+        return key, "could not be read, but can now"
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Sorted names of the class folders."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    if not names:
+        raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
+    return names
+
+
+def list_files(folder: Path, class_names: list[str]) -> Files:
+    """All images below folder, sorted by class and name. An empty class is an error."""
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, class_name in enumerate(class_names):
+        found = sorted(str(path) for path in (folder / class_name).iterdir() if path.suffix.lower() in SUFFIXES)
+        if not found:
+            raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
+        paths += found
+        labels += [label] * len(found)
+    return paths, labels
+
+
+def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
+    """(rest, part): from each class the same fraction, rounded, chosen by a fixed seed."""
+    paths, labels = files
+    taken = np.zeros(len(paths), bool)
+    label_array = np.asarray(labels)
+    for label in np.unique(label_array):
+        members = np.flatnonzero(label_array == label)
+        order = np.random.default_rng([SPLIT_SEED, int(label)]).permutation(members)
+        taken[order[: round(fraction * len(members))]] = True
+
+    def chosen(mask: np.ndarray) -> Files:
+        rows = np.flatnonzero(mask)
+        return [paths[row] for row in rows], [labels[row] for row in rows]
+
+    return chosen(~taken), chosen(taken)

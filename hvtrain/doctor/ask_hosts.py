@@ -1,0 +1,110 @@
+"""Sends the probe to hosts, to all at once, and takes their answers. This host runs it without ssh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvtrain.errors import RankError
+from hvtrain.launch.reach import is_local
+from hvtrain.launch.ssh import Ssh
+
+MOST_AT_ONCE = 64
+# The probe, with its parts before it. Of hvtrain itself nothing is needed there.
+_PARTS = ("probe_software", "probe_machine", "probe_network", "probe_files", "probe")
+_PACKAGE = "hvtrain.doctor"
+# Makes the modules that are sent, under their own names, whatever hvtrain is or is not installed there.
+_LOADER = f"""
+import json, sys, types
+given = json.load(sys.stdin)
+for name, text in given["modules"]:
+    module = sys.modules[name] = types.ModuleType(name)
+    parent, _, leaf = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, module)
+    exec(compile(text, name, "exec"), module.__dict__)
+print(json.dumps(sys.modules["{_PACKAGE}.probe"].answer(given["request"])))
+"""
+# Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its time by much.
+_SCRIPT = (
+    'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
+    'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
+    'command -v python3 >/dev/null || exit 86; exec $limit python3 -c "$1"'
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back from one host.
+
+    Args:
+        facts: what the probe found; None where it did not run.
+        trouble: why not, in one line with what to do.
+        clock: seconds that the host's clock is ahead of this one's, and by how much that may be wrong: half of the
+            time that was under way.
+    """
+
+    facts: dict[str, Any] | None = None
+    trouble: str = ""
+    clock: tuple[float, float] = (0.0, 0.0)
+
+
+def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> dict[str, Answer]:
+    """Each host's answer to its request, within about so many seconds."""
+    if not requests:
+        return {}
+    modules = _modules()
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, len(requests))) as pool:
+        texts = {host: json.dumps({"modules": modules, "request": request}) for host, request in requests.items()}
+        answers = pool.map(lambda host: _ask(host, texts[host], ssh, seconds), texts)
+        return dict(zip(texts, answers))
+
+
+def _modules() -> list[tuple[str, str]]:
+    folder = Path(__file__).parent
+    parts = [(f"{_PACKAGE}.{part}", (folder / f"{part}.py").read_text(encoding="utf-8")) for part in _PARTS]
+    return [("hvtrain", ""), (_PACKAGE, ""), *parts]
+
+
+def _ask(host: str, text: str, ssh: Ssh, seconds: float) -> Answer:
+    words = ["sh", "-c", _SCRIPT, sys.executable, _LOADER, f"{seconds:.0f}"]
+    began = time.time()
+    try:
+        local = is_local(host)
+        if local:
+            done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds + 3, check=False)
+        else:
+            done = ssh.run(host, words, text, timeout=seconds + 3)
+    except RankError as error:
+        return Answer(trouble=str(error))
+    except subprocess.TimeoutExpired:
+        return Answer(trouble=f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
+    ended = time.time()
+    if done.returncode == 124:
+        return Answer(trouble=f"host {host} was not done in {seconds:.0f} s; look at its load, disks and DNS")
+    if done.returncode == 86:
+        return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
+    if done.returncode == 255 and not local:
+        return Answer(trouble=ssh.trouble(host, done.stderr))
+    try:
+        facts = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
+        return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")
+    return Answer(facts, "", _clock(began, facts["began"], facts["ended"], ended))
+
+
+def _clock(asked: float, began: float, ended: float, answered: float) -> tuple[float, float]:
+    """How far the other clock is ahead, and the error of that. It read began and ended between asked and answered.
+
+    >>> _clock(10.0, 15.5, 16.0, 11.5)
+    (5.0, 0.5)
+    """
+    return ((began - asked) + (ended - answered)) / 2, ((answered - asked) - (ended - began)) / 2

@@ -1,0 +1,154 @@
+"""Do the hosts find and reach each other: names, interfaces, ports? Rows from the probes' facts. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvtrain.doctor.rows import Cluster, Row, all_or, fail, skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a host is reached by the others: its interface, and the address there."""
+
+    interface: str
+    address: str
+
+
+def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
+    """Each host has a hostname of its own, and each name of those that answered leads to it from all.
+
+    names: all names of -H.
+    """
+    rows = []
+    owners: dict[str, str] = {}
+    for host, facts in cluster.items():
+        owner = owners.setdefault(facts["hostname"], host)
+        if owner != host:
+            found = f"calls itself {facts['hostname']}, as {owner} does; Horovod would take them for one host"
+            rows.append(fail("names", host, found, f"on {host}: hostnamectl set-hostname {host}"))
+    known = {name: _address(cluster, name) for name in cluster}
+    for host in cluster:
+        troubles = list(_troubles(cluster, host, known)) if len(names) > 1 else []
+        if troubles:
+            found, fix = troubles[0]
+            more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+            rows.append(fail("names", host, found + more, fix))
+    shown = ", ".join(f"{name} {address}" for name, address in known.items())
+    return all_or(rows, "names", f"the same on every host: {shown}" if len(names) > 1 else shown)
+
+
+def _address(cluster: Cluster, name: str) -> str | None:
+    """The address that most hosts have for a name; a loopback address only where there is no other."""
+    found = [address for facts in cluster.values() if (address := facts["addresses"][name])]
+    counted = Counter(address for address in found if not _is_loopback(address)) or Counter(found)
+    return counted.most_common(1)[0][0] if counted else None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _troubles(cluster: Cluster, host: str, known: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """What is wrong with names on one host, and the fix of each."""
+    for name in cluster:
+        address, right = cluster[host]["addresses"][name], known[name]
+        if not any(item["address"] == right for item in cluster[name]["interfaces"]):
+            right = None
+        line = f"{right or 'ADDRESS'} {name}"
+        if address is None:
+            yield f"has no address for {name}", f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
+        elif _is_loopback(address):
+            found = f"takes {name} for {address}, where no other host reaches it"
+            yield found, f"on {host}: in /etc/hosts write '{line}' in place of '{address} {name}'"
+        elif address != known[name]:
+            found = f"takes {name} for {address}; others for {known[name]}"
+            yield found, f"on {host}: in /etc/hosts or DNS give {name} one address on all hosts: '{line}'"
+        elif right is None:
+            found = f"takes {name} for {address}, and no interface of {name} has that address"
+            yield found, f"on {host}: in /etc/hosts or DNS give {name} an address that it has (there: ip -4 address)"
+
+
+def judge_interfaces(
+    cluster: Cluster, names: Sequence[str], wanted: str | None = None
+) -> tuple[list[Row], dict[str, Way]]:
+    """Each host has an interface in the network of the first one's; and these ways, by host.
+
+    wanted: names of interfaces, joined by commas, that the user chose.
+    """
+    if len(names) < 2:
+        return [Row("interface", "PASS", "one host")], {}
+    first = next(iter(cluster))
+    chosen = wanted.split(",") if wanted else None
+    address = _address(cluster, first)
+    start = next(
+        (
+            item
+            for item in cluster[first]["interfaces"]
+            if (item["name"] in chosen if chosen else item["address"] == address) and not _is_loopback(item["address"])
+        ),
+        None,
+    )
+    if start is None:
+        found = f"has no interface {wanted}" if wanted else f"no interface of it has {address}, its address"
+        return [fail("interface", first, f"{found}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
+    network = ipaddress.ip_network(start["network"])
+    rows, ways = [], {first: Way(start["name"], start["address"])}
+    for host, facts in list(cluster.items())[1:]:
+        inside = [item for item in facts["interfaces"] if ipaddress.ip_address(item["address"]) in network]
+        fitting = [item for item in inside if not chosen or item["name"] in chosen]
+        item = next((item for item in fitting if item["address"] == _address(cluster, host)), (fitting or [None])[0])
+        twin = next((other for other, way in ways.items() if item and way.address == item["address"]), None)
+        if item is None:
+            found = f"no interface{f' {wanted}' if wanted else ''} in {first}'s network {network}"
+            rows.append(fail("interface", host, f"{found}; it has {_listed(facts)}", _INTERFACE_FIX))
+        elif twin:
+            found = f"{item['name']} has {item['address']} here and on {twin}: it leads nowhere"
+            rows.append(fail("interface", host, found, _INTERFACE_FIX))
+        else:
+            ways[host] = Way(item["name"], item["address"])
+    shown = ", ".join(sorted({way.interface for way in ways.values()}))
+    return all_or(rows, "interface", f"{shown} in {network}"), ways
+
+
+_INTERFACE_FIX = "name hosts in -H by addresses of one network, or choose: --network-interfaces NAME"
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{item['name']} {item['address']}" for item in facts["interfaces"] if item["name"] != "lo")
+
+
+def judge_ports(
+    answers: Mapping[str, Mapping[str, Any] | None], ways: Mapping[str, Way], ports: Mapping[str, int]
+) -> list[Row]:
+    """Each host's free port is reached from each other host. answers: what each host missed; None for no answer."""
+    rows = [skip("ports", "its answer did not come", host) for host, answer in answers.items() if answer is None]
+    # (who called, who was called): why it failed.
+    missing = {
+        (caller, called): reason
+        for caller, answer in answers.items()
+        for called, reason in (answer["missing"] if answer else {}).items()
+    }
+    while missing:
+        host = _at_fault(missing)
+        callers = [caller for caller, called in missing if called == host]
+        called = [called for caller, called in missing if caller == host]
+        reason = next(reason for pair, reason in missing.items() if host in pair)
+        found = [f"{', '.join(callers)} cannot reach port {ports[host]} of it" if callers else ""]
+        found += [f"it cannot reach high ports of {', '.join(called)}" if called else ""]
+        others = ",".join(ways[other].address for other in dict.fromkeys([*callers, *called]))
+        fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {others} -j ACCEPT"
+        rows.append(fail("ports", host, f"{'; '.join(filter(None, found))} ({reason})", fix))
+        missing = {pair: reason for pair, reason in missing.items() if host not in pair}
+    return all_or(rows, "ports", f"free ports are reached between {len(ways)} hosts, both ways")
+
+
+def _at_fault(missing: Mapping[tuple[str, str], str]) -> str:
+    """The host that most failed calls have in common; of two, the one that was called."""
+    counts = Counter(host for pair in missing for host in pair)
+    called = Counter(called for _, called in missing)
+    return max(counts, key=lambda host: (counts[host], called[host]))

@@ -1,0 +1,1 @@
+"""Job files for schedulers, one module for each."""

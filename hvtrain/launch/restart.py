@@ -1,0 +1,149 @@
+"""Starts a job over ssh, and again from its newest checkpoint when what ended it can heal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvtrain.checkpoint import notes
+from hvtrain.errors import RESTART_HELPS
+from hvtrain.launch import environment, reach
+from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
+from hvtrain.launch.line import Way, start_line
+from hvtrain.launch.output import RankOutput
+from hvtrain.launch.reached import Reached
+from hvtrain.launch.signals import Signals
+from hvtrain.launch.start import Ending, start
+from hvtrain.system import console
+
+LONGEST_PAUSE_SECONDS = 60.0
+FAILURES_OF_A_BAD_HOST = 2
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often to start again, and with how many ranks at least; None: with all of them."""
+
+    most: int = 0
+    min_ranks: int | None = None
+
+
+def run(job: Job, way: Way, logs: Path, run_dir: str | None, restarts: Restarts) -> int:
+    """The exit code of the last attempt. Raises ConfigError where the first cannot start."""
+    signals = Signals()
+    failed: Counter[str] = Counter()
+    now, code = job, RESTART_HELPS
+    for attempt in range(restarts.most + 1):
+        if attempt:
+            found = _after_pause(attempt, job, way, run_dir, restarts, failed, signals)
+            if signals.told is not None:
+                return 128 + signals.told if signals.told in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
+            if found is None:
+                continue
+            now = found
+        ending = _once(now, way, _folder(logs) if restarts.most else logs, signals)
+        code = ending.code
+        if code != RESTART_HELPS or signals.told is not None:
+            break
+        if ending.failure:
+            failed[ending.failure.host] += 1
+    return code
+
+
+def chosen(
+    hosts: Sequence[Host], num_ranks: int, min_ranks: int, failed: Mapping[str, int], absent: Collection[str]
+) -> tuple[tuple[Host, ...], int] | None:
+    """The hosts to go on with, and how many ranks; None where too few are there.
+
+    A host that has failed often is left out where enough remain without it.
+
+    >>> chosen([Host("s1", 2), Host("s2", 2), Host("s3", 2)], 4, 4, {"s2": 2}, [])
+    ((Host(name='s1', slots=2), Host(name='s3', slots=2)), 4)
+    >>> chosen([Host("s1", 2), Host("s2", 2)], 4, 2, {}, ["s2"])
+    ((Host(name='s1', slots=2),), 2)
+    """
+    present = tuple(host for host in hosts if host.name not in absent)
+    good = tuple(host for host in present if failed.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
+    for candidates in (good, present):
+        ranks = min(num_ranks, sum(host.slots for host in candidates))
+        if ranks >= min_ranks:
+            return candidates, ranks
+    return None
+
+
+def pause_seconds(attempt: int) -> float:
+    """Before the first restart one second, then always twice as long, up to a minute.
+
+    >>> [pause_seconds(attempt) for attempt in (1, 2, 3, 7)]
+    [1.0, 2.0, 4.0, 60.0]
+    """
+    return min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
+
+
+def _after_pause(
+    attempt: int,
+    job: Job,
+    way: Way,
+    run_dir: str | None,
+    restarts: Restarts,
+    failed: Mapping[str, int],
+    signals: Signals,
+) -> Job | None:
+    """The job on the hosts that are left, once the pause is over; None where they are too few, or a signal came."""
+    absent = reach.absent([host.name for host in job.hosts], way.ssh)
+    needed = restarts.min_ranks or job.num_ranks
+    # A discovery script finds the hosts of an elastic job anew.
+    found = chosen(job.hosts, job.num_ranks, needed, failed, absent) if job.hosts else ((), job.num_ranks)
+    seconds = pause_seconds(attempt)
+    about = f"restart {attempt} of {restarts.most}"
+    if found is None:
+        console.say_error(f"{about} is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}", 0)
+        signals.wait(seconds)
+        return None
+    step = _newest_step_here(run_dir)
+    # Other hosts may hold a newer one: the run itself looks there, and says from which it goes on.
+    here, told = "", {}
+    if step is not None:
+        here, told = f" (here: step-{step:08d})", notes.to_ranks(step, socket.gethostname())
+    now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **told})
+    console.say_error(f"{about} in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}", 0)
+    return None if signals.wait(seconds) else now
+
+
+def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
+    """One attempt; says at last what ended it."""
+    if not way.discovery_script and not job.is_elastic:
+        job = replace(job, hosts=used_hosts(job))
+    places = [] if way.discovery_script else [host for host, _ in rank_places(job)]
+    # horovodrun looks at the hosts itself.
+    paths = reach.check([host.name for host in job.hosts], way.ssh) if way.mpirun else None
+    known = Reached(tuple(places), paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
+    output = RankOutput(logs, places)
+    variables = environment.for_launcher(os.environ, job.environment)
+    with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
+        line = start_line(job, way, paths, Path(folder))
+        ending = start(line, {**variables, "PYTHONUNBUFFERED": "1"}, output, signals, Path(folder), known)
+    if ending.failure:
+        console.say_error(f"what each rank said is in {output.folder}", 0)
+        if not ending.failure.is_told:
+            console.say_error(str(ending.failure), 0)
+    return ending
+
+
+def _folder(logs: Path) -> Path:
+    """A folder of its own for each attempt, also of those of earlier launches."""
+    number = 1 + sum(1 for _ in logs.glob("attempt-*"))
+    return logs / f"attempt-{number:04d}"
+
+
+def _newest_step_here(run_dir: str | None) -> int | None:
+    """The step of the newest checkpoint on this host, which is rank 0's more often than not; None without any."""
+    names = [path.name for path in Path(run_dir).glob("checkpoints/step-*")] if run_dir else []
+    return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)

@@ -1,0 +1,116 @@
+"""Seconds of one allreduce of so many bytes over so many ranks, by algorithm. Pure.
+
+Adding up is left out: a rank adds faster than its link brings the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hvtrain.plan.costs.links import Link, Machine
+
+# Of the bandwidth that a ring gets: as NCCL's own tuning has it (src/graph/tuning.cc, 2.8).
+TREE_SHARE = 0.9
+
+
+def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """2 (n - 1) steps, in each of which every rank passes on n-th parts: 2 (n - 1) (alpha + bytes / n / beta).
+
+    No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations"), but its latency grows with the ranks.
+
+    >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
+    (0.15, 6e-05)
+    """
+    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks) if num_ranks > 1 else 0.0
+
+
+def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Halving and doubling: as few bytes as a ring, in 2 log2 n steps, for powers of two (Rabenseifner's algorithm, in
+    Thakur et al. 2005). Other numbers of ranks would send more, and are given the ring's time here.
+
+    >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
+    (0.15, 0.0001)
+    """
+    if num_ranks & (num_ranks - 1):
+        return ring_seconds(num_bytes, num_ranks, link)
+    steps = 2 * (num_ranks.bit_length() - 1)
+    return steps * link.latency_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+
+
+def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
+    """One ring through all ranks, host after host, so that each host's link carries it once each way.
+
+    The narrowest link sets the pace. A part of the sum comes by 2 (n - 1) links, of which 2 (hosts - 1) lead from host
+    to host: so NCCL reckons, too (its ncclTopoTuneModel).
+
+    >>> wide = Machine(Link(1e-6, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
+    >>> round(flat_ring_seconds(100e6, 8, wide), 6)  # 2 x 7 / 8 x 0.1 s, 12 steps of 1 us, 2 of 10
+    0.175032
+    """
+    hosts = machine.num_hosts(num_ranks)
+    if hosts == 1:
+        return ring_seconds(num_bytes, num_ranks, machine.inside)
+    slowest = machine.between.bytes_per_second
+    if num_ranks > hosts:
+        slowest = min(slowest, machine.inside.bytes_per_second)
+    outer = 2 * (hosts - 1)
+    steps = 2 * (num_ranks - 1)
+    latency = (steps - outer) * machine.inside.latency_seconds + outer * machine.between.latency_seconds
+    return latency + steps / num_ranks * num_bytes / slowest
+
+
+def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
+    """Reduce-scatter inside the hosts, halving and doubling over hosts for each part, allgather inside the hosts.
+
+    As Goyal et al. 2017 did (arXiv:1706.02677, section 4); Horovod's HOROVOD_HIERARCHICAL_ALLREDUCE leaves to MPI how
+    hosts reduce. The parts share each host's link, which so carries all of the bytes; its latency counts hosts.
+
+    >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
+    >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
+    0.11502
+    """
+    hosts = machine.num_hosts(num_ranks)
+    local = min(num_ranks, machine.ranks_per_host)
+    return ring_seconds(num_bytes, local, machine.inside) + halving_seconds(num_bytes, hosts, machine.between)
+
+
+def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
+    """Two binary trees over the hosts, each of which sums and spreads one half, and a chain inside each host.
+
+    A rank that has branches in one tree is a leaf of the other, so each link carries 2 x bytes, and the latency grows
+    with the logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan"). NCCL has it since 2.4. The pipeline's filling is left out.
+
+    >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
+    >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
+    (0.20018, 0.00018)
+    """
+    if num_ranks == 1:
+        return 0.0
+    hosts = machine.num_hosts(num_ranks)
+    local = min(num_ranks, machine.ranks_per_host)
+    links = ([machine.inside] if local > 1 else []) + ([machine.between] if hosts > 1 else [])
+    depth = (local - 1) * machine.inside.latency_seconds + math.ceil(math.log2(hosts)) * machine.between.latency_seconds
+    return 2 * depth + 2 * num_bytes / (TREE_SHARE * min(link.bytes_per_second for link in links))
+
+
+ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "tree": tree_seconds}
+
+
+def allreduce_seconds(
+    num_bytes: float, num_ranks: int, machine: Machine, algorithms: Sequence[str] = tuple(ALGORITHMS)
+) -> tuple[float, str]:
+    """Seconds with the machine's start_seconds and its link's correction, and by which algorithm: of those given, the
+    fastest.
+
+    >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
+    >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]
+    ['tree', 'ring']
+    """
+    if num_ranks == 1:
+        return 0.0, "none"
+    seconds, name = min((ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms)
+    link: Link = getattr(machine, machine.slowest(num_ranks))
+    return (machine.start_seconds + seconds) * link.correction(num_bytes), name

@@ -1,0 +1,155 @@
+"""The seconds of one training step on n ranks: computing, and what of the reduction it does not hide. Pure.
+
+A small simulation. The backward pass finishes the gradients of the last layer first. Those that are ready go into a
+buffer (Horovod's tensor fusion, arXiv:1802.05799), each buffer is one allreduce, one follows the other, and
+the step ends when the last has been reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvtrain.plan.costs.algorithms import allreduce_seconds
+from hvtrain.plan.costs.links import Machine
+from hvtrain.plan.costs.stragglers import slowdown
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A tensor to be reduced, and the operations of its layer, in any unit, after which it is ready."""
+
+    num_bytes: int
+    work: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's step: how long it takes alone, and its gradients in the order of the backward pass.
+
+    forward_share: the part of the step before the first gradient. The backward pass computes twice the products of the
+    forward pass, once for the inputs and once for the weights.
+    """
+
+    step_seconds: float
+    gradients: Sequence[Gradient]
+    forward_share: float = 1 / 3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the ranks reduce.
+
+    Args:
+        overlap: gradients are reduced while others are computed, else after the last.
+        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21. hvtrain's
+            runs join none (0): their messages are the buckets.
+        cycle_seconds: Horovod looks for ready gradients so often; what becomes ready waits half of it. Since 0.21, too.
+        interference: how much slower computing is while bytes are moved beside it: both use memory and cores
+            (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep Learning Training
+            Platforms"). A fit, as are links.LINK_SHARE and the deviation: see docs/plan.md.
+        deviation: of the ranks' step times, relative to their mean.
+        algorithms: of costs.allreduce, of which each buffer goes by the fastest. NCCL chooses between these two.
+    """
+
+    overlap: bool = False
+    fusion_bytes: int = 128 * MIB
+    cycle_seconds: float = 1e-3
+    interference: float = 0.15
+    deviation: float = 0.025
+    algorithms: tuple[str, ...] = ("ring", "tree")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step on num_ranks ranks.
+
+    exposed_seconds: what the step is longer by for the reduction, its interference included.
+    algorithm: of the largest buffer.
+    """
+
+    num_ranks: int
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    num_buffers: int
+    algorithm: str
+    efficiency: float
+
+
+def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
+    """The expected step of num_ranks ranks.
+
+    >>> from hvtrain.plan.costs.links import Link
+    >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
+    >>> machine = Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=1)
+    >>> rules = Rules(cycle_seconds=0, interference=0, deviation=0, fusion_bytes=1)
+    >>> cost = step_cost(work, 2, machine, rules)  # 0.3 s, then twice 50 MB at 1 GB/s
+    >>> round(cost.step_seconds, 3), cost.num_buffers, round(cost.efficiency, 3)
+    (0.4, 2, 0.75)
+    >>> from dataclasses import replace
+    >>> round(step_cost(work, 2, machine, replace(rules, overlap=True)).step_seconds, 3)  # the first begins at 0.2 s
+    0.35
+    """
+    compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
+    if num_ranks == 1 or not work.gradients:
+        return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
+    ready, sizes = _ready_seconds(work, compute, rules.overlap), [one.num_bytes for one in work.gradients]
+    computed = compute
+    free = busy = 0.0
+    buffers: list[tuple[int, str]] = []
+    first = 0
+    while first < len(sizes):
+        # A stream that is busy looks again at once; one that is idle at its next cycle.
+        begin = free if ready[first] < free else ready[first] + rules.cycle_seconds / 2
+        last = first + 1
+        while last < len(sizes) and ready[last] <= begin and sum(sizes[first : last + 1]) <= rules.fusion_bytes:
+            last += 1
+        num_bytes = sum(sizes[first:last])
+        seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
+        # Who waits for a latency takes nothing from the others.
+        moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
+        ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
+        computed = _held_up(computed, begin, moving, rules.interference)
+        buffers.append((num_bytes, algorithm))
+        busy += seconds
+        free = begin + seconds
+        first = last
+    step = max(computed, free)
+    return Cost(num_ranks, step, compute, busy, step - compute, len(buffers), max(buffers)[1], work.step_seconds / step)
+
+
+def _ready_seconds(work: Work, compute_seconds: float, overlap: bool) -> list[float]:
+    """When each gradient is ready, by its layer's operations of all; after the last where nothing overlaps."""
+    total = sum(gradient.work for gradient in work.gradients)
+    if not overlap:
+        return [compute_seconds] * len(work.gradients)
+    done, ready = 0.0, []
+    backward = 1 - work.forward_share
+    for gradient in work.gradients:
+        done += gradient.work
+        ready.append(compute_seconds * (work.forward_share + backward * (done / total if total else 1.0)))
+    return ready
+
+
+def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
+    """When what would be done at a moment is done, if computing is slower for some seconds from begin on.
+
+    >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
+    (1.0, 10.2, 2.5)
+    """
+    if moment <= begin or not interference:
+        return moment
+    return moment + min(seconds * interference, (moment - begin) * interference / (1 - interference))
+
+
+def rank_counts(num_ranks: int) -> list[int]:
+    """1, 2, 4, ... and num_ranks.
+
+    >>> rank_counts(6), rank_counts(1)
+    ([1, 2, 4, 6], [1])
+    """
+    return [1 << power for power in range(num_ranks.bit_length()) if 1 << power < num_ranks] + [num_ranks]

@@ -1,0 +1,91 @@
+"""The machine of a forecast: links from the figures that the user gives, or from what bench allreduce has measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvtrain.errors import ConfigError
+from hvtrain.plan.costs.calibration import Fit, Measured, corrected, fit
+from hvtrain.plan.costs.links import Machine, bus, network
+
+
+@dataclass(frozen=True)
+class Found:
+    """The machine, with a line for each link that says where it is from. is_measured: its start includes the cycle."""
+
+    machine: Machine
+    lines: tuple[str, ...]
+    is_measured: bool
+
+
+def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]) -> Found:
+    """From the options' figures; what was measured takes the place of the link that it was measured on.
+
+    files: each what `read` found. algorithms: of costs.allreduce, by which the ranks reduce.
+    Raises ConfigError where nothing can be fitted.
+    """
+    per_host = options.ranks_per_host
+    inside = bus(options.inside_gbytes, options.inside_latency_us * 1e-6, options.link_share)
+    between = network(options.link_gbits, options.latency_us * 1e-6, options.link_share)
+    said = {
+        "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us",
+        "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us",
+    }
+    said = {name: f"{text}; {options.link_share:.1%} of the speed is used" for name, text in said.items()}
+    machine = Machine(inside, between, per_host)
+    groups: dict[str, list[Measured]] = {}
+    for measured in files:
+        groups.setdefault(machine.slowest(measured[0].num_ranks), []).extend(measured)
+    for name, measured in groups.items():
+        found = fit(measured)
+        link = found.link(getattr(machine, name).latency_seconds)
+        if found.latency_seconds is None:
+            # What was measured holds the latency of its own steps already.
+            steps = 2 * (measured[0].num_ranks - 1)
+            found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * link.latency_seconds))
+        start_seconds = max(machine.start_seconds, found.start_seconds)
+        changes: dict[str, Any] = {name: link, "start_seconds": start_seconds}
+        machine = replace(machine, **changes)
+        said[name] = in_words(found, measured)
+    for measured in groups.values():
+        machine = corrected(machine, measured, algorithms)
+    slowest = machine.slowest(options.np)
+    used = ("inside", "between") if slowest == "between" and per_host > 1 else (slowest,)
+    labels = {"inside": "inside a host", "between": "between hosts"}
+    return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
+
+
+def in_words(found: Fit, measured: Sequence[Measured]) -> str:
+    """Of a fitted link."""
+    ranks = ", ".join(str(number) for number in sorted({one.num_ranks for one in measured}))
+    latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
+    return (
+        f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured on "
+        f"{ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
+    )
+
+
+def read(path: Path) -> list[Measured]:
+    """What bench allreduce wrote: the median of each size's rounds. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        num_ranks, seconds = content["num_ranks"], content["seconds"]["hvtrain"]
+        return [
+            Measured(int(num_ranks), int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()
+        ]
+    except OSError as error:
+        raise ConfigError(
+            f"--calibrate {path} cannot be read: {error.strerror}; give the allreduce.json of python -m hvtrain.bench "
+            "allreduce"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--calibrate {path} is not what bench allreduce writes ({type(error).__name__}: {error}); give its "
+            "allreduce.json"
+        ) from None

@@ -1,0 +1,160 @@
+"""A forecast in lines for people, and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvtrain.plan.costs.step import Cost, Rules
+from hvtrain.plan.forecast import Forecast, key_steps
+from hvtrain.plan.machine import Found
+
+
+def amount(num_bytes: float) -> str:
+    """In powers of 1000.
+
+    >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
+    ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
+    """
+    for unit, length in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:,.{0 if num_bytes >= 10 * length else 1}f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"
+
+
+def duration(seconds: float) -> str:
+    """The largest unit that fits.
+
+    >>> duration(42), duration(5400), duration(90), duration(200_000)
+    ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
+    """
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
+    """The command that starts the run; with several hosts, those of a file.
+
+    >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
+    ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain.launch -np 8 --hostfile hosts.txt -- model=cnn')
+    """
+    if num_ranks <= ranks_per_host:
+        return shlex.join(["horovodrun", "-np", str(num_ranks), "python", "-m", "hvtrain", *words])
+    return shlex.join(
+        ["python", "-m", "hvtrain.launch", "-np", str(num_ranks), "--hostfile", "hosts.txt", "--", *words]
+    )
+
+
+def memory(forecast: Forecast) -> dict[str, int]:
+    """Bytes on a rank by what they are for; what cannot be said is left out."""
+    found = forecast.footprint
+    parts = {"weights": found.weight_bytes, "gradients": found.gradient_bytes, "optimizer slots": found.slot_bytes}
+    if forecast.plan.size > 1:
+        parts["fusion buffer"] = Rules.fusion_bytes  # Horovod has it for tensors that share a bucket, too.
+    if found.activation_bytes is not None:
+        parts["activations"] = found.activation_bytes
+    return parts
+
+
+def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) -> list[str]:
+    """What needs no prediction."""
+    config, plan, bytes_of = forecast.config, forecast.plan, memory(forecast)
+    sizes, hosts = plan.batch_sizes, -(-plan.size // ranks_per_host)
+    same = len(set(sizes)) == 1
+    batch = f"{plan.size} x {sizes[0]} = {plan.global_batch:,} (ranks x batch)" if same else f"{plan.global_batch:,}"
+    rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
+    left_out = plan.num_examples - plan.examples_per_epoch
+    kept = config.checkpoint.keep + 1
+    checkpoint = forecast.footprint.checkpoint_bytes
+    parts = ", ".join(
+        f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size
+    )
+    known = "activations" in bytes_of
+    epochs = f"{plan.num_epochs} epoch{'s' * (plan.num_epochs > 1)}"
+    lines = [
+        ("model", f"{forecast.model_name}, {forecast.footprint.num_parameters:,} parameters, {config.train.precision}"),
+        ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
+        ("ranks", f"{plan.size} on {hosts} host{'s' * (hosts > 1)}"),
+        ("global batch", batch),
+        (
+            "steps",
+            f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}"
+            + (f"; {left_out:,} examples of an epoch are left out)" if left_out else ")"),
+        ),
+        ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
+        ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
+        (
+            "memory",
+            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {parts}"
+            f" ({'an estimate' if known else 'without activations, whose layers do not say their shapes'})",
+        ),
+        ("checkpoint", f"{amount(checkpoint)}; {kept} of them are kept: {amount(kept * checkpoint)}"),
+        ("launch", launch_line(words, plan.size, ranks_per_host)),
+    ]
+    if hosts > 1:
+        lines.append(("", f"hosts.txt: {hosts} lines like `s1 slots={ranks_per_host}`"))
+    return [f"{name:<15}{text}" for name, text in lines]
+
+
+def of_the_step(
+    forecast: Forecast, costs: Sequence[Cost], found: Found, rules: Rules, step_seconds: float, faster: float | None
+) -> list[str]:
+    """The prediction, with what it stands on; faster: the last step's seconds if hosts reduced first."""
+    number = len(forecast.messages)
+    way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
+    lines = [
+        f"{'links':<15}{found.lines[0]}",
+        *(f"{'':<15}{line}" for line in found.lines[1:]),
+        f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
+        f"{amount(forecast.footprint.gradient_bytes)} are reduced {way}",
+        "",
+        f"{'ranks':>6}{'step ms':>11}{'reducing ms':>13}{'exposed ms':>12}{'examples/s':>13}{'efficiency':>12}  by",
+    ]
+    for cost in costs:
+        images = forecast.batch_size * cost.num_ranks / cost.step_seconds
+        lines.append(
+            f"{cost.num_ranks:>6}{1000 * cost.step_seconds:>11,.1f}{1000 * cost.communication_seconds:>13,.1f}"
+            f"{1000 * cost.exposed_seconds:>12,.1f}{images:>13,.0f}{cost.efficiency:>12.1%}  {cost.algorithm}"
+        )
+    last = costs[-1]
+    steps = forecast.plan.num_steps
+    lines += ["", f"{steps:,} steps of {1000 * last.step_seconds:,.1f} ms: {duration(steps * last.step_seconds)}"]
+    if faster:
+        lines.append(
+            f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {1000 * faster:,.1f} ms, "
+            f"{step_seconds / faster:.1%}"
+        )
+    return lines
+
+
+def as_json(
+    forecast: Forecast,
+    words: Sequence[str],
+    ranks_per_host: int,
+    rules: Rules,
+    costs: Sequence[Cost],
+    found: Found | None,
+) -> dict[str, Any]:
+    """All of it, in SI units."""
+    plan = forecast.plan
+    return {
+        "words": list(words),
+        "num_ranks": plan.size,
+        "ranks_per_host": ranks_per_host,
+        "global_batch": plan.global_batch,
+        "num_examples": plan.num_examples,
+        "num_steps": plan.num_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "learning_rate": [[step, forecast.schedule(step)] for _, step in key_steps(forecast)],
+        "memory_bytes": memory(forecast),
+        "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
+        "gradient_bytes": forecast.footprint.gradient_bytes,
+        "launch": launch_line(words, plan.size, ranks_per_host),
+        "rules": asdict(rules),
+        "machine": asdict(found.machine) if found else None,
+        "costs": [asdict(cost) for cost in costs],
+    }

@@ -1,0 +1,219 @@
+"""Which checkpoint a run goes on from: the newest whole one of this run, on whichever host it lies.
+
+Without a shared disk each host has its own, and rank 0 may be on another host than before. Each rank says what is
+the newest that it has; the first rank that has the newest of all reads it, and it travels to rank 0. resuming
+restores it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvtrain.checkpoint import notes, store
+from hvtrain.checkpoint.notes import Note, Noting, checked_run_id
+from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.checkpoint.writer import mark_best, read_best
+from hvtrain.core.records import read_history, write_history
+from hvtrain.errors import CheckpointError
+from hvtrain.restore.offers import Offer, check_notes, check_one_run, check_resume, this_runs
+from hvtrain.restore.resume import Found, Held
+from hvtrain.restore.transfer import bring
+from hvtrain.strategies.base import Strategy
+from hvtrain.system.run_lock import LOCK_FILE
+
+log = logging.getLogger(__name__)
+
+# Without these, of these types, a checkpoint does not say how its run went.
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "num_ranks": int,
+    "batch_size": (int, list),
+    "batch_sizes": list,
+    "epoch": int,
+    "step_in_epoch": int,
+}
+
+
+def find(folder: Path, strategy: Strategy, held: Held, resume: str = "auto") -> Found | None:
+    """The newest whole checkpoint of this run, in memory or on the disk of any host; or None (every rank).
+
+    held gets the run's identifier, what keeps this host's note, and the checkpoint itself where ranks come and go.
+
+    Raises:
+        CheckpointError: hosts hold checkpoints of different runs; a newer one lies on a host that is not there;
+            or all that there are are damaged.
+        ConfigError: resume=never, and another host than rank 0's holds a checkpoint.
+    """
+    search = _Search(folder, strategy, held)
+    found = search.newest()
+    hosts = strategy.gather(strategy.topology.host)
+    if search.run_id is None:
+        check_resume(search.offers, resume, folder)
+        if resume == "auto" and held.checkpoint is None:
+            check_notes(search.notes(), hosts, search.offers, folder)
+    whole = search.bring(found) if found else None
+    run_id = found and checked_run_id(found.meta.get("run_id"))
+    held.run_id = run_id or search.run_id or strategy.broadcast(uuid.uuid4().hex[:12])
+    rank = strategy.topology.rank
+    if search.has_own_disk and hosts.index(hosts[rank]) == rank:
+        held.noting = _noting(folder, rank, hosts, held.run_id, found, resume)
+    else:
+        held.noting = Noting()
+    if strategy.commit_steps and whole:
+        held.checkpoint = whole
+    return replace(found, whole=whole) if found else None
+
+
+class _Search:
+    """What all ranks have, round by round, until the newest of it is found whole."""
+
+    def __init__(self, folder: Path, strategy: Strategy, held: Held) -> None:
+        self.folder = folder
+        self.strategy = strategy
+        self.held = held
+        self.offers: list[Offer] = []
+        # Of a run that has begun already, whose ranks are others now.
+        self.run_id = next(filter(None, strategy.gather(held.run_id)), None)
+        self.has_own_disk = _has_own_disk(folder, strategy)
+        self._damaged: dict[Path, str] = {}
+        self._whole: Checkpoint | None = None
+        self._root = 0
+
+    def newest(self) -> Found | None:
+        """Every rank. It is read, checked, and kept on one rank, the root."""
+        found = None
+        while found is None:
+            everyone = self.strategy.gather(self.strategy.together(self._own))
+            self.offers = this_runs([offer for offer in everyone if offer], self.run_id)
+            if not self.offers:
+                break
+            chosen = max(self.offers, key=lambda offer: (offer.step, -offer.rank))
+            self._root = chosen.rank
+            found = self.strategy.on_rank(self._root, self._read)
+        if found and self.run_id is None:
+            check_one_run(self.offers, self._root, self.folder)
+        self._tell_damaged(found)
+        return found
+
+    def notes(self) -> list[Note]:
+        """What the hosts, and the launcher, know of the newest checkpoint (every rank)."""
+        own = [notes.read(self.folder), notes.from_launcher(os.environ)]
+        return [note for notes in self.strategy.gather(own) for note in notes if note]
+
+    def bring(self, found: Found) -> Checkpoint | None:
+        """To the chief, or, where ranks come and go, to all; None on the others (every rank)."""
+        everyone = self.strategy.commit_steps > 0
+        held = self.held.checkpoint
+        has_it = self._whole is not None or (held is not None and held.step == found.step)
+        if self._whole is None and has_it:
+            self._whole = held
+        wanted = self.strategy.topology.is_chief or everyone
+        if any(self.strategy.gather(wanted and not has_it)):
+            arrays = bring(
+                self._whole.arrays if self._whole else None, self._root, self.strategy, wanted and not has_it
+            )
+            if arrays is not None:
+                self._whole = Checkpoint(Path(store.name_of(found.step)), found.step, dict(found.meta), arrays)
+        if self._root and found.host:
+            self._bring_records()
+        return self._whole if wanted else None
+
+    def _own(self) -> Offer | None:
+        """The newest that this rank has, but for those that it found damaged."""
+        topology, checkpoints = self.strategy.topology, self.folder / "checkpoints"
+        if checkpoints.is_symlink():
+            raise CheckpointError(
+                f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
+            )
+        paths = store.listed(checkpoints) if self.has_own_disk else []
+        paths = [path for path in paths if path not in self._damaged]
+        held = self.held.checkpoint
+        step = store.step_of(paths[-1]) if paths else -1
+        seen = max([step, *map(store.step_of, self._damaged)])
+        if held is not None and held.step >= step:
+            return Offer(topology.rank, topology.host, held.step, self.held.run_id, None, seen)
+        if not paths:
+            return None
+        run_ids = (store.run_id(path) for path in reversed(paths))
+        return Offer(topology.rank, topology.host, step, next(filter(None, run_ids), None), paths[-1], seen)
+
+    def _read(self) -> Found | None:
+        """The root's offer, whole; None where it is damaged (root only)."""
+        offer = next(offer for offer in self.offers if offer.rank == self.strategy.topology.rank)
+        where = f" on {offer.host}" if offer.rank else ""
+        if offer.path is None:
+            assert self.held.checkpoint is not None
+            newest, where = self.held.checkpoint, f" in memory{where}"
+        else:
+            try:
+                newest = store.read(offer.path)
+            except CheckpointError as error:
+                self._damaged[offer.path] = str(error)
+                return None
+        missing = [name for name, kind in _NEEDED.items() if not isinstance(newest.meta.get(name), kind)]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {newest.path.name} lacks {', '.join(missing)} and so is of no run; choose another run.dir"
+            )
+        self._whole = newest
+        return Found(newest.path.name + where, newest.step, newest.meta, host=offer.host if offer.path else "")
+
+    def _tell_damaged(self, found: Found | None) -> None:
+        """Sets aside what was damaged, and says so; raises CheckpointError where nothing else is there (every rank)."""
+        place = self.strategy.topology
+        where = "" if place.is_chief else f"host {place.host}: "
+        if found:
+            own = [store.passed_over(path, line, found.step) for path, line in self._damaged.items()]
+        else:
+            own = list(self._damaged.values())
+        lines = [line for lines in self.strategy.gather([f"{where}{line}" for line in own]) for line in lines]
+        if lines and not found:
+            raise CheckpointError(
+                f"{lines[0]}; no other checkpoint in {self.folder / 'checkpoints'} is whole; "
+                "choose another run.dir to start anew"
+            )
+        for line in lines if place.is_chief else ():
+            log.warning("%s", line)
+
+    def _bring_records(self) -> None:
+        """The rows of the history, and which checkpoint was the best, from the root to the chief (every rank)."""
+
+        def read() -> tuple[Any, Any, str]:
+            return read_history(self.folder), read_best(self.folder / "checkpoints"), self.strategy.topology.host
+
+        rows, best, host = self.strategy.on_rank(self._root, read)
+
+        def write() -> None:
+            if rows:
+                write_history(self.folder, rows)
+            if best:
+                there = best.get("host", host)
+                place = {} if there == self.strategy.topology.host else {"host": there}
+                mark_best(self.folder / "checkpoints", best["step"], best["metric"], best["value"], **place)
+
+        self.strategy.on_chief(write)
+
+
+def _noting(folder: Path, rank: int, hosts: list[str], run_id: str, found: Found | None, resume: str) -> Noting:
+    """Notes on this host where the checkpoint lies that the run goes on from; returns what notes those that follow.
+
+    By the first rank of each host that has a disk of its own; rank 0's host needs no note of what rank 0 writes.
+    """
+    notes.forget(folder, None if resume == "available" else run_id)
+    if found and found.host not in ("", hosts[rank]):
+        Noting(folder, found.host, run_id).note(found.step)
+    return Noting(folder if rank else None, hosts[0], run_id)
+
+
+def _has_own_disk(folder: Path, strategy: Strategy) -> bool:
+    """False on a rank that sees the run folder of the chief, by what that wrote into its lock (every rank)."""
+    try:
+        seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
+    except OSError:
+        seen = ""
+    of_chief = strategy.broadcast(seen)
+    return strategy.topology.is_chief or not seen or seen != of_chief

@@ -1,0 +1,48 @@
+"""Keras's progress on the chief's console, readable also where the console is a pipe or a file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import keras
+
+from hvtrain.system.console import is_launched
+from hvtrain.training.callbacks.position import Position
+
+log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+def verbosity(is_chief: bool) -> int:
+    """Keras's verbose: a moving bar on a terminal, one line an epoch elsewhere, nothing on other ranks.
+
+    A launcher puts a mark before each line, which a moving bar does not survive (mpirun gives its ranks
+    terminals all the same).
+    """
+    if not is_chief:
+        return 0
+    return 1 if sys.stdout.isatty() and not is_launched() else 2
+
+
+class Progress(keras.callbacks.Callback):
+    """A line every 30 seconds within long epochs where Keras shows no moving bar (chief only)."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()
+        self.position = position
+        self._last = time.monotonic()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        now = time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_LINES or self.position.ends_epoch:
+            return
+        self._last = now
+        numbers = " - ".join(f"{name}: {value:.4g}" for name, value in (logs or {}).items())
+        log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)

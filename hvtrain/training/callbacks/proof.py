@@ -1,0 +1,65 @@
+"""What a run has proved, counted while it ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.training.callbacks.position import Position
+
+
+class Proof(keras.callbacks.Callback):
+    """Counts the examples of each epoch that went through the step, over all ranks (every rank)."""
+
+    def __init__(self, strategy: Strategy, position: Position, weights: WeightCheck, accumulate: int = 1) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.position = position
+        self.weights = weights
+        self.accumulate = accumulate
+        self.examples: list[int] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Keras's mean of the loss counts the examples that it was computed on.
+        own = next(metric for metric in self.model.metrics if metric.name == "loss").count
+        count = int(self.strategy.sum_arrays([np.asarray(own)])[0])
+        if self.position.plan.position(self.position.step)[1] == 0:
+            self.examples.append(count)
+
+    def numbers(self, reductions: int) -> dict[str, Any]:
+        """For the record; reductions are those of this process."""
+        steps = (self.position.step - self.position.start_step) // self.accumulate
+        return {
+            "reductions": reductions,
+            "steps": steps,
+            "ranks": self.position.plan.size,
+            "weight_checks": self.weights.num_checks,
+            "examples_each_epoch": self.examples,
+            "examples": self.position.plan.num_examples,
+        }
+
+
+def in_words(numbers: dict[str, Any]) -> str:
+    """One line.
+
+    >>> in_words({"reductions": 264, "steps": 264, "ranks": 2, "weight_checks": 14,
+    ...           "examples_each_epoch": [1408, 1408], "examples": 1437})
+    'reductions 264 of 264 steps; weights equal on 2/2 ranks (14 checks); 1,408 of 1,437 samples seen once per epoch'
+    """
+    ranks, checks = numbers["ranks"], numbers["weight_checks"]
+    words = []
+    if ranks > 1:
+        words.append(f"reductions {numbers['reductions']:,} of {numbers['steps']:,} steps")
+        words.append(
+            f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
+            if checks
+            else "weights not compared"
+        )
+    seen = sorted(set(numbers["examples_each_epoch"]))
+    if seen:
+        counts = f"{seen[0]:,}" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,}"
+        words.append(f"{counts} of {numbers['examples']:,} samples seen once per epoch")
+    return "; ".join(words) or "one rank, less than an epoch: nothing to prove"

@@ -1,0 +1,100 @@
+"""What a run leaves for those who use its model: model.keras and model.json, which need nothing but Keras.
+
+The saved model takes an example as the user's arrays or files hold it. What the input pipeline does on the way to the
+trained model is inside, as layers of Keras's own; see Source.preprocessing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.checkpoint.writer import save_model
+from hvtrain.core.records import write_atomic
+from hvtrain.core.topology import Topology
+from hvtrain.data.source import Source
+from hvtrain.training.setup import compile_model
+
+log = logging.getLogger(__name__)
+
+MODEL_FILE = "model.keras"
+DESCRIPTION_FILE = "model.json"
+NUM_CHECKED = 4
+
+
+def export(model: keras.Model, source: Source, topology: Topology, folder: Path) -> None:
+    """Writes the trained model with its preprocessing, and what goes in and out of it (chief only).
+
+    The model is compiled anew: loss and metrics stay, and nothing of hvtrain's is in the file.
+    """
+    difference = check_preprocessing(source, topology)
+    if difference:
+        log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
+    save_model(with_preprocessing(model, source), folder / MODEL_FILE)
+    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source), indent=2) + "\n")
+
+
+def with_preprocessing(model: keras.Model, source: Source) -> keras.Model:
+    """From raw examples to logits, compiled; its last layer is the trained model."""
+    preprocessing = source.preprocessing()
+    raw = preprocessing.inputs()
+    whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
+    for one in (model, whole):
+        # Keras cannot load a model that was compiled without an optimizer. This one has no slots, and is built,
+        # without which loading it warns. Under mixed_float16 Keras adds a loss scale by itself, but does not write that
+        # down: the file would not load under another policy.
+        optimizer = keras.optimizers.SGD()
+        if one.dtype_policy.name == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        compile_model(one, optimizer)
+        one.optimizer.build(one.trainable_variables)
+    return whole
+
+
+def description(source: Source) -> dict[str, Any]:
+    """model.json: what the saved model takes and gives."""
+    preprocessing = source.preprocessing()
+    return {
+        "dataset": source.name,
+        "input": {
+            "shape": list(preprocessing.shape),
+            "dtype": "float32",
+            "values": preprocessing.values,
+            "range": list(preprocessing.range) if preprocessing.range else None,
+        },
+        "output": {"shape": [source.num_classes], "values": "logits; keras.ops.softmax makes them probabilities"},
+        "num_classes": source.num_classes,
+        "class_names": list(source.class_names) if source.class_names else None,
+    }
+
+
+def check_preprocessing(source: Source, topology: Topology) -> str | None:
+    """Why preprocessing() is not what the source's streams do, where raw examples show that it is not."""
+    if source.on_error == "skip":
+        return None  # The stream may leave out the first examples.
+    split = "test" if source.num_examples("test") else "train"
+    preprocessing = source.preprocessing()
+    try:
+        raw = source.raw_examples(split, topology, NUM_CHECKED)
+        if not raw:
+            return None
+        streamed, _ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
+    except (OSError, tf.errors.OpError):  # A run that has ended well does not fail for files that it no longer needs.
+        return None
+    for number, (example, expected) in enumerate(zip(raw, streamed)):
+        found = keras.ops.convert_to_numpy(preprocessing(np.asarray(example, np.float32)[np.newaxis]))[0]
+        if found.shape != expected.shape:
+            return f"preprocessing() of {source.name} gives {found.shape}, the model was trained on {expected.shape}"
+        gap = float(np.max(np.abs(found - expected), initial=0.0))
+        if not gap <= 1e-5 * max(1.0, float(np.abs(expected).max(initial=0.0))):
+            return (
+                f"example {number} ({split}) differs by {gap:.2g} between preprocessing() of {source.name} and its "
+                "stream; let preprocessing() say what the stream does"
+            )
+    return None

@@ -1,0 +1,77 @@
+"""What rank 0 says before the first step: everything that a reader of the log wants to know later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+
+from hvtrain.config.schema import RunConfig
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.data.source import Source
+from hvtrain.restore.resume import Start
+from hvtrain.strategies.base import Strategy
+from hvtrain.system.versions import versions
+
+
+def header(
+    config: RunConfig,
+    strategy: Strategy,
+    source: Source,
+    model: keras.Model,
+    plan: StepPlan,
+    folder: Path,
+    start: Start,
+) -> str:
+    """The header, some ten lines without the closing newline."""
+    splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
+    rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
+    sizes = plan.batch_sizes
+    same = len(set(sizes)) == 1
+    batch = f"{plan.size} x {sizes[0]}" if same else " + ".join(map(str, sizes))
+    times = plan.accumulate
+    accumulated = f"; {times} of them for each change of weights, {times * plan.global_batch} in all" * (times > 1)
+    lines = {
+        "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
+        "ranks": f"{plan.size} ({strategy.description()})",
+        "devices": device_map(strategy.devices()),
+        "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
+        "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
+        "from": source.origin,
+        "global batch": f"{batch} = {plan.global_batch} ({'ranks x batch' if same else 'by rank'}){accumulated}",
+        "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
+        f"{config.schedule['_target_'].split('.')[-1].lower()}",
+        "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
+        "run folder": str(folder),
+    }
+    if start.name:
+        lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
+
+
+def resized(start: Start, plan: StepPlan) -> str:
+    """What another number of ranks than before means for a resumed run; nothing where it is the same."""
+    here = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
+    batch = f"global batch {plan.global_batch}"
+    if start.plan_ranks != len(plan.shares):
+        epoch = plan.position(start.step)[0] + 1
+        return (
+            f"{here}: {batch} and learning rate {plan.peak_learning_rate:g} from epoch {epoch} on (train.resize=scale)"
+        )
+    if start.num_ranks == plan.size:
+        return ""
+    parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
+    end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.hands_over else ""
+    return f"{here}: {batch} and learning rate as before{parts}{end}"
+
+
+def device_map(devices: list[str]) -> str:
+    """Ranks and their devices, the ranks of one device together: "0-3 s1 CPU"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(rank)
+    return ", ".join(
+        f"{found[0]} {device}" if len(found) == 1 else f"{found[0]}-{found[-1]} {device}"
+        for device, found in ranks.items()
+    )

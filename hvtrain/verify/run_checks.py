@@ -1,0 +1,36 @@
+"""All checks, from the start of the ranks to their end."""
+
+from __future__ import annotations
+
+import logging
+
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import RunConfig
+from hvtrain.errors import RankError
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.system import console
+from hvtrain.training.failures import leave
+from hvtrain.verify.check import run_checks
+from hvtrain.verify.library import library_checks
+from hvtrain.verify.own_run import own_run_checks
+
+
+def verify(config: RunConfig, own_run: bool) -> bool:
+    """True when every check passes on every rank. own_run: with the model, data and optimizer of config too."""
+    strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
+    try:
+        topology = strategy.start()
+        if topology.size == 1:
+            raise RankError("one rank came and at least two are compared; start them with horovodrun -np 2")
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        checks = list(library_checks(strategy))
+        if own_run:
+            checks += own_run_checks(config, strategy)
+        passed = run_checks(checks, strategy)
+        strategy.stop()
+    except BaseException as error:
+        leave(strategy, error)
+        raise
+    return passed

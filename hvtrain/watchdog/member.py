@@ -1,0 +1,243 @@
+"""Every rank's side of the watch: says where it stands, and ends its process when it is told to, or left alone."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvtrain.errors import RESTART_HELPS
+from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
+from hvtrain.watchdog import ending
+from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
+from hvtrain.watchdog.judge import CUT, GONE, PATIENCE_AT_START, SECONDS_FOR_THE_MAIN_THREAD, Rules, Verdict
+from hvtrain.watchdog.progress import Naps, Progress
+from hvtrain.watchdog.wire import Lines, Message, WireError, encode, is_cut, notice_cuts, proof
+
+log = logging.getLogger(__name__)
+
+SECONDS_FOR_A_WOKEN_RANK = 3.0
+SECONDS_TO_JOIN = 10.0
+# Open MPI notices a cut by itself, later than we do (launching/reach.py). But mpirun waits for a host that it cannot
+# reach once a rank has left it.
+SECONDS_FOR_THE_LAUNCHER = 15.0
+
+
+class Member:
+    """One thread, from `join` on. folder: the run folder, once it is known."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        rules: Rules,
+        folder: Callable[[], Path | None],
+        progress: Progress,
+        stacks: Stacks,
+        launcher: Launcher,
+    ) -> None:
+        self._rank = rank
+        self._host = host
+        self._rules = rules
+        self._folder = folder
+        self._progress = progress
+        self._stacks = stacks
+        self._launcher = launcher
+        self._lines = Lines()
+        self._lock = threading.Lock()
+        self._heard = threading.Event()
+        self._decided = threading.Event()
+        self._closed = threading.Event()
+        self._verdict: Verdict | None = None
+        self._verdict_at = 0.0
+        self._patience = rules.main_thread_seconds
+        self._is_ending = self._is_asked = self._is_leaving = False
+        self._naps = Naps(rules.beat_seconds)
+        self._waits_since: float | None = None
+        self._connection: socket.socket | None = None
+        self._hub: Process | None = None
+        self.thread = threading.Thread(target=self._run, name="hvtrain watch", daemon=True)
+
+    def join(self, address: tuple[str, int], token: str) -> None:
+        """Raises OSError or WireError where the hub is not there, or does not know this rank."""
+        self._connection = socket.create_connection(address, timeout=SECONDS_TO_JOIN)
+        notice_cuts(self._connection)
+        challenge = self._next("challenge")["challenge"]
+        answer = {"rank": self._rank, "host": self._host, "proof": proof(token, challenge, self._rank)}
+        where = {"process": self._stacks.process.message(), "standing": vars(self._progress.look())}
+        self._send({**answer, **where})
+        self._hub = Process.of(self._next("welcome")["process"])
+        self.thread.start()
+
+    def fail(self, text: str, code: int) -> None:
+        """Tells the others why this rank leaves; returns once they know, or after a second."""
+        self._is_leaving = True
+        if self._verdict is None and not self._closed.is_set():
+            self._heard.clear()
+            self._send({"kind": "failed", "text": text, "code": code})
+            self._heard.wait(1.0)
+
+    def cause(self, seconds: float) -> Verdict | None:
+        """Why the others are gone, from the main thread, which then ends the process itself; None: nobody knows."""
+        self._is_asked = True
+        self._send({"kind": "ask"})
+        self._decided.wait(seconds)
+        while self._is_ending:
+            time.sleep(1)  # The watch is about to end this process, and says why.
+        self._is_leaving = self._verdict is not None
+        return self._verdict
+
+    @property
+    def spokesman(self) -> int:
+        """Who speaks for all: rank 0, as long as it is there."""
+        return 0 if self._connection else 1
+
+    def stop(self) -> None:
+        """Leaves the watch; the hub ends with rank 0."""
+        self._send({"kind": "bye"})
+        self._closed.set()
+        if self.thread is not threading.current_thread():
+            self.thread.join(2 * self._rules.beat_seconds + 1)
+
+    def _next(self, kind: str) -> Message:
+        assert self._connection
+        messages: list[Message] = []
+        while not messages:
+            data = self._connection.recv(1 << 12)
+            if not data:
+                raise WireError("the hub closed the connection")
+            messages = self._lines.feed(data)
+        if messages[0].get("kind") != kind:
+            raise WireError(f"the hub sent no {kind}")
+        return messages[0]
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            try:
+                if self._connection:
+                    self._connection.sendall(encode(message))
+            except OSError:
+                pass  # The reading side finds out why.
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:
+            log.exception("the watchdog of rank %d ended by a defect of its own; the run goes on", self._rank)
+            self._send({"kind": "bye"})
+        if self._connection:
+            self._connection.close()
+        self._stacks.close()
+
+    def _watch(self) -> None:
+        next_beat = 0.0
+        while not self._closed.is_set():
+            seconds = max(0.0, next_beat - time.monotonic())
+            if self._connection is None:
+                time.sleep(seconds)
+            elif select.select([self._connection], [], [], seconds)[0]:
+                self._read(self._connection)
+            now = time.monotonic()
+            if now >= next_beat and not self._closed.is_set():
+                next_beat = now + self._rules.beat_seconds
+                self._tick(now)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 16)
+            messages = self._lines.feed(data) if data else [{"kind": "lost"}]
+        except OSError as error:
+            messages = [{"kind": "cut" if is_cut(error) else "lost"}]
+        except WireError:
+            messages = [{"kind": "lost"}]
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        kind = message.get("kind")
+        if kind == "heard":
+            self._waits_since = None
+            self._heard.set()
+        elif kind == "verdict":
+            self._decide(Verdict(**message["verdict"]))
+        elif kind == "stacks":
+            self._is_ending = True
+            self._send({"kind": "stacks", "rank": self._rank, "text": self._stacks.text(), "state": ""})
+            for asked in message["wake"]:
+                process = Process.of(asked["process"])
+                state = process.state()
+                text = "" if state == ENDED else process.woken_stacks(SECONDS_FOR_A_WOKEN_RANK)
+                self._send({"kind": "stacks", "rank": asked["rank"], "text": text, "state": state})
+        elif kind == "end":
+            ending.end(RESTART_HELPS)
+        elif kind == "bye":
+            self._connection = None
+            if self._verdict is None:
+                self._closed.set()
+        elif kind in ("lost", "cut"):
+            self._connection = None
+            text = f"rank 0 {CUT if kind == 'cut' else GONE}; {ending.how_to_go_on(self._folder())}"
+            self._decide(Verdict(text, RESTART_HELPS, is_cut=kind == "cut"))
+
+    def _decide(self, verdict: Verdict) -> None:
+        if self._verdict is None:
+            self._verdict, self._verdict_at = verdict, time.monotonic()
+            self._decided.set()
+
+    def _tick(self, now: float) -> None:
+        asleep = self._naps.seconds(now)
+        standing = self._progress.look()
+        self._verdict_at += asleep
+        if self._waits_since is not None:
+            self._waits_since += asleep
+        if self._verdict:
+            if not self._is_leaving and now - self._verdict_at >= self._patience:
+                self._end(self._verdict, self.spokesman)
+            return
+        if self._is_leaving:
+            return
+        if self._launcher.is_gone():
+            text = "the launcher of the ranks is gone"
+            self._patience = SECONDS_FOR_THE_MAIN_THREAD
+            self._send({"kind": "lost", "text": text})
+            self._decide(Verdict(f"{text}; {ending.how_to_go_on(self._folder())}", RESTART_HELPS))
+        elif self._waits_since is None:
+            self._waits_since = now
+            self._send({"kind": "beat", "standing": vars(standing)})
+        elif not self._is_ending:
+            self._judge_hub(now - self._waits_since, standing.started)
+
+    def _judge_hub(self, silent: float, started: bool) -> None:
+        """Rank 0 judges all but itself. One after the other, for the first to do so wakes it, and it tells the rest."""
+        patience = 1 if started else PATIENCE_AT_START
+        allowed = self._rules.silent_after if self._is_asked else self._rules.limit * patience
+        if silent < allowed + min(self._rank - 1, 10) * self._rules.beat_seconds:
+            return
+        self._is_ending = True
+        hub = self._hub if self._hub and self._hub.is_here() else None
+        state = hub.state() if hub else ""
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
+        told = f"rank 0 does not answer since {since}{f', it is {state}' if state else ''}"
+        # What it reads first when it wakes up.
+        self._send({"kind": "lost", "text": told})
+        stacks = {self._rank: self._stacks.text()}
+        if hub and state != ENDED:
+            stacks[0] = hub.woken_stacks(SECONDS_FOR_A_WOKEN_RANK)
+        folder = self._folder()
+        where = ending.write_stacks(folder, stacks)
+        self._end(Verdict(f"{told}; {where}{ending.how_to_go_on(folder)}", RESTART_HELPS), first=1)
+
+    def _end(self, verdict: Verdict, first: int) -> None:
+        """Says it, the first of those that are left at once, and ends the process."""
+        text = f"stopped because {verdict.text}"
+        if verdict.is_cut and self._launcher.is_daemon:
+            ending.say(text, self._rank, 0.0)
+            self._launcher.end_daemon()
+        else:
+            ending.say(text, self._rank, 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK)
+            time.sleep(SECONDS_FOR_THE_LAUNCHER if verdict.is_cut else 0.0)
+        ending.end(verdict.code)

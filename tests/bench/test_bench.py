@@ -1,0 +1,85 @@
+"""The quick form of the benchmarks: every contender runs, and does the same work. No time is asserted."""
+
+import json
+import sys
+
+import pytest
+
+from hvtrain.bench.contenders import CONTENDERS
+from launching import run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.apart]
+
+BENCH = [sys.executable, "-m", "hvtrain.bench"]
+
+
+@pytest.mark.timeout(400)
+def test_all_contenders_do_the_same_work(tmp_path):
+    words = ["steps", "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0, output
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    runs = {row["contender"]: row for row in found["runs"]}
+    trained = {name: contender for name, contender in CONTENDERS.items() if contender.trains}
+    assert set(runs) == {*trained, "hvtrain-mpi again"}
+    joint = [runs[name]["loss"] for name, contender in trained.items() if contender.is_one_job]
+    assert len(joint) > 4 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
+    assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
+    assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
+    assert "goal: images_per_second of hvtrain-mpi / multi-worker >= 6.00" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "said"),
+    [
+        (["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"),
+        (["input", "--data", "synthetic"], "bench.json", "batches@data=synthetic"),
+        (["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+    ],
+)
+def test_other_kinds(words, file, said, tmp_path):
+    words = [*words, "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0 and said in output, output
+    assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
+
+
+@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+def test_allreduce(transport, tmp_path):
+    words = [
+        "allreduce",
+        "--transport",
+        transport,
+        "--rounds",
+        "1",
+        "--largest",
+        "4",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0, output
+    assert "latency at 4 KiB in ms" in output and ("mpi4py us" in output) is (transport == "mpi")
+    found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
+    assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for words, said in (
+        (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
+        (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
+        (["steps", "--rounds", "0"], "0 came where a number above 0 was needed"),
+        (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be dealt to 3 ranks evenly"),
+        (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
+        ([], "required: KIND"),
+    ):
+        code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+        assert code == 2 and said in output and len(output.splitlines()) == 1, output
+
+
+def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
+    words = ["steps", "--contenders", "hvtrain-1@train.epoch=3", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
+    assert "train.epoch" in output.splitlines()[-1]

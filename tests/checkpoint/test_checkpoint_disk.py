@@ -1,0 +1,129 @@
+"""No room, or no permission, while a run saves: told with the bytes needed and free, and what was saved stays."""
+
+import time
+
+import pytest
+
+from disks import remounted, small_disk
+from hvtrain.checkpoint import store
+from launching import finish, start, train
+
+pytestmark = pytest.mark.distributed
+
+# A checkpoint of the default model has 640 kB; the second one kept does not fit beside the one being written.
+WORDS = ["train.epochs=3", "checkpoint.every_steps=7", "checkpoint.keep=9"]
+
+
+def said(output):
+    """What stands on the error output, once: other ranks repeat an error where the launcher is slow to end them."""
+    lines = [line[line.index("hvtrain: ") :] for line in output.splitlines() if "hvtrain: " in line]
+    return list(dict.fromkeys(line.replace("hvtrain: rank 1: ", "hvtrain: ") for line in lines))
+
+
+def steps(run):
+    return [store.read(path).step for path in store.listed(run / "checkpoints")]
+
+
+def strays(run):
+    return list(run.rglob(".tmp-*"))
+
+
+def wait_for(process, found):
+    deadline = time.monotonic() + 90
+    while not found():
+        assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
+        time.sleep(0.02)
+
+
+def test_a_full_disk_stops_all_ranks(tmp_path):
+    """Soon after the write failed in the background, and not when the next one is due."""
+    run = tmp_path / "run"
+    words = ["train.epochs=60", "checkpoint.every_epochs=null", "checkpoint.every_steps=242", "checkpoint.keep=9"]
+    with small_disk(run, "size=1600k"):
+        code, output = train("mpirun", 2, *words, f"run.dir={run}", cwd=tmp_path)
+        assert code == 2, output
+        (line,) = said(output)
+        assert line.startswith("hvtrain: checkpoint step-00000726 was not written: No space left on device (6"), line
+        assert " bytes needed, " in line and f" free at {run / 'checkpoints'})" in line
+        assert line.endswith("make room there, then start again with the same run.dir to go on from the one before")
+        assert "Traceback" not in output
+        assert steps(run) == [242, 484]
+        epochs = [int(row.split(",")[1]) for row in (run / "history.csv").read_text().splitlines()[1:]]
+        assert 726 <= epochs[-1] < 946, "the next write was due after 968 steps, at the end of an epoch"
+        assert strays(run) == []
+
+
+def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
+    """And saves again as soon as there is room."""
+    run, log = tmp_path / "run", tmp_path / "run/logs/rank-0000.log"
+    with small_disk(run / "checkpoints", "size=1600k") as disk:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * 1_400_000)
+        words = [*WORDS[:2], "checkpoint.keep=1", "checkpoint.on_error=warn", f"run.dir={run}"]
+        process = start("gloo", 2, "python", "-m", "hvtrain", *words, cwd=tmp_path)
+        wait_for(process, lambda: log.exists() and "training goes on" in log.read_text())
+        filler.unlink()
+        output = finish(process)
+        assert process.returncode == 0, output
+        assert "checkpoint step-00000007 was not written: No space left on device (6" in output
+        assert "the last state is not saved" not in output
+        assert steps(run) == [66]
+    assert (run / "result.json").exists()
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize(("launcher", "on_error", "code"), [("gloo", "stop", 2), ("mpirun", "warn", 0)])
+def test_a_disk_that_becomes_read_only(launcher, on_error, code, tmp_path):
+    run = tmp_path / "run"
+    words = ["train.epochs=12", *WORDS[1:], f"checkpoint.on_error={on_error}", f"run.dir={run}"]
+    with small_disk(run / "checkpoints", "size=40m") as disk:
+        process = start(launcher, 2, "python", "-m", "hvtrain", *words, cwd=tmp_path)
+        wait_for(process, lambda: len(list(disk.glob("step-*"))) > 1)
+        wait_for(process, lambda: remounted(disk, "ro"))  # Refused while a file is open for writing.
+        output = finish(process)
+        assert process.returncode == code, output
+        assert "was not written: Read-only file system (" in output
+        assert ("the last state is not saved: checkpoint step-00000264 was not written" in output) == (code == 0)
+        assert len(said(output)) == (code != 0), output
+        assert steps(run)[:2] == [7, 14]
+        assert len(strays(run)) <= 1, "what was being written as the disk changed; the next run removes it"
+
+        newest = steps(run)[-1]
+        assert remounted(disk, "rw")
+        code, output = train("mpirun", 2, *words, cwd=tmp_path)
+        assert code == 0, output
+        assert f"step-{newest:08d}: {newest} of 264 steps were done" in output
+        assert steps(run)[-1] == 264
+        assert strays(run) == []
+
+
+@pytest.mark.apart
+def test_a_quota_on_the_size_of_files(tmp_path):
+    """The state alone is too large."""
+    line = f"ulimit -f 500; exec python -m hvtrain run.dir={tmp_path / 'run'} train.epochs=2"
+    process = start("mpirun", 2, "bash", "-c", line, cwd=tmp_path)
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert said(output)[0].startswith("hvtrain: checkpoint step-00000022 was not written: File too large (6"), output
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_no_room_for_logs_and_results(on_error, tmp_path):
+    """The rows of epochs, and at last the model, cannot be written: one line, and the other rank ends too."""
+    run = tmp_path / "run"
+    with small_disk(run, "size=400k"), small_disk(run / "checkpoints", "size=10m"):
+        # With on_error=warn a line for each epoch, which fills the last page of the log too.
+        words = ["train.epochs=40", f"checkpoint.on_error={on_error}", f"run.dir={run}"]
+        process = start("mpirun", 2, "python", "-m", "hvtrain", *words, cwd=tmp_path)
+        wait_for(process, lambda: list(run.glob("checkpoints/step-*")))
+        with pytest.raises(OSError), (run / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 4096)
+        output = finish(process)
+        assert process.returncode == 2, output
+        assert "Traceback" not in output and "Logging error" not in output
+        file = "history.csv" if on_error == "stop" else "model.keras"
+        (line,) = said(output)
+        assert line.startswith(f"hvtrain: {run / file} was not written: No space left on device ("), line
+        assert strays(run) == []

@@ -1,0 +1,286 @@
+"""Checkpoints: whole or damaged and named, never half; of this model or refused."""
+
+import functools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from safetensors.numpy import load_file
+
+from hvtrain.checkpoint import store, writer
+from hvtrain.config.schema import CheckpointConfig
+from hvtrain.errors import CheckpointError, StorageError
+
+
+def model(units=3, seed=0, dtype="float32"):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(units, name="d", dtype=dtype), keras.layers.Dropout(0.5, name="drop")]
+    net = keras.Sequential([keras.Input((4,)), *layers], name="m")
+    net.compile(keras.optimizers.Adam(0.01, name="adam"), "mse", jit_compile=False)
+    net.fit(np.ones((8, 4)), np.ones((8, units)), verbose=0)
+    return net
+
+
+@functools.cache
+def trained():
+    """One model for the tests that do not change it."""
+    return model()
+
+
+def written(folder, *steps, net=None):
+    net = net or trained()
+    for step in steps:
+        arrays = store.snapshot(net, [store.rank_state(net)])
+        writer.write(folder, step, arrays, {"epoch": step // 10})
+    return net
+
+
+def values(net):
+    return [v.numpy() for v in [*net.weights, *net.optimizer.variables]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_written_comes_back(tmp_path, dtype):
+    net = written(tmp_path, 17, net=model(dtype=dtype))
+    other = model(seed=1, dtype=dtype)
+    newest, damaged = store.read_newest(tmp_path)
+    store.restore(newest, other)
+    assert (newest.step, newest.meta["epoch"], damaged) == (17, 1, [])
+    assert all(np.array_equal(a, b) for a, b in zip(values(net), values(other), strict=True))
+    assert int(other.optimizer.iterations.numpy()) == 1
+
+
+def test_seeds_of_dropout_come_back(tmp_path):
+    net = written(tmp_path, 1)
+    expected = net(np.ones((1, 4)), training=True).numpy()
+    other = model(seed=5)
+    newest, _ = store.read_newest(tmp_path)
+    store.restore(newest, other)
+    store.restore_rank(newest.rank_state(0), other)
+    assert np.array_equal(other(np.ones((1, 4)), training=True).numpy(), expected)
+
+
+def test_sums_are_those_of_sha256sum(tmp_path):
+    written(tmp_path, 3)
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "step-00000003", check=True)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "meta.json", "SHA256SUMS"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
+def test_any_damage_is_noticed(tmp_path, name, damage):
+    written(tmp_path, 10, 20)
+    path = tmp_path / "step-00000020" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage])
+    if damage == "remove":
+        path.unlink()
+    newest, damaged = store.read_newest(tmp_path)
+    assert newest.step == 10
+    assert len(damaged) == 1
+    assert damaged[0].startswith("checkpoint step-00000020 is damaged")
+    assert damaged[0].endswith("(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost")
+    assert store.read_newest(tmp_path)[1] == [], "it is not in the way any more"
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
+    net = written(tmp_path, 10, 20)
+    (tmp_path / "step-00000020" / "meta.json").write_bytes(b"")
+    assert store.read_newest(tmp_path)[0].step == 10
+    written(tmp_path, 15, net=net)
+    writer.prune(tmp_path, keep=1)
+    assert store.read_newest(tmp_path)[0].step == 15
+
+
+def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
+    written(tmp_path, 10)
+    (tmp_path / "step-00000010" / "state.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no other checkpoint in .* is whole; choose another run.dir"):
+        store.read_newest(tmp_path)
+
+
+def test_another_model_is_refused_with_the_first_difference(tmp_path):
+    written(tmp_path, 10)
+    newest, _ = store.read_newest(tmp_path)
+    wider = model(units=5)
+    before = values(wider)
+    with pytest.raises(
+        CheckpointError, match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
+    ):
+        store.restore(newest, wider)
+    assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"
+
+
+def test_a_snapshot_does_not_follow_the_training():
+    """TensorFlow's own arrays may share their memory."""
+    net = model()
+    arrays = store.snapshot(net, [store.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))})
+    before = {key: array.copy() for key, array in arrays.items()}
+    mine += 1
+    for variable in [*net.variables, *net.optimizer.variables]:
+        variable.value.assign_add(tf.ones_like(variable.value))
+    assert all(np.array_equal(arrays[key], before[key]) for key in before)
+
+
+def test_the_file_is_one_of_safetensors(tmp_path):
+    """Its own library reads what is written here in pieces."""
+    arrays = {
+        "é": np.arange(6, dtype=np.float16).reshape(2, 3).T,
+        "nothing": np.zeros((0, 3), np.float32),
+        "one": np.array(7, np.uint8),
+        "flags": np.array([True, False, True]),
+        **{kind: np.arange(3).astype(kind) for kind in ("int8", "int64", "uint32", "float64", ">f4")},
+    }
+    (tmp_path / "file").write_bytes(b"".join(map(bytes, writer.pieces(arrays))))
+    read = load_file(tmp_path / "file")
+    assert read.keys() == arrays.keys()
+    assert all(np.array_equal(read[key], array) for key, array in arrays.items())
+    assert all(read[key].dtype.name == array.dtype.name for key, array in arrays.items())
+
+
+META = {"metrics": {"val_accuracy": 0.5}}
+
+
+def test_what_was_begun_is_finished_also_when_training_fails(tmp_path):
+    arrays = {"model/0000/kernel": np.zeros(3_000_000, np.float32)}
+    with pytest.raises(ArithmeticError), writer.Writer(tmp_path, CheckpointConfig()) as writing:
+        writing.submit(10, arrays, META)
+        raise ArithmeticError
+    assert store.read_newest(tmp_path)[0].step == 10
+
+
+def test_writes_come_one_after_the_other_each_pruned(tmp_path):
+    writing = writer.Writer(tmp_path, CheckpointConfig(keep=1))
+    for step in range(1, 9):
+        writing.submit(step, {"model/0000/kernel": np.zeros(step * 100_000, np.float32)}, META)
+    writing.finish()
+    assert [path.name for path in store.listed(tmp_path)] == ["step-00000001", "step-00000008"], "the first is best"
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_an_error_in_the_background(on_error, tmp_path, caplog):
+    (tmp_path / "checkpoints").touch()
+    writing = writer.Writer(tmp_path / "checkpoints", CheckpointConfig(on_error=on_error))
+    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.float32)}, META)
+    if on_error == "stop":
+        with pytest.raises(CheckpointError, match=r"step-00000010 was not written: .*, then start again with the same"):
+            writing.finish()
+        assert writing.failed
+        return
+    writing.finish()
+    assert not writing.failed
+    assert "; training goes on (checkpoint.on_error=warn), the next save tries again" in caplog.messages[0]
+    assert caplog.messages[1].startswith("the last state is not saved: checkpoint step-00000010 was not written: ")
+
+
+def test_a_defect_in_the_background_is_raised(tmp_path):
+    writing = writer.Writer(tmp_path, CheckpointConfig(on_error="warn"))
+    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.complex64)}, META)
+    with pytest.raises(KeyError):
+        writing.finish()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "1"}', '{"step": 10, "metric": 1, "value": 1}', "[" * 99999])
+def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, caplog):
+    written(tmp_path, 10)
+    (tmp_path / "best.json").write_text(text)
+    assert writer.read_best(tmp_path) is None
+    assert "best.json is damaged" in caplog.text and "is chosen anew" in caplog.text
+    assert not (tmp_path / "best.json").exists()
+
+
+def test_a_best_checkpoint_that_is_gone_is_none(tmp_path):
+    writer.mark_best(tmp_path, 10, "val_accuracy", 0.9)
+    assert writer.read_best(tmp_path) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become a user who may not read a file")
+def test_what_cannot_be_read_is_not_called_damaged():
+    """A file server that fails for a moment would otherwise cost the newest checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written(folder, 10, 20)
+        folder.chmod(0o777)
+        (folder / "step-00000020" / "state.safetensors").chmod(0o600)
+        os.seteuid(12345)
+        try:
+            with pytest.raises(
+                StorageError, match=r"step-00000020 cannot be read: Permission denied .*; mend that, and"
+            ):
+                store.read_newest(folder)
+        finally:
+            os.seteuid(0)
+        assert store.read_newest(folder)[0].step == 20, "it has its name still"
+
+
+def test_keep_and_best(tmp_path):
+    net = written(tmp_path, 10)
+    writer.mark_best(tmp_path, 10, "val_accuracy", 0.9)
+    for step in (20, 30, 40):
+        written(tmp_path, step, net=net)
+        writer.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000030", "step-00000040"]
+    assert writer.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
+
+
+def test_a_write_over_an_old_checkpoint_of_the_same_step(tmp_path):
+    net = written(tmp_path, 10)
+    (tmp_path / "step-00000010" / "meta.json").write_text("{")
+    written(tmp_path, 10, net=net)
+    assert store.read_newest(tmp_path)[0].step == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_what_an_interrupted_write_left_is_passed_over_and_removed(tmp_path):
+    written(tmp_path, 10)
+    (tmp_path / ".tmp-step-00000020").mkdir()
+    (tmp_path / ".tmp-step-00000020" / "state.safetensors").write_bytes(b"half")
+    assert store.read_newest(tmp_path)[0].step == 10
+    writer.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_no_room_leaves_the_old_one_and_says_how_much_is_needed(tmp_path):
+    """The file system refuses the new file in the middle of the write."""
+    net = written(tmp_path, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-00000020 was not written: .* bytes needed, .* free"):
+            written(tmp_path, 20, net=net)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert store.read_newest(tmp_path)[0].step == 10
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=False).returncode:
+        pytest.skip("a disk that fills up needs root and mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up(small_disk, tmp_path):
+    words = ["run.dir=disk/run", "train.epochs=4", "checkpoint.keep=9"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvtrain", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "was not written: No space left on device (" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    newest, damaged = store.read_newest(small_disk / "run" / "checkpoints")
+    assert newest.step == 44 and damaged == []
+    assert json.loads((newest.path / "meta.json").read_text())["metrics"]["accuracy"] > 0

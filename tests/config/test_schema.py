@@ -1,0 +1,90 @@
+"""What the door takes and refuses, without TensorFlow."""
+
+import pytest
+
+from hvtrain.config.schema import RunConfig, TrainConfig, from_dict, to_dict
+from hvtrain.config.validate import flatten, nearest
+from hvtrain.errors import ConfigError
+
+GROUPS = {
+    "model": {"_target_": "hvtrain.models.cnn"},
+    "dataset": {"_target_": "hvtrain.data.sources.digits.digits"},
+    "optimizer": {"_target_": "keras.optimizers.SGD", "learning_rate": 0.1},
+    "schedule": {"_target_": "hvtrain.core.schedule.Constant"},
+    "strategy": {"_target_": "hvtrain.strategies.base.Strategy"},
+}
+
+
+def config(**changes):
+    return from_dict({**GROUPS, **changes})
+
+
+def test_defaults_are_the_schemas():
+    made = config()
+    assert made.train == TrainConfig()
+    assert made.resume == "auto"
+
+
+def test_to_dict_and_back():
+    made = config(train={"epochs": 3, "steps": None}, seed=5)
+    assert from_dict(to_dict(made)) == made
+    assert flatten(to_dict(made))["train.epochs"] == 3
+
+
+def test_whole_learning_rate_becomes_a_float():
+    made = config(optimizer={"_target_": "keras.optimizers.SGD", "learning_rate": 1})
+    assert isinstance(made.optimizer["learning_rate"], float), "Keras 3 refuses an integer rate"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"epoch": 3}}, "unknown setting 'train.epoch'; did you mean 'epochs'?"),
+        ({"sed": 3}, "unknown setting 'sed'; did you mean 'seed'?"),
+        ({"train": {"epochs": "three"}}, "train.epochs=three is not a whole number"),
+        ({"train": {"epochs": 2.5}}, "train.epochs=2.5 is not a whole number"),
+        ({"train": {"epochs": True}}, "train.epochs=True is not a whole number"),
+        ({"train": {"epochs": None}}, "train.epochs=None is not a whole number"),
+        ({"train": {"steps": "x"}}, "train.steps=x is not a whole number or null"),
+        ({"train": {"epochs": 0}}, "train.epochs=0 is out of range; it must be at least 1"),
+        ({"train": {"batch_size": -4}}, "train.batch_size=-4 is out of range"),
+        ({"train": {"batch_size": [4, 0]}}, "train.batch_size=0 is out of range"),
+        ({"train": {"batch_size": [4, "x"]}}, "train.batch_size=x is not a whole number"),
+        ({"train": {"max_time": "soon"}}, "train.max_time=soon is no duration; write it as 11h50m, 45m or 90s"),
+        ({"dataset": {**GROUPS["dataset"], "uneven": "cut"}}, "dataset.uneven=cut is not one of trim, pad, error"),
+        ({"callbacks": {"stop": {"patience": 3}}}, "callbacks.stop._target_=None names nothing to call"),
+        ({"train": {"deterministic": 1}}, "train.deterministic=1 is not true or false"),
+        ({"train": {"precision": "float8"}}, "train.precision=float8 is not one of float32, mixed_bfloat16, mixed"),
+        ({"train": 3}, "train: 3 came where a group of settings was needed"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is out of range; it must be at least 1"),
+        ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes=nan is out of range"),
+        ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
+        ({"model": {"units": 3}}, "model._target_=None names nothing to call"),
+        ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a number"),
+        ({"optimizer": {"_target_": "a.b", "learning_rate": 0}}, "optimizer.learning_rate=0 is out of range"),
+        ({"optimizer": {"_target_": "a.b", "learning_rate": float("inf")}}, "learning_rate=inf is out of range"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_group_is_named():
+    with pytest.raises(ConfigError, match=r"no model was chosen; add model=NAME"):
+        from_dict({name: group for name, group in GROUPS.items() if name != "model"})
+
+
+def test_nearest():
+    assert nearest("batchsize", ["batch_size", "epochs"]) == "did you mean 'batch_size'?"
+
+
+def test_every_setting_has_a_description():
+    from dataclasses import fields, is_dataclass
+
+    for item in fields(RunConfig):
+        section = getattr(config(), item.name)
+        for inner in fields(section) if is_dataclass(section) else [item]:
+            assert inner.metadata["doc"], inner.name

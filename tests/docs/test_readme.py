@@ -1,0 +1,126 @@
+"""The README's own text, run: its commands from a clean clone, its examples with two ranks."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from launching import ROOT, environment, run, without_hvtrain
+
+pytestmark = pytest.mark.distributed
+
+README = (ROOT / "README.md").read_text()
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+LIBRARY = re.findall(
+    r"^```python\n# (\S+)\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), re.MULTILINE | re.DOTALL
+)
+BLOCKS = [text.removeprefix("# ").split("\n", 1) for language, text in FENCED if language in ("python", "yaml")]
+COMMANDS = [text for language, text in FENCED if not language]
+
+
+def command(start):
+    """The one command line in the README that begins so, without its comment."""
+    (line,) = {line for block in COMMANDS for line in block.splitlines() if line.startswith(start)}
+    return line.partition("  #")[0]
+
+
+@pytest.fixture
+def user(tmp_path):
+    """A user's folder with the README's files in it."""
+    for name, text in BLOCKS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    rng = np.random.default_rng(0)
+    kinds, arrays = rng.integers(60, 196, (3, 5, 5, 1)), {}
+    for end, count in (("", 200), ("_test", 41)):
+        labels = arrays[f"y{end}"] = rng.integers(0, 3, count)
+        arrays[f"x{end}"] = np.clip(kinds[labels] + rng.normal(0, 90, (count, 5, 5, 1)), 0, 255).astype("uint8")
+    np.savez(tmp_path / "leaves.npz", **arrays)
+    return tmp_path
+
+
+def test_own_model_and_data_set(user):
+    code, output = run(None, 1, "bash", "-c", command("PYTHONPATH=. horovodrun"), cwd=user)
+    assert code == 0, output
+    (result,) = (user / "runs").glob("*/result.json")
+    found = json.loads(result.read_text())
+    assert found["num_ranks"] == 2
+    assert found["num_parameters"] == 25 * 16 + 16 + 16 * 3 + 3, "model.units=16 was taken"
+    assert "leaves: 180 train, 20 validation, 41 test" in output
+    printed = ast.literal_eval(without_hvtrain((user / "predict.py").read_text(), cwd=user))
+    assert printed["accuracy"] * 41 == pytest.approx(found["test_accuracy"] * 41, abs=1e-3), "to the last example"
+    assert printed["loss"] == pytest.approx(found["test_loss"], rel=1e-5)
+    told = json.loads((user / "runs/leaves/model.json").read_text())
+    assert told["input"]["shape"] == [5, 5, 1] and told["input"]["range"] == [0, 255] and told["num_classes"] == 3
+
+
+def test_own_example_is_short():
+    lines = [line for name, text in BLOCKS if name not in ("script.py", "predict.py") for line in text.splitlines()]
+    code = [line for line in lines if line.strip() and not line.startswith(("import", "from"))]
+    assert len(code) <= 10, code
+
+
+def test_the_library_alone(user):
+    code, output = run("gloo", 2, "python", "script.py", cwd=user)
+    assert code == 0, output
+    assert re.search(r"\[0\]<stdout>:16/16 .* loss", output), output
+    assert "[1]<stdout>" not in output
+
+
+def test_the_examples_of_the_library(tmp_path):
+    """docs/library.md: a loop of one's own on two ranks, and an elastic job, here without its launcher."""
+    examples = dict(LIBRARY)
+    assert set(examples) == {"own_loop.py", "elastic.py"}
+    for name, text in examples.items():
+        (tmp_path / name).write_text(text)
+    code, output = run("mpirun", 2, "python", "own_loop.py", cwd=tmp_path)
+    assert code == 0, output
+    assert re.search(r"loss 0\.\d+ after 100 steps, 100 reductions", output), output
+    code, output = run(None, 1, "python", "elastic.py", cwd=tmp_path)
+    assert code == 0, output
+    assert "trained 3 epochs on 1 rank(s)" in output
+
+
+@pytest.mark.builds
+@pytest.mark.timeout(900)
+def test_the_first_command_from_a_clean_clone(tmp_path):
+    """As the README has it; Horovod's library may come from uv's cache, all else is made anew."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    kept = {key: value for key, value in environment().items() if key != "VIRTUAL_ENV"}
+    kept["PATH"] = ":".join(part for part in kept["PATH"].split(":") if not part.startswith(str(ROOT)))
+    line = ["bash", "-c", command("./scripts/run horovodrun -np 2")]
+    options = {"cwd": clone, "capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    # Offline, uv takes the library that it has built already; where its cache holds none, it is built here.
+    done = subprocess.run(line, env={**kept, "UV_OFFLINE": "1"}, **options)
+    if done.returncode:
+        done = subprocess.run(line, env=kept, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hvtrain: Gloo: allreduce over 2 processes is right" in done.stderr
+    assert "hvtrain: MPI: allreduce over 2 processes is right" in done.stderr
+    (result,) = (clone / "runs").glob("*/result.json")
+    found = json.loads(result.read_text())
+    assert found["num_ranks"] == 2 and found["test_accuracy"] >= 0.97
+    again = subprocess.run(["./scripts/run", "true"], cwd=clone, env=kept, capture_output=True, check=False)
+    assert (again.returncode, again.stderr) == (0, b""), "a second call makes nothing"
+    shutil.rmtree(clone)
+
+
+def test_the_wheel_carries_the_configs(tmp_path):
+    """conf/ lies at the top of the repository and inside the wheel."""
+    line = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(line, check=True, capture_output=True, env={**os.environ, "PATH": environment()["PATH"]})
+    (wheel,) = tmp_path.glob("*.whl")
+    target = tmp_path / "unpacked"
+    subprocess.run(["python", "-m", "zipfile", "-e", str(wheel), str(target)], check=True, env=environment())
+    assert (target / "hvtrain/conf/config.yaml").read_text() == (ROOT / "conf/config.yaml").read_text()
+    shown = subprocess.run(
+        ["python", "-m", "hvtrain", "--cfg", "job"],
+        cwd=target, env=environment(PYTHONPATH=str(target)), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "_target_: hvtrain.models.cnn" in shown.stdout

@@ -1,0 +1,245 @@
+"""Horovod's Keras interface, name by name, on real ranks; upstream's own tests and examples are the yardstick."""
+
+import ast
+import inspect
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launching import WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("mpirun", 2), id="mpi-2"),
+        pytest.param(("gloo", 3), marks=pytest.mark.more, id="gloo-3"),
+        pytest.param(("mpirun", 4), marks=pytest.mark.apart, id="mpi-4"),
+    ],
+)
+def ranks(request, tmp_path_factory):
+    launcher, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(launcher)
+    code, output = run(
+        launcher, num_ranks, "python", str(WORKERS / "drop_in.py"), str(folder / "found.json"), cwd=folder
+    )
+    assert code == 0, output
+    found = json.loads((folder / "found.json").read_text())
+    assert len(found) == num_ranks
+    return found
+
+
+def mean(size):
+    """Of 1, 2, ... size."""
+    return (size + 1) / 2
+
+
+def test_local_variables_stay_on_their_rank(ranks):
+    size = len(ranks)
+    for rank, found in enumerate(ranks):
+        local = found["local_variables"]
+        assert local["scaled"] == pytest.approx([-mean(size), -(rank + 1) / size])
+        assert local["unscaled"] == pytest.approx([-mean(size), -(rank + 1)])
+        assert local["layers equal"] == [True, False], "the local layer is each rank's own"
+
+
+def test_groups_of_variables(ranks):
+    for found in ranks:
+        assert found["groups"] == pytest.approx([-mean(len(ranks)), -2 * mean(len(ranks)), 1])
+
+
+def test_a_copy_from_the_config_reduces_too(ranks):
+    for found in ranks:
+        assert found["copies"]["same config"] == [True, True]
+        assert found["copies"]["after a step"] == pytest.approx([-mean(len(ranks)), 0.0])
+
+
+def test_adasum(ranks):
+    """Maleki et al. 2020, equation 5: (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b of (1, 0) and (1, 1).
+
+    With four ranks both pairs come to the same vector, and that is what it makes of two equal ones.
+    """
+    for found in ranks:
+        if len(ranks) != 3:
+            assert found["adasum"] == pytest.approx([-(0.5 * 1 + 0.75 * 1), -(0.75 * 1)])
+        else:
+            assert "Adasum needs 2, 4, 8, ... ranks and there are 3" in found["adasum"]
+
+
+def test_a_process_set_exchanges_among_its_own(ranks):
+    if len(ranks) > 2:
+        assert [found["process_set"] for found in ranks] == pytest.approx([-2.0, -2.0, -2.0, -4.0][: len(ranks)])
+
+
+def test_all_ranks_skip_an_overflow_while_accumulating(ranks):
+    """The sum of two micro-steps that were not skipped, in one reduction."""
+    for found in ranks:
+        overflow = found["overflow_while_accumulating"]
+        assert overflow["scales"] == [2.0**15, 2.0**14]
+        assert overflow["reductions"] == [0, 1]
+        assert overflow["after"] == pytest.approx([-2 * mean(len(ranks)), 0.0])
+
+
+def test_tapes_reduce_dense_and_sparse_gradients(ranks):
+    size = len(ranks)
+    for rank, found in enumerate(ranks):
+        tapes = found["tapes"]
+        dense, rows, summed = tapes["found"]
+        assert dense == pytest.approx([mean(size)] * 2)
+        assert [value for row in rows for value in row] == pytest.approx([1 / size] * 2 * size + [0.0, 0.0])
+        assert summed == pytest.approx([10 * size * (size - 1) / 2] * 2)
+        assert tapes["reductions"] == 4 * 2
+        assert tapes["local"] == [[rank + 1, rank + 1]] and tapes["shared"] == 0
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
+    for found in ranks:
+        assert found["finite"] == {"told": True, "ranks": [len(ranks) - 1], "weights": [-1.0, -1.0]}
+
+
+def test_no_rank_stops_alone(ranks):
+    """Wished by the last rank after its third batch, and at the end of the second epoch of 16 batches."""
+    assert [found["stopping_and_drifting"]["batches"] for found in ranks] == [[4, 32]] * len(ranks)
+
+
+def test_weights_that_drift_are_named(ranks):
+    last = len(ranks) - 1
+    for found in ranks:
+        drift = found["stopping_and_drifting"]
+        assert "first in" in drift["moving"] and "batch_normalization" in drift["moving"]
+        assert drift["drift"].startswith(f"RankError: weights differ after step 7: rank {last} on ")
+        assert "hidden/kernel by up to 1" in drift["drift"] and "e-06" in drift["drift"]
+        assert drift["drift seen in training"].startswith("RankError: weights differ at batch 0")
+
+
+def test_saved_models_reduce_again(ranks):
+    assert len({found["saving"]["weights equal"] for found in ranks}) == 1
+    for found in ranks:
+        assert found["saving"]["reduces"] == 1
+        assert found["saving"]["own optimizer"] == "Mine"
+        assert found["saving"]["iterations"] == 3
+        assert "filepath=None; give a path that ends in .keras" in found["saving"]["without a path"]
+        assert "which Keras 3 does not have" in found["saving"]["legacy"]
+
+
+REFUSED = {
+    "global variables": "RuntimeError: broadcast_global_variables finds no global variables in TensorFlow 2",
+    "groups": "groups=-1 is neither a number above 0 nor a list of lists of variables",
+    "op": "gradients are reduced by Average, Sum or Adasum",
+    "predivide": "gradient_predivide_factor needs op=Average",
+    "twice": "is a DistributedOptimizer already; wrap an optimizer once, outermost",
+    "not keras": "TypeError: object came where a keras.optimizers.Optimizer was needed",
+    "local layer": "has no weights yet; build the model before its optimizer",
+    "passes": "needs an optimizer that is not built yet and has no gradient_accumulation_steps of its own",
+    "local variables": "check_finite=True needs gradients that all ranks share",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_at_once(ranks, what):
+    assert all(REFUSED[what] in found["refusals"][what] for found in ranks)
+
+
+def test_a_script_written_for_horovod_runs_with_one_line_changed(ranks):
+    found = [rank["a_script_for_horovod"] for rank in ranks]
+    assert all(other == found[0] for other in found), "the same scores and weights on all ranks"
+    assert found[0]["resumed from"] == 2
+    assert found[0]["scores"][0][1] > 0.7
+    assert found[0]["rate"] == pytest.approx(0.05 * len(ranks) * 0.1)
+
+
+# Upstream's modules, read as text: their import would bring a second Horovod into the tests.
+UPSTREAM = ["tensorflow/keras/__init__.py", "keras/__init__.py", "tensorflow/keras/callbacks.py", "keras/callbacks.py"]
+UPSTREAM += ["tensorflow/keras/elastic.py", "tensorflow/sync_batch_norm.py", "tensorflow/__init__.py"]
+# Of horovod.tensorflow, whose other names are for TensorFlow 1 and for optimizers that Keras 3 does not have.
+OF_TENSORFLOW = {"DistributedGradientTape", "PartialDistributedGradientTape"}
+
+
+def public_signatures():
+    """(name, arguments) of upstream's public functions and classes."""
+    import importlib.util
+
+    folder = Path(importlib.util.find_spec("horovod").origin).parent
+    for name in UPSTREAM:
+        for node in ast.walk(ast.parse((folder / name).read_text())):
+            init = node
+            if isinstance(node, ast.ClassDef):
+                inits = [item for item in node.body if getattr(item, "name", "") == "__init__"]
+                init = inits[0] if inits else None
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_") or init is None:
+                continue
+            is_method = (
+                isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg in ("self", "cls")
+            )
+            if is_method or (name == "tensorflow/__init__.py" and node.name not in OF_TENSORFLOW):
+                continue
+            if node.name not in ("wrap_optimizer",):
+                yield name, node.name, [argument.arg for argument in init.args.args if argument.arg != "self"]
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), list(public_signatures()))
+def test_every_public_name_and_argument_of_upstream_exists(module, name, arguments):
+    import hvtrain.keras as hvd
+
+    place = hvd.elastic if "elastic" in module else hvd.callbacks if "callbacks" in module else hvd
+    ours = getattr(place, name)
+    known = inspect.signature(ours).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values())
+    assert takes_all or set(arguments) <= set(known), f"{set(arguments) - set(known)} of {name}"
+
+
+def test_every_imported_name_of_upstream_exists():
+    import importlib.util
+
+    import hvtrain.keras as hvd
+
+    folder = Path(importlib.util.find_spec("horovod").origin).parent
+    for name in UPSTREAM[:2]:
+        for node in ast.parse((folder / name).read_text()).body:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("horovod.")
+                and "common" not in node.module
+            ):
+                missing = [alias.name for alias in node.names if not hasattr(hvd, alias.name)]
+                assert missing == [], f"{name} has them"
+
+
+@pytest.mark.apart
+def test_the_library_needs_no_hydra():
+    import subprocess
+    import sys
+
+    code = "import sys, hvtrain.keras; sys.exit(bool({'hydra', 'omegaconf'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "cycle", "gives_way"),
+    [
+        ("mpirun", {}, "0.1", "1"),
+        pytest.param(
+            *("mpirun", {"HOROVOD_CYCLE_TIME": "3", "OMPI_MCA_mpi_yield_when_idle": "0"}, "3", "0"),
+            marks=pytest.mark.apart,
+        ),
+        pytest.param("gloo", {}, None, None, marks=pytest.mark.apart),
+    ],
+)
+def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
+    """Ranks of one host meet often under MPI and give way while they wait; each stays on its share of the cores."""
+    code, output = run(
+        launcher, 2, "python", str(WORKERS / "pace.py"), str(tmp_path / "found"), cwd=tmp_path, **variables
+    )
+    assert code == 0, output
+    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1)]
+    everything = sorted(os.sched_getaffinity(1))
+    assert len(everything) % 2 or sorted(found[0][2] + found[1][2]) == everything
+    for chosen, pages, _, give_way in found:
+        assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
+        assert (give_way > 0) is (launcher == "mpirun"), "Horovod's threads, where they wait inside MPI"
+        assert chosen["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
+        assert pages < 1000, "a large reduction takes no new ones"

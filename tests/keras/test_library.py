@@ -1,0 +1,175 @@
+"""Promises of hvtrain.keras, each seen on real ranks."""
+
+import json
+
+import pytest
+
+from launching import WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def joint_batch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joint")
+    code, output = run("mpirun", 2, "python", str(WORKERS / "joint_batch.py"), str(folder / "found.json"), cwd=folder)
+    assert code == 0, output
+    return json.loads((folder / "found.json").read_text())
+
+
+CASES = [
+    "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion", "clipped", "clipnorm", "ema",
+    "loss_scale_factor", "schedule", "accumulation", "none_gradient", "sparse gradients", "embedding_adam",
+    "mixed_bfloat16", "mixed_float16", "accumulated_embedding", "passes_averaged", "passes_summed",
+    "sparse_as_dense", "predivided", "grouped", "buckets", "fp16_on_the_wire", "loss_scale_accumulated",
+    "own_apply", "own_apply_gradients", "own_backend_step", "normalized", "delegates", "multi",
+    "divided_losses", "divided_losses_sparse", "divided_losses_accumulated", "divided_losses_scaled",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
+    """2 ranks x 16 against 1 x 32, 20 steps, weights and slots; without the reduction it is another result."""
+    found = joint_batch["cases"][case]
+    assert joint_batch["size"] == 2
+    assert found["error"] < found["tolerance"]
+    assert found["error_without_reduction"] > max(0.1, 3 * found["tolerance"])
+    assert found["ranks_differ"] == 0, "at the end, and at the start after the broadcast"
+    assert found["reductions"] == found["expected"], "one for each step that changes weights, counted in the graph"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("gloo", 2), id="gloo-2"), pytest.param(("mpirun", 3), marks=pytest.mark.more, id="mpi-3")],
+)
+def library(request, tmp_path_factory):
+    launcher, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(launcher)
+    script = str(WORKERS / "library.py")
+    code, output = run(launcher, num_ranks, "python", script, str(folder / "found.json"), cwd=folder)
+    assert code == 0, output
+    ranks = json.loads((folder / "found.json").read_text())
+    assert [found["size"] for found in ranks] == [num_ranks] * num_ranks
+    return ranks
+
+
+def test_collectives(library):
+    size = len(library)
+    total = size * (size - 1) / 2
+    for found in library:
+        values = found["collectives"]
+        assert values["mean"] == pytest.approx(total / size)
+        assert values["sum"] == total
+        assert values["gathered_rows"] == [size * (size + 1) // 2, 2]
+        assert values["broadcast"] == 7
+        assert values["object"] == {"from": 0}
+        assert values["objects"] == list(range(size))
+        assert values["sums"] == [[size, total], 2.5 * size]
+
+
+def test_ranks_with_different_models_are_told(library):
+    assert all("hold different variables at position 0" in found["other_models"] for found in library)
+
+
+def test_metrics_over_uneven_shards_equal_one_process(library):
+    for found in library:
+        metrics = found["metrics"]
+        assert metrics["together"] == pytest.approx(metrics["alone"], abs=1e-6)
+        assert metrics["lonely"] == pytest.approx(metrics["alone"], abs=1e-6)
+
+
+def test_all_ranks_skip_an_overflow_together(library):
+    size = len(library)
+    for found in library:
+        overflow = found["overflow"]
+        assert overflow["type"] == "LossScaleOptimizer"
+        assert overflow["skipped"] == [1.0, 2.0]
+        assert overflow["scale"] == 2.0**14
+        step = 0.1 * (size + 1) / 2
+        assert overflow["after"] == pytest.approx([1.0 - step, 2.0 - step], rel=1e-3)
+
+
+def refusals(library, name):
+    return [found["refusals"][name] for found in library]
+
+
+def test_ranks_with_different_gradients_are_told_before_they_reduce_them(library):
+    last = len(library) - 1
+    ranks = f"cannot reduce the gradients of ranks 0 and {last}: "
+    for said in refusals(library, "unlike_shapes"):
+        assert (
+            f"RankError: {ranks}gradient 0 is d/kernel float32 [4, 5] on rank 0, unlike/kernel float32 [4, 6]" in said
+        )
+    for said in refusals(library, "gradients_of_one_rank"):
+        lacks = f"{ranks}gradient 1 is b float32 [1] on rank 0, "
+        assert said["optimizer"].startswith("RankError: ")
+        assert f"{lacks}b without a gradient on rank {last}" in said["optimizer"]
+        assert f"{lacks}b without a gradient on rank {last}" in said["tape"]
+        assert f"{lacks}missing on rank {last}" in said["accumulated"]
+        assert f"{ranks}the reduction is set to op=Average, compression=NoneCompressor, groups=None" in said["settings"]
+        assert said["on all"] == [[-1.0, 0.0], [1.0]]
+
+
+def test_a_step_that_one_rank_alone_traces_again(library):
+    assert refusals(library, "traced_again") == [4] * len(library)
+
+
+def test_names_that_keras_numbers_may_differ(library):
+    assert refusals(library, "numbered_names") == [2] * len(library)
+
+
+def test_what_would_be_reduced_twice_or_not_at_all_is_refused(library):
+    for said in refusals(library, "twice"):
+        assert "ValueError" in said["inside a loss scale"] and "wrap the outer one" in said["inside a loss scale"]
+        assert "wrap the outer one" in said["scaled inside a loss scale"]
+        assert "is inside the DistributedOptimizer delegates" in said["inside another"]
+        assert "is a DistributedOptimizer already" in said["inside a multi-optimizer"]
+        assert "ValueError: a LossScaleOptimizer got gradients of a loss that never went" in said["never scaled"]
+        assert "OwnApply overrides apply and has gradient_accumulation_steps=2" in said["accumulates by itself"]
+
+
+def test_accumulation_outside_of_graphs(library):
+    assert refusals(library, "accumulated_eagerly") == [[[-(len(library) + 1) / 2], 1]] * len(library)
+
+
+def test_a_loss_that_nobody_scales_is_not_scaled_back(library):
+    for found in refusals(library, "unscaled"):
+        assert found["loop"] == [-(len(library) + 1) / 2]
+        assert found["gap"] < 1e-3
+
+
+def test_collectives_return_tensors_that_a_tape_differentiates(library):
+    size = len(library)
+    for rank, found in enumerate(refusals(library, "tensors")):
+        assert found["tensors"] == [True] * 4
+        assert found["allgather"] == [2.0 * (rank + 1)]
+        assert found["allreduce"] == pytest.approx([size + 1])
+
+
+def test_a_saved_model_loads_as_a_plain_optimizer(library):
+    for found in library:
+        assert found["saved"] == {"plain": True, "equal_slots": True, "iterations": 4, "distributed": True}
+
+
+def test_shards_are_disjoint_and_complete(library):
+    size = len(library)
+    for split, count in (("training", 37), ("test", 11)):
+        read = [found["shards"][split] for found in library]
+        assert sorted(number for ids in read for number in ids) == list(range(count))
+        assert [len(ids) for ids in read] == [len(range(rank, count, size)) for rank in range(size)]
+
+
+def test_training_that_reduces_nothing_is_stopped(library):
+    assert all("the first step reduced no gradient" in found["unreduced"] for found in library)
+
+
+def test_callbacks_of_upstream(library):
+    size = len(library)
+    for found in library:
+        logs = found["callbacks"]["logs"]
+        assert all(other == logs[0] for other in logs), "averaged over ranks, so equal on all"
+        assert found["callbacks"]["equal_weights"]
+        rates = found["callbacks"]["rates"]
+        # 4 steps an epoch, 2 epochs of warm-up from base to base x size, upstream's formula.
+        expected = [0.1 * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)] + [0.1 * size] * 4
+        assert rates == pytest.approx(expected, rel=1e-5)

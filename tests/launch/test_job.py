@@ -1,0 +1,149 @@
+"""A job's hosts, the variables that travel, the words of a cluster, and what ranks print."""
+
+import doctest
+import importlib
+import re
+
+import pytest
+
+from hvtrain.errors import ConfigError
+from hvtrain.launch import environment
+from hvtrain.launch.clusters.choice import KINDS, choose, settings_help
+from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places
+from hvtrain.launch.line import Way, start_line
+from hvtrain.launch.output import RankOutput
+from hvtrain.launch.reach import Paths
+from hvtrain.launch.ssh import Ssh
+
+
+@pytest.mark.parametrize("text", ["", "s1:", "s1:x", "s1:0", "s1 s2", "s1:1,,s2:1", "user@s1:1"])
+def test_hosts_that_are_none(text):
+    with pytest.raises(ConfigError, match="is no host and number of ranks; write -H s1:4,s2:4"):
+        parse_hosts(text)
+
+
+def test_a_host_twice():
+    with pytest.raises(ConfigError, match="s1 stands there twice"):
+        parse_hosts("s1:1,s2:1,s1:2")
+
+
+def test_a_hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\ns1 slots=4\n\ns2   slots = 2 # the old one\n10.0.0.3\n")
+    assert parse_hostfile(path) == (Host("s1", 4), Host("s2", 2), Host("10.0.0.3", 1))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parse_hostfile(tmp_path / "none")
+
+
+def test_ranks_fill_hosts_one_after_the_other():
+    job = Job(("true",), 3, parse_hosts("s1:2,s2:2"))
+    assert rank_places(job) == [("s1", 0), ("s1", 1), ("s2", 0)]
+    with pytest.raises(ConfigError, match="-np 5 needs as many slots and -H s1:2,s2:2 has 4"):
+        rank_places(Job(("true",), 5, job.hosts))
+
+
+def test_which_variables_travel():
+    given = {
+        "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
+        "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
+        "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
+        "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
+        "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
+        "AWS_REGION": "x", "MINE": "yes",
+    }  # fmt: skip
+    found = environment.for_ranks(given, ["MINE", "NEW=a=b"])
+    travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
+    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == found.keys() - {"OPAL_PREFIX"}
+    assert found["NEW"] == "a=b"
+    launcher = environment.for_launcher(given, found)
+    assert launcher.keys() - found.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
+    with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
+        environment.for_ranks(given, ["NONE"])
+    with pytest.raises(ConfigError, match="--env A B=1: 'A B' is no name of an environment variable"):
+        environment.asked_for(given, ["A B=1"])
+    assert environment.asked_for(given, ["MINE"]) == {"MINE": "yes"}, "and none besides"
+
+
+def test_settings_keep_their_type_and_texts_stay_texts():
+    cluster = choose(["cluster=slurm", "cluster.time=12:00:00", "cluster.gpus_per_rank=0"], [])
+    assert (cluster.settings.time, cluster.settings.gpus_per_rank) == ("12:00:00", 0)
+    with pytest.raises(ConfigError, match=r"unknown setting 'cluster.tme' of cluster=slurm; did you mean 'time'\?"):
+        choose(["cluster=slurm", "cluster.tme=1"], [])
+    with pytest.raises(ConfigError, match=r"cluster.gpus_per_rank=many is not a whole number"):
+        choose(["cluster=slurm", "cluster.gpus_per_rank=many"], [])
+    with pytest.raises(ConfigError, match=r"cluster.time: ssh has no such settings; choose cluster=slurm\|mpijob"):
+        choose(["cluster.time=1"], [])
+    with pytest.raises(ConfigError, match="those of the run come after --"):
+        choose(["model=cnn"], [])
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "ours.yaml").write_text("kind: slurm\ntime: '01:00:00'\npartition: gpu\n")
+    cluster = choose(["cluster=ours", "cluster.partition=big"], [tmp_path])
+    assert (cluster.kind, cluster.settings.time, cluster.settings.partition) == ("slurm", "01:00:00", "big")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_documented_settings(kind):
+    assert settings_help(kind)
+    assert all(len(line.split(None, 1)[1]) > 10 for line in settings_help(kind))
+
+
+def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
+    job = Job(("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"})
+    line = start_line(job, Way(Ssh(2222, "key"), mpirun=True), Paths("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
+    text = " ".join(line)
+    assert "-x MINE" in text and "secret" not in text
+    assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
+    assert any("-p 2222 -i key" in word for word in line)
+    assert line[-1] == "x.py" and line[-2].endswith("/python")
+    own = start_line(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), Way())
+    assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
+
+
+def test_what_ranks_print_is_told_apart(tmp_path, capsys):
+    output = RankOutput(tmp_path, ["s1", "s2"])
+    output.take(
+        ["[0]<stdout>:Epoch 1\n", "[1,1]<stderr>:oh no: [1]\n", "[0]<stderr>:hm\n", "mpirun says\n",
+         "Process 1 exit with status code 2.\n", "[1]<stdout>:\n"]
+    )  # fmt: skip
+    shown = capsys.readouterr()
+    assert shown.out == "Epoch 1\n"
+    assert shown.err == "[rank 1 s2] oh no: [1]\nhm\nmpirun says\n"
+    assert (tmp_path / "rank-0000-s1.log").read_text() == "Epoch 1\nhm\n"
+    assert (tmp_path / "rank-0001-s2.log").read_text() == "oh no: [1]\n\n"
+
+
+def test_pieces_of_lines_that_mpirun_marks_are_put_together(tmp_path, capsys):
+    output = RankOutput(tmp_path, ["s1", "s2"])
+    output.take(["[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n", "[1,1]<stdout>: two\n", "[1,0]<stdout>:no end"])
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("1 2\nno end\n", "[rank 1 s2] one two\n")
+
+
+def test_logs_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the ranks' logs cannot be written to .*: Not a directory; give another"):
+        RankOutput(tmp_path / "file" / "logs", ["s1"])
+
+
+SAID = {
+    "ssh: Could not resolve hostname s9: Name or service not known": "host s9 has no IPv4 address here",
+    "connect to host s9 port 22: Connection refused": "nothing answers ssh on host s9, port 22",
+    "root@s9: Permission denied (publickey).": "does not let",
+    "connect to host s9 port 22: Connection timed out": r"host s9 cannot be reached \(Connection timed out\)",
+    "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.": "ssh-keygen -R s9",
+    "": "ssh to host s9 failed: it said nothing; try: ssh s9 true",
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
+    trouble = Ssh().trouble("s9", text)
+    assert re.search(SAID[text], trouble) and "\n" not in trouble
+
+
+@pytest.mark.parametrize("name", ["environment", "exit_code", "job", "restart"])
+def test_examples_in_docstrings(name):
+    assert doctest.testmod(importlib.import_module(f"hvtrain.launch.{name}")).failed == 0

@@ -1,0 +1,215 @@
+"""MPIJob and TrainJob: the files hold to the operators' schemas and to Kubernetes' own, and say what was asked for."""
+
+import copy
+import re
+import shlex
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvtrain.config.validate import typed
+from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import kubernetes, mpijob, trainjob
+from hvtrain.launch.job import Job, parse_hosts
+
+SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
+WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $$ "q"', "a: b #c")
+JOB = Job(WORDS, 8, environment={"TF_FLAGS": "a 'b' $(TF_FLAGS) $c \"d\": {e}\nf"})
+FULL = kubernetes.Settings(
+    image="registry.example/hvtrain:1", ranks_per_worker=2, data_claim="data", runs_claim="runs", namespace="team"
+)
+KINDS = {"mpijob": mpijob, "trainjob": trainjob}
+
+
+def documents(kind, job=JOB, settings=FULL):
+    (text,) = KINDS[kind].files(job, settings).values()
+    return list(yaml.safe_load_all(text))
+
+
+def pods(kind, job=JOB, settings=FULL):
+    """The pods of launcher and worker."""
+    tree = documents(kind, job, settings)[0]["spec"]
+    if kind == "mpijob":
+        roles = tree["mpiReplicaSpecs"]
+        return [roles[role]["template"]["spec"] for role in ("Launcher", "Worker")]
+    jobs = {entry["name"]: entry["template"]["spec"] for entry in tree["template"]["spec"]["replicatedJobs"]}
+    return [jobs[role]["template"]["spec"] for role in ("launcher", "node")]
+
+
+def as_kubernetes_reads(word):
+    """What a container gets for a word of args, by Kubernetes' rule: $$ is a dollar, $(NAME) is replaced."""
+    return re.sub(r"\$\$|\$\(\w+\)", lambda found: "$" if found[0] == "$$" else "REPLACED", word)
+
+
+def check_mpijob(tree):
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(tree, SCHEMA)
+
+
+ELASTIC = Job(WORDS, 4, min_ranks=2, max_ranks=8)
+MPI = Job(WORDS, 8, controller="mpi")
+CPU = kubernetes.Settings(image="hvtrain:cpu", gpus_per_rank=0)
+
+
+@pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
+@pytest.mark.parametrize("job", [JOB, ELASTIC, MPI], ids=["gloo", "elastic", "mpi"])
+def test_the_operator_knows_every_field_of_the_mpijob(job, settings):
+    (tree,) = documents("mpijob", job, settings)
+    check_mpijob(tree)
+
+
+def edited(path, value):
+    (tree,) = copy.deepcopy(documents("mpijob"))
+    *way, last = path.split("/")
+    place = tree
+    for key in way:
+        place = place[key]
+    place[last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec/slotPerWorker", 2),
+        ("spec/cleanPodPolicy", "Running"),
+        ("spec/runPolicy/backofflimit", 3),
+        ("spec/runPolicy/cleanPodPolicy", "running"),
+        ("spec/mpiImplementation", "openmpi"),
+        ("spec/mpiReplicaSpecs/Launcher/replicas", 2),
+        ("spec/mpiReplicaSpecs/Worker/restartPolicy", "Always"),
+        ("spec/mpiReplicaSpecs/worker", {}),
+        ("spec/mpiReplicaSpecs/Worker/template/spec/restartPolicy", "Never"),
+        ("apiVersion", "kubeflow.org/v1"),
+    ],
+)
+def test_the_schema_refuses_what_the_operator_would_drop_or_refuse(path, value):
+    jsonschema = pytest.importorskip("jsonschema")
+    with pytest.raises(jsonschema.ValidationError):
+        check_mpijob(edited(path, value))
+
+
+@pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
+def test_trainer_knows_every_field_of_runtime_and_trainjob(settings):
+    """The models drop what they do not know, so a field that is lost on the way through was misspelt."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    runtime, train_job = documents("trainjob", JOB, settings)
+    assert models.TrainerV1alpha1TrainingRuntime.from_dict(copy.deepcopy(runtime)).to_dict() == runtime
+    assert models.TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(train_job)).to_dict() == train_job
+    wrong = copy.deepcopy(runtime)
+    wrong["spec"]["mlPolicy"]["mpi"]["numProcsPerNode"] = 2
+    assert models.TrainerV1alpha1TrainingRuntime.from_dict(copy.deepcopy(wrong)).to_dict() != wrong
+
+
+@pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kubernetes_takes_the_pods(kind, settings):
+    validate = pytest.importorskip("kubernetes_validate")
+    for pod in pods(kind, JOB, settings):
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod}
+        validate.validate(whole, validate.latest_version(), strict=True)
+        with pytest.raises(validate.ValidationError):
+            validate.validate(
+                {**whole, "spec": {**pod, "restartpolicy": "Never"}}, validate.latest_version(), strict=True
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_and_variables_arrive_as_they_were(kind):
+    launcher, worker = (pod["containers"][0] for pod in pods(kind))
+    line = [as_kubernetes_reads(word) for word in launcher["args"]]
+    assert line[:6] == ["horovodrun", "--gloo", "--ssh-port", "2222", "-np", "8"]
+    assert tuple(line[line.index("python") :]) == WORDS
+    assert {item["name"]: as_kubernetes_reads(item["value"]) for item in launcher["env"]} == {
+        "TF_FLAGS": JOB.environment["TF_FLAGS"]
+    }
+    assert worker["args"] == ["worker", "2222"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_get_their_ranks_gpus_memory_and_volumes(kind):
+    launcher, worker = pods(kind)
+    container = worker["containers"][0]
+    assert container["resources"]["limits"] == {"cpu": "8", "memory": "32Gi", "nvidia.com/gpu": "2"}
+    assert "nvidia.com/gpu" not in launcher["containers"][0]["resources"]["limits"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shared-memory": "/dev/shm", "data": "/data", "runs": "/home/hvtrain/runs"}
+    assert {volume["name"] for volume in worker["volumes"]} == set(mounts)
+    assert all(pod["securityContext"]["runAsUser"] == 10001 for pod in (launcher, worker))
+    first, *_ = documents(kind)
+    count = first["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] if kind == "mpijob" else None
+    assert (count or first["spec"]["mlPolicy"]["numNodes"]) == 4
+
+
+def test_trainer_finds_the_pods_by_name():
+    """Trainer gives keys and the list of hosts to containers "node" of the replicated jobs "launcher" and "node"."""
+    runtime, train_job = documents("trainjob")
+    jobs = {entry["name"]: entry for entry in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
+    assert set(jobs) == {"launcher", "node"}
+    assert [pod["containers"][0]["name"] for pod in pods("trainjob")] == ["node", "node"]
+    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert train_job["metadata"]["namespace"] == runtime["metadata"]["namespace"] == "team"
+    assert train_job["spec"]["trainer"] == {"numNodes": 4, "numProcPerNode": 2}
+
+
+def test_an_elastic_job_may_start_small_and_grow():
+    (tree,) = documents("mpijob", ELASTIC)
+    line = pods("mpijob", ELASTIC)[0]["containers"][0]["args"]
+    assert tree["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
+    assert tree["spec"]["launcherCreationPolicy"] == "AtStartup"
+    for option, value in (("-np", "4"), ("--min-np", "2"), ("--max-np", "8")):
+        assert line[line.index(option) + 1] == value
+    assert "--hostfile" not in line
+
+
+def test_the_discovery_names_only_hosts_that_answer(tmp_path):
+    """The line runs as the launcher runs it, by sh, with the operator's script in a folder of the test's own."""
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\necho 127.0.0.1\necho no-such-host.invalid\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        line = mpijob.DISCOVERY.format(port=port, slots=2).replace(
+            "/etc/mpi/discover_hosts.sh", shlex.quote(str(script))
+        )
+        open_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
+    closed_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
+    assert (open_port, closed_port) == ("127.0.0.1:2\n", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kubectl_gets_the_file(kind):
+    (name,) = KINDS[kind].files(JOB, FULL)
+    assert KINDS[kind].commands(JOB, FULL, "a b") == [["kubectl", "create", "-f", f"a b/{name}"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("job", "settings", "message"),
+    [
+        (JOB, {}, r"has no image; .*cluster\.image="),
+        (JOB, {"image": "i", "ranks_per_worker": 3}, r"8 ranks do not divide .*=3"),
+        (Job(WORDS, 2, parse_hosts("s1,s2")), {"image": "i"}, "came with -H"),
+        (JOB, {"image": "i", "name": "My_run"}, "cluster.name=My_run is no name"),
+        (JOB, {"image": "i", "name": "a" * 41}, "up to 40"),
+        (JOB, {"image": "i", "runs_claim": "my claim"}, "cluster.runs_claim=my claim is no name"),
+        (JOB, {"image": "i", "memory_per_rank": "lots"}, "no amount of memory"),
+        (JOB, {"image": "i", "data_path": "data"}, "cluster.data_path=data"),
+    ],
+)
+def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        KINDS[kind].files(job, typed(KINDS[kind].Settings, settings, "cluster."))
+    assert "\n" not in str(error.value)
+
+
+def test_elastic_jobs_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="over Gloo alone"):
+        mpijob.files(Job(WORDS, 4, controller="mpi", min_ranks=2), FULL)
+    with pytest.raises(ConfigError, match="a TrainJob keeps its size"):
+        trainjob.files(ELASTIC, FULL)

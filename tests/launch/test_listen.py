@@ -1,0 +1,166 @@
+"""What launchers say about ranks that ended, as captured on a lab of hosts, becomes one line and a code."""
+
+import itertools
+
+import pytest
+
+from hvtrain.launch.failure import AGAIN, judge
+from hvtrain.launch.listen import RULER, End, Listener
+from hvtrain.launch.relay import Relay
+
+ABORTED = f"""\
+{RULER}
+Primary job  terminated normally, but 1 process returned
+a non-zero exit code. Per user-direction, the job has been aborted.
+{RULER}
+"""
+KILLED = f"""\
+{ABORTED}{RULER}
+mpirun noticed that process rank 1 with PID 50 on node s2 exited on signal 9 (Killed).
+{RULER}
+"""
+EXITED = f"""\
+{ABORTED}{RULER}
+mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[7581,1],1]
+  Exit code:    7
+{RULER}
+"""
+HOST_DIED = f"""\
+Connection to s3 closed by remote host.
+{RULER}
+ORTE was unable to reliably start one or more daemons.
+This usually is caused by:
+
+* not finding the required libraries and/or binaries on
+  one or more nodes. Please check your PATH and LD_LIBRARY_PATH
+  settings, or configure OMPI with --enable-orterun-prefix-by-default
+{RULER}
+"""
+LOST = f"""\
+{RULER}
+ORTE has lost communication with a remote daemon.
+
+  HNP daemon   : [[7529,0],0] on node s1
+  Remote daemon: [[7529,0],1] on node s3
+
+This is usually due to either a failure of the TCP network
+connection to the node, or possibly an internal failure of
+the daemon itself. We cannot recover from this failure, and
+therefore will terminate the job.
+{RULER}
+"""
+NO_SLOTS = f"""\
+{RULER}
+There are not enough slots available in the system to satisfy the 9
+slots that were requested by the application:
+
+  python
+{RULER}
+"""
+HOSTS = ("s1", "s2", "s3")
+
+
+def heard(text):
+    """All that a listener is told, and what of it is to be shown."""
+    relay = Relay()
+    shown = relay.text(text)
+    return relay.listener, shown + relay.text("\n")[:-1] + relay.listener.rest()
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        (KILLED, End("1", 137, "s2")),
+        (EXITED, End("1", 7)),
+        (LOST, End("", 255, "s3")),
+        ("horovodrun: rank 1 ended with exit code 137\n", End("1", 137)),
+        ("horovodrun: rank 0 ended with exit code -9\n", End("0", 137)),
+        ("horovodrun: rank s2[0] ended with exit code 7\n", End("s2[0]", 7)),
+    ],
+)
+def test_the_first_end_is_found_and_its_text_is_not_shown(text, end):
+    listener, shown = heard(text)
+    assert (listener.first, shown) == (end, "")
+
+
+def test_a_host_that_died_under_mpi():
+    listener, shown = heard(HOST_DIED)
+    assert listener.first == End("", 255, "s3")
+    assert shown == "Connection to s3 closed by remote host.\n", "ssh's own word stays"
+
+
+def test_other_words_of_mpirun_are_shown_whole():
+    """Without ssh's word that a connection was lost, that daemons did not start may be anything."""
+    for text in (NO_SLOTS, HOST_DIED.partition("\n")[2]):
+        listener, shown = heard(f"before\n{text}after\n")
+        assert (listener.first, shown) == (None, f"before\n{text}after\n")
+
+
+def test_a_text_in_any_pieces_is_shown_at_once_and_once():
+    text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,1]<stderr>:no end"
+    for size in (1, 7, 80):
+        relay = Relay()
+        pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
+        shown = [relay.text(piece) for piece in pieces]
+        assert "".join(shown) == "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,1]<stderr>:no end"
+    relay = Relay()
+    assert relay.text("[1,0]<stderr>:10%") == "[1,0]<stderr>:10%", "a bar that moves does not wait for its line's end"
+
+
+def test_last_words():
+    """Of pieces that mpirun marks; of tracebacks; and the reason, not that others stop."""
+    listener, _ = heard(
+        "[1,1]<stderr>:Traceback (most recent call last):\n"
+        '[1,1]<stderr>:  File "x.py", line 1, in <module>\n'
+        "[1,1]<stderr>:ValueError[1,0]<stderr>:hvtrain: stopped because another rank did[1,1]<stderr>:: bad thing\n"
+        "[1,0]<stderr>:; its message stands above\n"
+        "[2]<stderr>:hvtrain: rank 2 on s3 failed: KeyError: 'x'; its traceback stands above\n"
+        "[2]<stderr>:hvtrain: rank 2: stopped because of it\n"
+    )
+    assert listener.words == {
+        0: "stopped because another rank did; its message stands above",
+        1: "ValueError: bad thing; its traceback stands above",
+        2: "KeyError: 'x'; its traceback stands above",
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "memory", "lost", "code", "line"),
+    [
+        (End("1", 137, "node2"), {}, (), (), 75, f"FIRST FAILURE rank 1 host s2: killed by SIGKILL; {AGAIN}"),
+        (End("1", 139), {}, (), (), 75, f"FIRST FAILURE rank 1 host s2: killed by SIGSEGV; {AGAIN}"),
+        (End("1", 137), {}, ("s1",), (), 75, f"FIRST FAILURE rank 1 host s2: killed by SIGKILL; {AGAIN}"),
+        (End("1", 137), {}, ("s2",), (), 1,
+         "FIRST FAILURE rank 1 host s2: killed for lack of memory on s2; lower train.batch_size or use more hosts"),
+        (End("2", 255), {}, (), ("s3",), 75,
+         f"FIRST FAILURE rank 2 host s3: the connection to host s3 was lost; is it up? then {AGAIN}"),
+        (End("", 255, "s3"), {}, (), (), 75,
+         f"FIRST FAILURE rank 2 host s3: the connection to host s3 was lost; is it up? then {AGAIN}"),
+        (End("2", 255), {}, (), (), 255,
+         "FIRST FAILURE rank 2 host s3: ended with exit code 255; what it said stands above"),
+        (End("0", 2), {0: "no such file; give dataset.dir"}, (), (), 2,
+         "FIRST FAILURE rank 0 host s1: no such file; give dataset.dir"),
+        (End("0", 1), {0: "stopped because another rank did", 1: "ValueError: x"}, (), (), 1,
+         "FIRST FAILURE rank 1 host s2: ValueError: x"),
+        (End("0", 75), {}, (), (), 75, f"preempted, saved; {AGAIN}"),
+        (End("0", 75), {0: "rank 1 makes no progress"}, (), (), 75,
+         f"FIRST FAILURE rank 1 host s2: rank 1 makes no progress; {AGAIN}"),
+        (End("0", 75), {1: "stopped because rank 2 on s3 is gone"}, (), (), 75,
+         f"FIRST FAILURE rank 2 host s3: stopped because rank 2 on s3 is gone; {AGAIN}"),
+        (End("s2[0]", 137), {}, (), (), 75, f"FIRST FAILURE s2[0] host s2: killed by SIGKILL; {AGAIN}"),
+        (End("0", 130), {}, (), (), 130, "FIRST FAILURE rank 0 host s1: ended with exit code 130; what it said stands "
+         "above"),
+    ],
+)  # fmt: skip
+def test_what_an_end_means(end, words, memory, lost, code, line):
+    failure = judge(end, words, HOSTS, memory, lost)
+    assert (failure.exit_code, str(failure)) == (code, line)
+
+
+def test_a_block_without_end_is_shown():
+    listener = Listener()
+    assert listener.launcher(f"{RULER}\n") == "" and listener.launcher("half\n") == ""
+    assert listener.rest() == f"{RULER}\nhalf\n"

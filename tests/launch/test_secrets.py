@@ -1,0 +1,66 @@
+"""Secrets in the launcher's environment: on no command line, in no log, record or report, and on no other host."""
+
+import json
+import subprocess
+
+import pytest
+
+from lab import PYTHON, Lab, needs_lab
+from launcher_lab import line
+
+pytestmark = [pytest.mark.distributed, needs_lab]
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "hunter1",
+    "HF_TOKEN": "hunter2",
+    "MY_PASSWORD": "hunter3",
+    "DATABASE_URL": "postgres://me:hunter4@db/training",
+    "TF_STORE": "redis://:hunter5@store:6379/0",
+}
+SET = ["env", *(f"{name}={value}" for name, value in SECRETS.items())]
+# What this rank's host shows to everybody, and the names of the secrets that the rank itself has.
+LOOK = """
+import json, os, socket, subprocess, time
+time.sleep(1)
+shown = subprocess.check_output(["ps", "axwwo", "args"], text=True)
+mine = sorted(name for name, value in os.environ.items() if "hunt" + "er" in value)
+print("look", json.dumps([socket.gethostname(), [text for text in shown.splitlines() if "hunt" + "er" in text], mine]))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with Lab(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "how", ["horovodrun-gloo", "launch-gloo", pytest.param("horovodrun-mpi", marks=pytest.mark.more)]
+)
+def test_no_secret_is_on_a_command_line_or_travels(lab, how):
+    """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for."""
+    asked = ("--env", "WANDB_API_KEY") if how.startswith("launch") else ()
+    words = line(how, "s1:1,s2:1", "python", "-c", LOOK, options=asked)
+    code, output = lab.run("s1", *SET, "WANDB_API_KEY=hunter6", "HVTRAIN_ENV=WANDB_API_KEY", *words)
+    assert code == 0, output
+    said = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
+    assert sorted(said) == [
+        ["s1", [], ["WANDB_API_KEY"] if how.startswith("launch") else sorted([*SECRETS, "WANDB_API_KEY"])],
+        ["s2", [], ["WANDB_API_KEY"]],
+    ]
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("how", ["launch-gloo", "horovodrun-mpi"])
+def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
+    words = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
+                 "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip
+    code, output = lab.run("s1", *SET, *words)
+    assert code == 0 and "hunter" not in output, output
+    code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain.doctor", "-H", "s1,s2", "--no-links", "--json")
+    assert code in (0, 1) and "hunter" not in output, output
+    dry = [PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2", "--dry-run", "--output", str(tmp_path / "files")]
+    code, output = lab.run("s1", *SET, *dry, "--", "model=mlp")
+    assert code == 0 and "hunter" not in output, output
+    found = subprocess.run(["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False)
+    assert found.stdout == "" and (tmp_path / "run" / "result.json").exists() and (tmp_path / "files").exists()

@@ -1,0 +1,150 @@
+"""The batch file in Slurm itself, with daemons of the tests' own: it is taken, saves before its limit, and goes on."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvtrain.config.validate import typed
+from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import slurm
+from hvtrain.launch.job import Job, parse_hosts
+from slurm_cluster import cluster as cluster
+
+BIN = Path(sys.executable).parent
+RUN = ("python", "-m", "hvtrain")
+WORDS = ("callbacks=[a,b]", '+x=it\'s $HOME $(id) `id` "q"', "a b")
+VALUES = {"TF_FLAGS": "a 'b' $c `id`\nd"}
+
+# In place of `python -m hvtrain.launch`: says what it was given; told to save, it ends with 75; started again, with 0.
+LAUNCHER = """#!/bin/bash
+printf '<%s>' "$@"; echo
+printf 'TF_FLAGS=%q in %s\\n' "$TF_FLAGS" "$PWD"
+if ((SLURM_RESTART_COUNT)); then echo "went on"; exit 0; fi
+trap 'sleep 2; echo saved; exit 75' USR1
+while true; do sleep 0.2; done
+"""
+
+
+@pytest.mark.apart
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_before_its_limit_a_job_saves_and_goes_on(cluster):
+    """Two hosts; the signal comes from Slurm itself, 55 to 115 s before the limit of two minutes."""
+    (cluster.folder / "bin").mkdir()
+    (cluster.folder / "bin" / "python").write_text(LAUNCHER)
+    (cluster.folder / "bin" / "python").chmod(0o755)
+    (cluster.folder / "work dir").mkdir()
+    settings = slurm.Settings(
+        time="2",
+        nodes=2,
+        gpus_per_rank=0,
+        cpus_per_rank=2,
+        signal_seconds=55,
+        output=f"{cluster.folder}/out-%j.txt",
+        workdir=f"{cluster.folder}/work dir",
+        setup=f"PATH={cluster.folder}/bin:$PATH; : $UNSET",
+    )
+    job_id = cluster.submit("standin", Job((*RUN, *WORDS), 4, environment=VALUES), settings)
+    cluster.wait(job_id, lambda: "goes on when Slurm starts it again" in cluster.printed(job_id))
+    cluster.start_again_soon(job_id)
+    cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
+    printed = cluster.printed(job_id)
+    given = ["-m", "hvtrain.launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
+    given += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
+    assert printed.count("".join(f"<{word}>" for word in given)) == 2
+    assert printed.count(f"in {cluster.folder}/work dir\n") == 2
+    assert r"TF_FLAGS=$'a \'b\' $c `id`\nd' in" in printed
+    assert printed.index("start 1") < printed.index("saved") < printed.index("start 2") < printed.index("went on")
+    assert cluster.field(job_id, "Restarts") == "1"
+
+
+@pytest.mark.apart
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_a_training_goes_on_in_its_second_start(cluster):
+    """The real launcher, a real rank on each of two hosts. The signal comes by hand, once the training is under way."""
+    settings = slurm.Settings(
+        time="30",
+        nodes=2,
+        gpus_per_rank=0,
+        cpus_per_rank=1,
+        output=f"{cluster.folder}/out-%j.txt",
+        workdir=str(cluster.folder),
+        setup=f"PATH={BIN}:$PATH",
+    )
+    job = Job((*RUN, "model=mlp", "dataset=digits", "train.epochs=40"), 2, environment={"TF_NUM_INTRAOP_THREADS": "1"})
+    job_id = cluster.submit("training", job, settings)
+    cluster.wait(job_id, lambda: "Epoch 3/40" in cluster.printed(job_id))
+    cluster.ask("scancel", "--batch", "--signal=USR1", job_id)
+    cluster.wait(job_id, lambda: "goes on when Slurm starts it again" in cluster.printed(job_id))
+    run = cluster.folder / "runs" / f"slurm-{job_id}"
+    assert not (run / "result.json").exists()
+    cluster.start_again_soon(job_id)
+    cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED", 300)
+    second = cluster.printed(job_id).partition("start 2")[2]
+    assert "Epoch 1/40" not in second and "Epoch 40/40" in second, second
+    assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", second, re.MULTILINE), second
+    assert json.loads((run / "result.json").read_text())["num_ranks"] == 2
+
+
+def text(job, **settings):
+    (found,) = slurm.files(job, typed(slurm.Settings, {"time": "1:00:00", **settings}, "cluster.")).values()
+    return found
+
+
+def test_what_is_not_asked_for_stays_out():
+    found = text(Job(RUN, 8), nodes=2, gpus_per_rank=0)
+    for word in ("gpus-per-node", "partition", "account", "qos", "export", "--env"):
+        assert word not in found
+    assert "--ntasks-per-node=4" in found and "--nodes=2" in found
+    assert "--gpus-per-node=4" in text(Job(RUN, 8), ranks_per_node=4)
+    assert "--nodes=1\n" in text(Job(RUN, 8))
+
+
+def test_commands_of_another_kind_and_a_run_folder_of_ones_own_are_kept():
+    own = text(Job(("python", "my_script.py", "a b"), 2))
+    assert "python my_script.py 'a b' &" in own and "run.dir" not in own
+    assert "slurm-$SLURM_JOB_ID" not in text(Job((*RUN, "run.dir=/shared/a"), 2))
+
+
+def test_shellcheck_finds_nothing(tmp_path):
+    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
+    (tmp_path / "job").write_text(text(Job((*RUN, *WORDS), 2, environment=VALUES), setup="true", workdir="a b"))
+    # SC2016: words that hold a dollar are meant to.
+    found = subprocess.run(
+        [shellcheck, "-e", "SC2016", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216000), ("1-0:30", 88200), ("1-1:01:01", 90061)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
+    assert slurm.seconds(limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "message"),
+    [
+        (Job(RUN, 2), {"time": None}, "cluster.time is not set"),
+        (Job(RUN, 2), {"time": "2h"}, "cluster.time=2h is no time limit"),
+        (Job(RUN, 2), {"time": "3"}, "for 180 s before it the run is told to save"),
+        (Job(RUN, 6), {"nodes": 4}, "-np 6 does not divide over cluster.nodes=4"),
+        (Job(RUN, 6), {"nodes": 2, "ranks_per_node": 4}, "cluster.nodes=2 cluster.ranks_per_node=4"),
+        (Job(RUN, 2, parse_hosts("s1,s2")), {}, "came with -H"),
+        (Job(RUN, 2, min_ranks=1), {}, "came with --min-np"),
+        (Job(RUN, 2), {"partition": "a b"}, "--partition=a b holds a character"),
+    ],
+)
+def test_what_cannot_start_is_refused_in_one_line(job, settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        text(job, **settings)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,20 @@
+"""The quick form of the soak: ten kills at random moments, and the very bits of a run that nobody touched."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launching import ROOT
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(900)
+def test_ten_kills_lose_nothing():
+    # With 40 epochs a run outlasts several kills, and most rounds are resumed more than once.
+    command = [sys.executable, "-m", "tests.faults.soak", "--kills", "10", "--epochs", "40"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "10 kills" in done.stderr and "the very bits of the uninterrupted run" in done.stderr

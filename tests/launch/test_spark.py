@@ -1,0 +1,215 @@
+"""Training on Spark: a real cluster of two workers on this machine, and data that Spark itself wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import spark as cluster
+from hvtrain.launch.job import Job, parse_hosts
+from hvtrain.spark import Options, parse, rank_environment
+from launching import ROOT, finish, start
+
+MISSING = [
+    *(["java (apt-get install openjdk-17-jre-headless)"] if shutil.which("java") is None else []),
+    *(["pyspark (scripts/lock/spark.txt)"] if importlib.util.find_spec("pyspark") is None else []),
+]
+on_spark = pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)}")
+
+# Two workers with one core each, which start executors in processes of their own.
+MASTER = "local-cluster[2,1,1024]"
+DEFAULTS = f"""\
+spark.master {MASTER}
+spark.driver.host 127.0.0.1
+spark.driver.bindAddress 127.0.0.1
+spark.ui.enabled false
+"""
+
+WRITE = """
+import sys
+from pyspark.sql import SparkSession
+from sklearn.datasets import load_digits
+
+pixels, labels = load_digits(return_X_y=True)
+rows = [(row.tolist(), int(label)) for row, label in zip(pixels, labels)]
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+for split, part in (("train", rows[:1437]), ("test", rows[1437:])):
+    frame = spark.createDataFrame(part, "image array<float>, label int")
+    frame.repartition(4).write.parquet(f"{sys.argv[1]}/{split}")
+spark.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def spark_conf(tmp_path_factory):
+    """The folder of spark-defaults.conf; afterwards the workers' folders, inside pyspark, go."""
+    folder = tmp_path_factory.mktemp("spark")
+    (folder / "spark-defaults.conf").write_text(DEFAULTS)
+    work = Path(importlib.util.find_spec("pyspark").origin).parent / "work"
+    before = set(work.glob("app-*"))
+    yield folder
+    for made in set(work.glob("app-*")) - before:
+        shutil.rmtree(made)
+
+
+def run(*command, cwd, conf, **extra):
+    """Exit code and everything printed."""
+    process = start(None, 1, *command, cwd=cwd, SPARK_CONF_DIR=str(conf), SPARK_LOCAL_IP="127.0.0.1", **extra)
+    output = finish(process, timeout=280)
+    return process.returncode, output
+
+
+def said(output):
+    """The lines of ours, without Spark's."""
+    return [line for line in output.splitlines() if line.startswith("hvtrain")]
+
+
+@on_spark
+@pytest.mark.distributed
+@pytest.mark.apart
+@pytest.mark.timeout(900)
+def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, spark_conf):
+    """By the launcher's line for spark-submit, on Gloo; then by python -m, on MPI, from the checkpoint on."""
+    code, output = run(sys.executable, "-c", WRITE, "data", cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    assert len(list((tmp_path / "data" / "train").glob("part-*.parquet"))) == 4
+
+    words = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
+    words += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
+    job = Job(("python", "-m", "hvtrain", *words, "train.epochs=3"), 2)
+    settings = cluster.Settings(master=MASTER, cores_per_rank=1)
+    for name, text in cluster.files(job, settings).items():
+        (tmp_path / name).write_text(text)
+    (line,) = cluster.commands(job, settings, ".")
+    code, output = run(*line, cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
+    first = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert first["num_ranks"] == 2 and first["first_step"] == 0
+    assert first["reductions"] == first["num_steps"] > 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/SHA256SUMS"))) == 2
+    assert len(list((tmp_path / "run" / "logs").glob("rank-000?.log"))) == 2
+
+    line = ["python", "-m", "hvtrain.spark", "--np", "2", "--mpi", *words, "train.epochs=8"]
+    code, output = run(*line, cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    assert "(Horovod on MPI)" in output and "weights equal on 2/2 ranks" in output
+    second = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert second["first_step"] == first["num_steps"] and second["num_steps"] == first["num_steps"] * 8 // 3
+    assert second["test_accuracy"] > 0.85
+
+
+@on_spark
+@pytest.mark.distributed
+@pytest.mark.apart
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("words", "code", "first"),
+    [
+        (["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
+        (["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
+    ],
+)
+def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_path, spark_conf):
+    own = ROOT / "tests/support/own"
+    line = ["hvtrain.spark", "--np=2", "--config-dir", str(own / "conf"), *words, "run.dir=run"]
+    found, output = run("python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own))
+    assert found == code, output
+    assert said(output)[0].startswith(first)
+    assert re.fullmatch(rf"hvtrain.spark: rank \d ended with exit code {code}", said(output)[-1])
+    if code == 2:
+        assert len(said(output)) == 2 and "Traceback" not in output
+    assert "SparkException" not in output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("door", [["-m", "hvtrain.spark"], [str(ROOT / "hvtrain" / "spark.py")]])
+def test_a_bad_word_is_refused_before_spark_starts(door, tmp_path):
+    for words, message in [
+        (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
+        (["--np", "two"], "--np two is no number of ranks; write --np 4"),
+    ]:
+        code, output = run("python", *door, *words, cwd=tmp_path, conf=tmp_path)
+        assert (code, output) == (2, f"hvtrain: {message}\n")
+
+
+def test_the_line_is_taken_apart():
+    assert parse(["--np=3", "a=1", "--mpi"]) == Options(3, True, ["a=1"])
+    assert parse(["a=1", "-np", "2", "--gloo", "b=2"]) == Options(2, False, ["a=1", "b=2"])
+    assert parse([]) == Options(None, False, [])
+
+
+def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("HVTRAIN_API_KEY", "hidden")
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "2")
+    monkeypatch.setenv("PYTHONPATH", "/driver/only")
+    monkeypatch.setenv("OMPI_MCA_plm", "^rsh")
+    for mpi in (False, True):
+        found = rank_environment(mpi)
+        assert found["TF_NUM_INTRAOP_THREADS"] == "2"
+        assert "hidden" not in found.values() and not {"PYTHONPATH", "OMPI_MCA_plm", "HOME"} & set(found)
+        assert ("PATH" in found) == mpi, "mpirun is looked for"
+
+
+WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]")
+
+
+def test_the_line_for_yarn():
+    settings = cluster.Settings(
+        executors=2, queue="gpu", gpus_per_rank=1, gpu_discovery_script="/opt/gpus.sh", python="/env/bin/python"
+    )
+    job = Job(WORDS, 8, controller="mpi", environment={"NCCL_DEBUG": "WARN"})
+    (line,) = cluster.commands(job, settings, "launch/spark")
+    assert line[:9] == "spark-submit --master yarn --deploy-mode client --name hvtrain --queue gpu".split()  # noqa: SIM905
+    assert line[-5:] == ["launch/spark/hvtrain_on_spark.py", "--np", "8", "--mpi", "callbacks=[a,b]"]
+    confs = dict(conf.split("=", 1) for before, conf in itertools.pairwise(line) if before == "--conf")
+    assert confs == {
+        "spark.task.cpus": "4",
+        "spark.executor.cores": "16",
+        "spark.executor.memory": "1g",
+        "spark.executor.memoryOverhead": "32g",
+        "spark.dynamicAllocation.enabled": "false",
+        "spark.executor.instances": "2",
+        "spark.task.resource.gpu.amount": "1",
+        "spark.executor.resource.gpu.amount": "4",
+        "spark.executor.resource.gpu.discoveryScript": "/opt/gpus.sh",
+        "spark.pyspark.python": "/env/bin/python",
+        "spark.pyspark.driver.python": "/env/bin/python",
+        "spark.executorEnv.NCCL_DEBUG": "WARN",
+    }
+
+
+def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn():
+    (line,) = cluster.commands(Job(WORDS, 3), cluster.Settings(master="spark://s1:7077", cores_per_rank=2), "f")
+    assert "spark.cores.max=6" in line and not any("instances" in word or "gpu" in word for word in line)
+    job = Job((*WORDS, "run.dir=/shared/run"), 2, environment={"TZ": "UTC"})
+    (line,) = cluster.commands(job, cluster.Settings(deploy_mode="cluster"), "f")
+    assert {"spark.executorEnv.TZ=UTC", "spark.yarn.appMasterEnv.TZ=UTC"} <= set(line)
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "message"),
+    [
+        (Job(("python", "train.py"), 2), {}, "runs python -m hvtrain alone and python train.py came"),
+        (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np; its ranks are fixed"),
+        (Job(WORDS, 2, parse_hosts("s1:2")), {}, "came with -H; Spark chooses the hosts"),
+        (Job(WORDS, 2), {"master": "s1:7077"}, "cluster.master=s1:7077 is no master; give yarn or spark://HOST:7077"),
+        (Job(WORDS, 3), {"executors": 2}, "cluster.executors=2 does not divide 3 ranks"),
+        (Job(WORDS, 2), {"memory_per_rank": "8 GB"}, "cluster.memory_per_rank=8 GB is no amount of memory"),
+        (Job(WORDS, 2), {"gpus_per_rank": 2}, "a rank uses one GPU; give 0 or 1"),
+        (Job(WORDS, 2), {"deploy_mode": "cluster"}, "give run.dir=/a/folder/that/all/hosts/see"),
+        (Job(WORDS, 2), {"deploy_mode": "cluster", "master": "spark://s1:1"}, "needs YARN and not spark://s1:1"),
+    ],
+)
+def test_what_cannot_start_is_refused(job, settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        cluster.files(job, cluster.Settings(**settings))

@@ -1,0 +1,23 @@
+"""One rank of a job that has joined Horovod and reduces nothing: what a step is while Horovod's thread runs beside it.
+
+On CPU that thread wakes each cycle, talks with the other ranks', and takes its time from the cores that compute.
+tests.costs.here starts it with the words of a workload; plain Keras fit does the rest.
+"""
+
+from __future__ import annotations
+
+import hvtrain.keras as hvd
+from hvtrain.bench.by_hand.common import work
+from hvtrain.system import cores
+
+
+def main() -> None:
+    """Trains alone beside the others, and reports."""
+    hvd.init()
+    cores.pin(hvd.rank(), hvd.size())
+    todo = work(hvd.rank(), hvd.size())
+    todo.fit(todo.model(), todo.optimizer(), hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

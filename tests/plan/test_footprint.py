@@ -1,0 +1,63 @@
+"""What a Keras model weighs, and the order and work of its gradients."""
+
+import keras
+import pytest
+from keras import layers
+
+from hvtrain.plan.footprint import footprint, gradients
+
+
+@pytest.fixture
+def model():
+    """An inner model, a view, a layer without weights and one that is not trained."""
+    inner = keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, padding="same")])
+    steps = [keras.Input((8, 8, 3)), inner, layers.ReLU(), layers.Flatten(), layers.Dense(10), layers.Dense(2)]
+    made = keras.Sequential(steps)
+    made.layers[-1].trainable = False
+    made.compile("adam")
+    made.optimizer.build(made.trainable_variables)
+    return made
+
+
+def test_gradients_come_last_layer_first_with_their_multiplications(model):
+    found = [(one.num_bytes, one.work) for one in gradients(model)]
+    dense, conv = 256 * 10 + 10, 3 * 3 * 3 * 4 + 4
+    assert found == [(4 * 10, dense), (4 * 2560, 0), (4 * 4, 64 * conv), (4 * 108, 0)]
+
+
+def test_bytes(model):
+    found = footprint(model, batch_size=5)
+    trained = 3 * 3 * 3 * 4 + 4 + 2560 + 10
+    assert found.gradient_bytes == 4 * trained
+    assert found.weight_bytes == 4 * (trained + 22)
+    assert 8 * trained < found.slot_bytes < 8 * trained + 50, "two moments each, and two counters"
+    assert found.activation_bytes == 5 * 4 * (256 + 256 + 10 + 2), "convolution, ReLU and dense; no view"
+    assert found.checkpoint_bytes == found.weight_bytes + found.slot_bytes
+
+
+def test_half_precision_halves_activations_alone(model):
+    whole = footprint(model, 1)
+    policy = {"dtype": "mixed_bfloat16"}
+    half = keras.Sequential([keras.Input((256,)), layers.Dense(10, **policy), layers.Dense(2, **policy)])
+    half.compile("sgd")
+    half.optimizer.build(half.trainable_variables)
+    found = footprint(half, 1)
+    assert found.activation_bytes == 2 * 12 and found.gradient_bytes == 4 * (2570 + 22)
+    assert whole.activation_bytes == 4 * 524
+
+
+def test_layers_that_do_not_say_their_shapes():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+    own = Own()
+    own(keras.ops.zeros((1, 4)))
+    own.compile("sgd")
+    own.optimizer.build(own.trainable_variables)
+    assert footprint(own, 8).activation_bytes is None
+    assert sum(one.num_bytes for one in gradients(own)) == 4 * 15

@@ -1,0 +1,202 @@
+"""`python -m hvtrain.plan` as a process: what it prints, draws and writes, and that it starts nothing."""
+
+import doctest
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.plan import machine, report
+from hvtrain.plan.__main__ import plan
+from hvtrain.plan.costs.algorithms import flat_ring_seconds
+from hvtrain.plan.costs.links import Machine, bus, network
+from hvtrain.plan.forecast import forecast, key_steps
+from hvtrain.plan.one_rank import measured_step_seconds
+
+PLAN = [sys.executable, "-m", "hvtrain.plan"]
+RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"]
+# It must neither start Horovod nor train.
+ALONE = """
+import sys
+import keras
+from hvtrain.plan import plan
+def fit(*words, **more): raise AssertionError("it trains")
+keras.Model.fit = keras.Model.train_on_batch = fit
+code = plan()
+sys.exit(code or (3 if "horovod" in sys.modules else 0))
+"""
+
+
+def run(*words, line=PLAN, cwd):
+    done = subprocess.run([*line, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [report])
+def test_examples(module):
+    assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    words = ["-np", "256", "--ranks-per-host", "8", "--step-seconds", "0.05", "--link-gbits", "10", "--output", "out"]
+    words += [*RESNET20, "dataset.num_train=1000000", "train.batch_size=64", "train.epochs=9", "schedule=step"]
+    words += ["schedule.at_epochs=[3,6]", "optimizer=momentum"]
+    code, output = run(*words, line=[sys.executable, "-c", ALONE], cwd=folder)
+    assert code == 0, output
+    return output, json.loads((folder / "out" / "plan.json").read_text()), folder / "out"
+
+
+def test_arithmetic_of_the_run(planned):
+    output, content, _ = planned
+    steps_per_epoch = 1_000_000 // 256 // 64
+    assert content["global_batch"] == 16384 and content["num_steps"] == 9 * steps_per_epoch
+    assert "256 x 64 = 16,384 (ranks x batch)" in output
+    assert f"{9 * steps_per_epoch:,} ({steps_per_epoch} an epoch, 9 epochs; " in output
+    assert "0.01 x 256 = 2.56 (base x linear scale)" in output
+    rates = dict(content["learning_rate"])
+    assert rates[0] == 0.01 and rates[steps_per_epoch] == pytest.approx(2.56)
+    assert rates[3 * steps_per_epoch] == pytest.approx(0.256)
+    assert rates[9 * steps_per_epoch - 1] == pytest.approx(0.0256)
+
+
+def test_bytes(planned):
+    output, content, _ = planned
+    memory = content["memory_bytes"]
+    assert memory["gradients"] == 4 * 272_474, "the trainable parameters"
+    assert memory["weights"] == 4 * (272_474 + 1568)
+    assert memory["gradients"] <= memory["optimizer slots"] < memory["gradients"] + 100, "momentum, and two counters"
+    assert content["checkpoint_bytes"] == memory["weights"] + memory["optimizer slots"]
+    assert memory["activations"] > 64 * 4 * 32 * 32 * 16 * 7
+    assert "activations about " in output and "(an estimate)" in output
+
+
+def test_launch_line_is_one_that_launch_takes(planned):
+    output, content, folder = planned
+    assert "hosts.txt: 32 lines like `s1 slots=8`" in output
+    words = content["launch"].split()
+    assert words[:4] == ["python", "-m", "hvtrain.launch", "-np"]
+    (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
+    code, said = run(
+        *words[3:5], "--dry-run", *words[5:7], "--", *RESNET20, line=[sys.executable, *words[1:3]], cwd=folder
+    )
+    assert code == 0 and "-np 256" in said, said
+
+
+def test_step_on_1_to_n_ranks(planned):
+    output, content, _ = planned
+    costs = content["costs"]
+    assert [cost["num_ranks"] for cost in costs] == [2**power for power in range(9)]
+    assert costs[0]["step_seconds"] == pytest.approx(0.05) and costs[0]["efficiency"] == pytest.approx(1)
+    efficiencies = [cost["efficiency"] for cost in costs]
+    assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[-1] > 0.5
+    # On 16 ranks, two hosts, all gradients go as one ring after the last is ready.
+    hosts = Machine(bus(15.75), network(10), 8)
+    assert costs[4]["communication_seconds"] == pytest.approx(flat_ring_seconds(4 * 272_474, 16, hosts))
+    row = next(line for line in output.splitlines() if line.split()[:1] == ["256"]).split()
+    assert row[1] == f"{1000 * costs[-1]['step_seconds']:,.1f}" and row[-1] == costs[-1]["algorithm"]
+
+
+def test_the_picture_is_there(planned):
+    picture = (planned[2] / "plan.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+def measured(path, num_ranks, start, bandwidth):
+    seconds = {
+        str(size): [start + 2 * (num_ranks - 1) / num_ranks * size / bandwidth] * 3
+        for size in (4, 4096, 1 << 20, 1 << 26)
+    }
+    path.write_text(
+        json.dumps({"num_ranks": num_ranks, "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1]}}})
+    )
+
+
+def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
+    """One file for the link inside, another for the one between hosts; data that are elsewhere; unlike batches."""
+    measured(tmp_path / "inside.json", 2, 2e-4, 5e9)
+    measured(tmp_path / "between.json", 4, 3e-4, 1e8)
+    words = ["-np", "4", "--ranks-per-host", "2", "--step-seconds", "0.1", "--straggler", "0", "--examples", "5000"]
+    words += [
+        "--latency-us",
+        "0",
+        "--inside-latency-us",
+        "0",
+        "--output",
+        "out",
+        "--algorithm",
+        "ring",
+        "--classes",
+        "10",
+    ]
+    words += ["--calibrate", "inside.json", "--calibrate", "between.json", "model=mlp", "dataset=image_folder"]
+    words += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    assert plan() == 0
+    output = capsys.readouterr().out
+    content = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks, the fit is 0% off" in output
+    assert "between hosts: 0.1 GB/s, 300 us to start; measured on 4 ranks" in output
+    assert content["global_batch"] == 2 * 8 + 2 * 24 and content["num_examples"] == 5000
+    gradients = 4 * (784 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10)
+    assert content["gradient_bytes"] == gradients
+    expected = 0.1 + 3e-4 + 1.5 * gradients / 1e8
+    assert content["costs"][-1]["step_seconds"] == pytest.approx(expected, rel=1e-3)
+    assert "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs)" in output
+
+
+@pytest.mark.slow
+def test_measured_here():
+    assert 0 < measured_step_seconds(["model=mlp", "run.dir=of_the_run", "train.batch_size=[8,16]"], 16) < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: -np; see python -m hvtrain.plan --help"),
+        (["-np", "0"], "0 came where a whole number above 0 was needed"),
+        (["-np", "2", "--link-gbits", "-3"], "-3 came where a number of 0 or more was needed"),
+        (["-np", "2", "--step-seconds", "0"], "0 came where a number above 0 was needed"),
+        (["-np", "2", "--step-seconds", "1", "--measure"], "not allowed with argument --step-seconds"),
+        (["-np", "2", "--algorithm", "star"], "invalid choice: 'star'"),
+        (["-np", "2", "--linkgbits", "3"], "unknown option --linkgbits; see python -m hvtrain.plan --help"),
+        (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
+        (["-np", "2", "--calibrate", "none.json"], "--calibrate none.json cannot be read: No such file"),
+    ],
+)
+def test_wrong_words_are_one_line(words, said, tmp_path):
+    code, output = run(*words, cwd=tmp_path)
+    assert code == 2 and said in output and len(output.splitlines()) == 1, output
+
+
+def test_what_does_not_fit_the_data_is_said():
+    digits = from_dict(compose([])[0])
+    with pytest.raises(ConfigError, match="9999 ranks are more than the 1437 training examples of digits can feed"):
+        forecast(digits, 9999, 4, None, 10)
+    with pytest.raises(ConfigError, match="--examples was given and digits has no setting image_shape"):
+        forecast(digits, 2, 4, 5000, 10)
+    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere"])[0])
+    with pytest.raises(DataError, match="for data that are elsewhere, --examples N says how many they are"):
+        forecast(elsewhere, 2, 4, None, 10)
+
+
+def test_a_warm_up_longer_than_the_run_is_left_out():
+    short = from_dict(compose(["train.steps=5", "model=mlp"])[0])
+    assert [step for _, step in key_steps(forecast(short, 1, 1, None, 10))] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"num_ranks": 2}', '{"num_ranks": "x", "seconds": {"hvtrain": {"4": [1]}}}']
+)
+def test_a_file_of_something_else_is_refused(content, tmp_path):
+    path = tmp_path / "allreduce.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="is not what bench allreduce writes"):
+        machine.read(Path(path))

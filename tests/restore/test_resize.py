@@ -1,0 +1,167 @@
+"""A run that was begun on two ranks goes on with one, or three: same samples, same joint batches, same weights.
+
+Three starts of ranks carry many runs: two ranks make uninterrupted ones, whose checkpoints are cut off in mid-epoch;
+one rank, and three, go on from there.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launching import WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+DIGITS = ["model=mlp", "dataset=digits", "schedule=cosine", "train.epochs=3"]
+SAVED = ["checkpoint.every_steps=7", "checkpoint.keep=50"]
+PLAIN = [*DIGITS, *SAVED, "dataset.shift_pixels=1", "dataset.num_validation=100"]  # 20 steps an epoch
+PAD = [*DIGITS, *SAVED, "dataset.uneven=pad", "train.batch_size=[40,24]", "optimizer=momentum"]  # 23 steps
+SCALE = [*DIGITS, *SAVED, "train.resize=scale"]  # 22 steps an epoch on two ranks
+# Run -> its words, and the step at which it is cut off; in mid-epoch but for ends.
+RUNS = {
+    "plain": (PLAIN, 28),
+    "pad": (PAD, 28),
+    "middle": (SCALE, 28),
+    "ends": (SCALE, 44),
+    "other": (PLAIN, 28),
+}
+CHANGED = {"other": ["train.batch_size=16"]}
+
+
+def ranks(folder, launcher, num_ranks, runs):
+    """What each rank saw of these runs, and all that was printed."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    words = ["python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    code, output = run(launcher, num_ranks, *words, cwd=folder)
+    assert code == 0, output
+    return json.loads((folder / "found.json").read_text()), output
+
+
+def saved(run_dir, step=None):
+    """Step and arrays of a checkpoint, the newest one if none is named."""
+    paths = sorted((run_dir / "checkpoints").glob("step-*"))
+    path = paths[-1] if step is None else run_dir / "checkpoints" / f"step-{step:08d}"
+    return int(path.name[5:]), load_file(path / "state.safetensors")
+
+
+def cut_off(source, target, step):
+    """A copy of a run folder as an interruption would leave it after that checkpoint."""
+    shutil.copytree(source, target)
+    for path in (target / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    for name in ("result.json", "model.json", "model.keras"):
+        (target / name).unlink(missing_ok=True)
+
+
+def distance(ours, theirs):
+    """Largest relative difference of weights, slots and iterations."""
+    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+    assert names == [name for name in ours if name.startswith(("model/", "optimizer/"))]
+    return max(np.max(np.abs(ours[n] - theirs[n].astype("float64"))) / (np.max(np.abs(theirs[n])) or 1) for n in names)
+
+
+def history(run_dir):
+    lines = (run_dir / "history.csv").read_text().splitlines()
+    rows = [dict(zip(lines[0].split(","), map(float, line.split(",")))) for line in lines[1:]]
+    return [{name: row[name] for name in row if name not in ("seconds", "images_per_second")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    made = {name: words for name, (words, _) in RUNS.items() if name not in ("ends", "other")}
+    found, _ = ranks(folder, "mpirun", 2, made)
+    assert not [name for rank in found for name in rank if "error" in rank[name]], found
+    shutil.copytree(folder / "middle", folder / "ends")
+    shutil.copytree(folder / "plain", folder / "other")
+    return folder
+
+
+ONE = pytest.param(("mpirun", 1), id="one", marks=pytest.mark.apart)
+THREE = pytest.param(("gloo", 3), id="three", marks=pytest.mark.apart)
+
+
+@pytest.fixture(scope="module", params=[ONE, THREE])
+def others(two, request, tmp_path_factory):
+    """(folder, number of ranks, what they saw, output) of the ranks that go on."""
+    launcher, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(f"on-{num_ranks}")
+    for name, (_, step) in RUNS.items():
+        cut_off(two / name, folder / name, step)
+    runs = {name: [*words, *CHANGED.get(name, [])] for name, (words, _) in RUNS.items()}
+    found, output = ranks(folder, launcher, num_ranks, runs)
+    return folder, num_ranks, found, output
+
+
+@pytest.mark.parametrize("name", ["plain", "pad"])
+def test_the_weights_are_those_of_the_run_on_two_ranks(two, others, name):
+    folder, num_ranks, found, output = others
+    assert "record" in found[0][name], found[0][name]
+    (our_step, ours), (their_step, theirs) = saved(folder / name), saved(two / name)
+    assert our_step == their_step
+    assert distance(ours, theirs) < 1e-5
+    assert distance(saved(two / name, 49)[1], theirs) > 1e-3, "a few steps make a difference"
+    batches = {("plain", 3): "22 + 21 + 21 = 64 (by rank)", ("pad", 3): "22 + 21 + 21 = 64 (by rank)"}
+    assert f"global batch   {batches.get((name, num_ranks), '1 x 64 = 64 (ranks x batch)')}" in output
+    parts = " (22 + 21 + 21)" if num_ranks == 3 else ""
+    resumed = f"steps were done, on 2 ranks; on {num_ranks} now: global batch 64 and learning rate as before{parts}\n"
+    assert f"step-00000028: 28 of {their_step} {resumed}" in output
+
+
+@pytest.mark.parametrize(("name", "each"), [("plain", 1280), ("pad", 1437)])
+def test_each_sample_is_seen_once_and_the_epoch_begun_has_its_metrics(two, others, name, each):
+    folder, num_ranks, found, _ = others
+    record = found[0][name]["record"]
+    assert record["proof"]["examples_each_epoch"] == [each, each]
+    assert (record["num_ranks"], record["global_batch"], record["proof"]["ranks"]) == (num_ranks, 64, num_ranks)
+    for ours, theirs in zip(history(folder / name), history(two / name), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    theirs = json.loads((two / name / "result.json").read_text())
+    assert record["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+    assert record["test_accuracy"] == pytest.approx(theirs["test_accuracy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["middle", "ends"])
+def test_scaled_from_the_end_of_the_epoch_on(two, others, name):
+    """The plan of these ranks is that of a run that had been theirs from its beginning."""
+    folder, num_ranks, found, output = others
+    record, steps = found[0][name]["record"], {1: 44, 3: 14}[num_ranks]
+    assert (record["global_batch"], record["num_steps"]) == (32 * num_ranks, 44 + steps)
+    assert record["proof"]["examples_each_epoch"] == [32 * num_ranks * steps]
+    assert distance(saved(folder / name, 44)[1], saved(two / "middle", 44)[1]) < 1e-5, (
+        "the epoch begun went on as it was"
+    )
+    begun, *_, last = history(folder / name)
+    assert begun == history(two / "middle")[0]
+    assert (last["epoch"], last["step"], last["learning_rate"]) == (3, 44 + steps, 0), "the schedule's end"
+    assert saved(folder / name)[0] == 44 + steps, "the newest checkpoint has the highest number"
+    rate = f"global batch {32 * num_ranks} and learning rate {0.001 * num_ranks:g} from epoch 3 on (train.resize=scale)"
+    assert output.count(rate) == 2
+    assert f"as before{' (22 + 21 + 21)' if num_ranks == 3 else ''} up to step 44, then train.resize=scale" in output
+
+
+def test_scaled_at_once_or_after_the_rest_of_an_epoch_ends_the_same(others):
+    folder = others[0]
+    assert distance(saved(folder / "middle")[1], saved(folder / "ends")[1]) < 1e-5
+
+
+def test_another_batch_size_on_another_number_of_ranks_is_refused(others):
+    for rank in others[2]:
+        assert "the run was begun with train.batch_size=32 on 2 ranks, and now it is 16 on" in rank["other"]["error"]
+
+
+@pytest.mark.apart
+def test_there_and_back(two, others, tmp_path):
+    """Begun on two ranks, gone on with others, ended on two."""
+    cut_off(others[0] / "plain", tmp_path / "plain", 49)
+    found, output = ranks(tmp_path, "mpirun", 2, {"plain": PLAIN})
+    assert "record" in found[0]["plain"], output
+    ranks_then = {1: "1 rank", 3: "3 ranks"}[others[1]]
+    assert f"49 of 60 steps were done, on {ranks_then}; on 2 now: global batch 64 and learning rate as" in output
+    assert distance(saved(tmp_path / "plain")[1], saved(two / "plain")[1]) < 1e-5
+    for ours, theirs in zip(history(tmp_path / "plain"), history(two / "plain"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,155 @@
+"""How long it takes from a fault to its end: until the launcher has exited and no process of the run is left.
+
+    python -m tests.faults.times --rounds 3
+
+Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from outside, the clock
+begins with it; where a rank makes or meets it, with the first line that speaks of it (an image: with the first epoch;
+train.max_time: when so much time has passed since the header, which stands there about a second after the run began).
+Figures are medians and the longest. Needs root, for a disk that is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.distributed.launch import ROOT, environment
+from tests.faults.disks import small_disk
+from tests.faults.pictures import write_images
+from tests.faults.ranks import MARK, rank_processes, say, send, wait_until_gone
+
+OWN = ROOT / "tests/support/own_faults"
+ACTS = "+callbacks.acts={_target_: stuck.Acts, rank: 1, step: 60, what: %s}"
+STOPPED_SECONDS = 8
+MAX_SECONDS = 30
+Strike = Callable[[subprocess.Popen[str], dict[int, int]], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, made from outside by strike, or by a rank. Times are in seconds.
+
+    Attributes:
+        words: Further words of the run's line; {folder} is replaced.
+        strike: Gets the launcher's process and the ranks', makes the fault.
+        text: Without strike, the clock begins with this text.
+        code: The exit code that must follow; None: any.
+        less: Taken off the time.
+        disk: The run folder's size, as mount takes it.
+    """
+
+    words: list[str] = field(default_factory=list)
+    strike: Strike | None = None
+    text: str = "Error"
+    code: int | None = 75
+    less: float = 0
+    disk: str = ""
+
+
+def kill_rank(rank: int, number: signal.Signals) -> Strike:
+    return lambda process, ranks: send(ranks[rank], number)
+
+
+def kill_launcher(number: signal.Signals) -> Strike:
+    return lambda process, ranks: send(process.pid, number)
+
+
+IMAGES = [
+    "model=mlp",
+    "train.batch_size=8",
+    "dataset=image_folder",
+    "dataset.image_shape=[6,6,1]",
+    "dataset.dir={folder}",
+]
+CASES = {
+    "kill -9 of rank 0": Case(strike=kill_rank(0, signal.SIGKILL)),
+    "kill -9 of rank 1": Case(strike=kill_rank(1, signal.SIGKILL)),
+    "kill -9 of the launcher": Case(strike=kill_launcher(signal.SIGKILL), code=None),
+    "SIGTERM to the launcher": Case(strike=kill_launcher(signal.SIGTERM)),
+    "SIGTERM to rank 1": Case(strike=kill_rank(1, signal.SIGTERM)),
+    "SIGSTOP of rank 1, after abort_seconds": Case(
+        [f"watchdog.abort_seconds={STOPPED_SECONDS}"], kill_rank(1, signal.SIGSTOP), less=STOPPED_SECONDS
+    ),
+    "train.max_time": Case([f"train.max_time={MAX_SECONDS}s"], text="run folder", code=0, less=MAX_SECONDS),
+    "exception on rank 1": Case([ACTS % "raise"], code=1),
+    "no memory on rank 1": Case([ACTS % "memory"], code=1),
+    "disk full": Case(["checkpoint.keep=9"], text="No space left", code=2, disk="size=1600k"),
+    "unreadable image": Case(IMAGES, text="Epoch 1/", code=2),
+}
+
+
+def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
+    """Of one run; SystemExit with what it said when it ended otherwise than it should."""
+    case = CASES[name]
+    if "{folder}" in " ".join(case.words):
+        culprit = write_images(folder / "train", 64)[41]
+        culprit.write_bytes(culprit.read_bytes()[:40])
+    words = [word.replace("{folder}", str(folder)) for word in case.words]
+    line = ["horovodrun", f"--{launcher}", "-np", "2", "python", "-m", "hvtrain", "--config-dir", str(OWN / "conf")]
+    output = folder / "output.txt"
+    with small_disk(folder / "run", case.disk) if case.disk else nullcontext():
+        process = subprocess.Popen(
+            [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *words],
+            cwd=folder,
+            env=environment(**{MARK: mark, "PYTHONPATH": f"{ROOT}:{OWN}"}),
+            stdin=subprocess.DEVNULL,
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+        def wait_for(condition: Callable[[], object]) -> None:
+            while not condition() and process.poll() is None:
+                time.sleep(0.02)
+
+        if case.strike:
+            wait_for((folder / "run" / "checkpoints" / "step-00000044").exists)
+            ranks = rank_processes(mark)
+            if len(ranks) < 2:
+                raise SystemExit(f"{name} on {launcher}: over before its time\n{output.read_text()}")
+            began = time.monotonic()
+            case.strike(process, ranks)
+        else:
+            wait_for(lambda: case.text in output.read_text())
+            began = time.monotonic()
+        found = process.wait(120)
+        left = wait_until_gone(mark, 60)
+        took = time.monotonic() - began - case.less
+    if left or case.code not in (None, found):
+        raise SystemExit(f"{name} on {launcher}: code {found}, left {left}\n{output.read_text()}")
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("cases", nargs="*", help=f"default: all of {', '.join(CASES)}")
+    options = parser.parse_args()
+    for unknown in set(options.cases) - set(CASES):
+        parser.error(f"{unknown!r} is not one of {', '.join(CASES)}")
+    say(f"{'case':<40} {'Gloo s':>14} {'MPI s':>14}   (median, longest of {options.rounds})")
+    with tempfile.TemporaryDirectory(prefix="hvtrain-times-") as name:
+        for case in options.cases or CASES:
+            shown = []
+            for launcher in ("gloo", "mpi"):
+                found = []
+                for number in range(options.rounds):
+                    folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(",", "")
+                    folder.mkdir()
+                    found.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
+                shown.append(f"{statistics.median(found):.1f}, {max(found):.1f}")
+            say(f"{case:<40} {shown[0]:>14} {shown[1]:>14}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Runs on each rank: the checks of hvtrain.verify, each with what it checks broken. argv[1:]: a run's words.
+
+Exits as hvtrain.verify does: with 1 when a check failed.
+"""
+
+import contextlib
+from unittest import mock
+
+from leaves import ForgetsToReduce
+
+import hvtrain.keras as hvd
+from hvtrain.checkpoint import store
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
+from hvtrain.core.topology import Topology
+from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.keras.reduction import Reducer
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.verify import joint_batch, library
+from hvtrain.verify.check import Check, CheckError, run_checks
+from hvtrain.verify.own_run import own_run_checks
+
+strategy = HorovodStrategy()
+strategy.start()
+checks = {check.name: check for check in library.library_checks(strategy)}
+
+
+def broken(name, target, **instead):
+    """The check of that name while parts of the target are replaced."""
+
+    def run():
+        with mock.patch.multiple(target, **instead):
+            return checks[name].run()
+
+    return Check(name, run)
+
+
+def plain_metrics(model, dataset, strategy):
+    """What goes wrong elsewhere: the mean over ranks of each rank's mean."""
+    own = model.evaluate(dataset, verbose=0, return_dict=True)
+    return {key: float(value) for key, value in own.items()}
+
+
+def versions():
+    return {"keras": f"3.{hvd.rank()}"}
+
+
+def same_for_all(self, topology, *rest, **options):
+    return training(self, Topology(0, topology.size), *rest, **options)
+
+
+def restores_nothing(newest, model):
+    pass
+
+
+training = ArraySource.training
+library_module = "hvtrain.verify.library"
+
+
+def joint_case(wrap, name="sgd"):
+    with mock.patch.object(library, "compare", lambda case, steps: joint_batch.compare(case, steps, wrap=wrap)):
+        return checks[name].run()
+
+
+def without_exchange(optimizer):
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    reducer = optimizer._hvtrain_reducer
+    reducer._reduce_group = lambda tensors, name: list(tensors)
+    return optimizer
+
+
+(tree,) = compose()
+own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
+forgetful = ForgetsToReduce()
+forgetful.topology = strategy.topology
+own_checks = {check.name: check for check in own_run_checks(own_run, forgetful)}
+other_data = {check.name: check for check in own_run_checks(from_dict(tree), forgetful)}
+
+
+def weights_after_a_step():
+    with contextlib.suppress(CheckError):
+        other_data["step of your model"].run()
+    return other_data["weights"].run()
+
+
+passed = run_checks(
+    [
+        broken("versions", library_module, versions=versions),
+        broken("devices", strategy, devices=lambda: ["s1 GPU 0", "s1 GPU 0"]),
+        broken("broadcast", "hvtrain.verify.library.hvd", broadcast_variables=lambda variables, root: None),
+        Check("not reduced", lambda: joint_case(lambda optimizer: optimizer)),
+        Check("own step", lambda: joint_case(lambda optimizer: optimizer, "a step of its own")),
+        Check("not shared", lambda: joint_case(without_exchange)),
+        Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
+        broken("unlike models", Reducer, __call__=lambda self, gradients, variables: gradients),
+        broken("shards", ArraySource, training=same_for_all),
+        broken("metrics", library_module, evaluate=plain_metrics),
+        broken("checkpoint", store, restore=restores_nothing),
+        own_checks["data: leaves"],
+        own_checks["step of your model"],
+        Check("weights", weights_after_a_step),
+    ],
+    strategy,
+)
+strategy.stop()
+raise SystemExit(0 if passed else 1)

@@ -1,0 +1,120 @@
+"""Runs on each rank: several runs of the runner, one after the other, in one start of the ranks.
+
+argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
+slash. argv[2]: where rank 0 writes what each rank saw: the record, or the error.
+A name that begins with "joint" is trained against one process on the joint batches instead.
+"""
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import keras
+import numpy as np
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+import hvtrain.keras as hvd
+from hvtrain import runner
+from hvtrain.config.compose import CONFIGS, schema
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import from_dict
+from hvtrain.errors import UserError
+from hvtrain.strategies.evaluation import EpochMetrics
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.training.batch_weights import weigh
+from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
+from hvtrain.verify.joint_batch import largest_difference
+
+OWN = Path(__file__).parents[1] / "own"
+sys.path.insert(0, str(OWN))
+FOLDER = Path(sys.argv[1]).parent
+
+
+class Stays(HorovodStrategy):
+    """Leaves the other ranks only when all runs are done."""
+
+    def stop(self):
+        pass
+
+
+def composed(name, words):
+    # Each run would begin a watch of its own, which only the end of the ranks would end.
+    words = [
+        "model=tiny",
+        "dataset=leaves",
+        "watchdog.abort_seconds=0",
+        *words,
+        f"run.dir={FOLDER / name.partition('/')[0]}",
+    ]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
+    return from_dict(OmegaConf.to_container(tree, resolve=True))
+
+
+def one_run(config):
+    try:
+        return {"record": asdict(runner.run(config, Stays()))}
+    except UserError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def against_the_joint_batches(config):
+    """Largest differences of the weights from one process's: of these ranks, and without the weights of ranks."""
+    strategy = Stays()
+    strategy.start()
+    seed_everything(config, hvd.rank())
+    source, plan = open_data(config, strategy)
+    share = plan.shares[hvd.rank()]
+    stream = source.training(strategy.topology, share.batch_size, 1, 0, share.steps, share.num_examples)
+    everyone = strategy.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
+    found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
+    first = None
+    for name in ("weighted", "unweighted"):
+        model = build_model(config, source, plan, strategy)
+        hvd.broadcast_model(model)
+        if first is None:
+            first = model.get_weights()
+        model.set_weights(first)
+        batches = weigh(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
+        model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
+        one = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        one.set_weights(first)
+        compile_model(one, build_optimizer(config, plan))
+        for parts in zip(*everyone):
+            metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
+        found[name] = largest_difference(model.get_weights(), one.get_weights())
+        if name == "weighted":
+            seen = EpochMetrics(strategy)
+            seen.set_model(model)
+            logs = {}
+            seen.on_epoch_end(0, logs)
+            found["metrics"] = [[logs[key], float(metrics[key])] for key in ("loss", "accuracy")]
+    return found
+
+
+def main():
+    ConfigStore.instance().store("hvtrain_schema", schema())
+    hvd.init()
+    found = {}
+    for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
+        began = time.monotonic()
+        keras.utils.clear_session()
+        config = composed(name, words)
+        found[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
+        if hvd.rank() == 0:
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+    everyone = hvd.allgather_object(found)
+    if hvd.rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(everyone, default=str))
+    hvd.shutdown()
+
+
+main()

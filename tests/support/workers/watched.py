@@ -1,0 +1,122 @@
+"""One rank of a run without TensorFlow: real watches over real processes that pretend to train.
+
+argv: rank, number of ranks, folder, watchdog's seconds, and a JSON list of what happens: [rank, step, what].
+Each step needs all ranks, which meet through files in the folder.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hvtrain import watchdog
+from hvtrain.system import console
+from hvtrain.watchdog.progress import CHECKPOINT, EXCHANGE, VALIDATION
+
+RANK, SIZE, FOLDER, LIMIT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+EVENTS = {step: what for rank, step, what in json.loads(sys.argv[5]) if rank in (RANK, -1)}
+HOST = f"h{RANK}"
+FOREVER = 10_000
+counts = [0, 0, 0, 0]
+meetings = iter(range(1_000_000))
+
+
+def gather(value):
+    number = next(meetings)
+    own = FOLDER / f"meeting-{number}-{RANK}"
+    own.with_suffix(".new").write_text(json.dumps(value))
+    own.with_suffix(".new").rename(own)
+    return [found(FOLDER / f"meeting-{number}-{rank}") for rank in range(SIZE)]
+
+
+def found(path):
+    while not path.exists():
+        time.sleep(0.003)
+    return json.loads(path.read_text())
+
+
+def broadcast(value):
+    first = gather(value)[0]
+    return [tuple(item) for item in first] if isinstance(first, list) else first
+
+
+def step(watched, number):
+    watched.progress.begin_step(number)
+    act(watched, "data", number)
+    counts[0] += 1
+    act(watched, "forward", number)
+    counts[1] += 1
+    gather(number)
+    counts[2] += 1
+    counts[3] += 1
+    watched.progress.end_step(number + 1)
+    act(watched, "", number)
+
+
+def act(watched, where, number):
+    """What happens at this step; "data: hang" does so there."""
+    place, _, what = EVENTS.get(number, "").rpartition(": ")
+    if place != where or not what:
+        return
+    print(f"acts {what}", flush=True)
+    word, _, seconds = what.partition(" ")
+    seconds = float(seconds or FOREVER)
+    if word == "hang":
+        time.sleep(seconds)
+    elif word == "grip":
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6) % 2**31)  # Holds Python's lock.
+    elif word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif word == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif word == "raise":
+        raise RuntimeError("a leaf fell off\nsecond line")
+    elif word == "ask":
+        verdict = watched.cause()
+        print(f"cause: {verdict.text if verdict else None}", flush=True)
+        time.sleep(1)
+        sys.exit(verdict.code if verdict else 9)
+    elif word == "write":
+        with watched.phase(CHECKPOINT):
+            work(seconds, lambda: (FOLDER / "large").write_bytes(os.urandom(1 << 20)))
+    elif word == "validate":
+        with watched.phase(VALIDATION):
+            work(seconds, watched.progress.beat)
+    elif word == "exchange":
+        with watched.phase(EXCHANGE):
+            time.sleep(seconds)
+
+
+def work(seconds, something):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        something()
+        time.sleep(0.1)
+
+
+def main():
+    console.start_log(RANK == 0)
+    watched = watchdog.start(
+        RANK, SIZE, HOST, LIMIT, gather, broadcast, lambda: tuple(counts), survives_loss="survives" in sys.argv
+    )
+    watched.folder = FOLDER
+    (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
+    try:
+        for number in range(int(sys.argv[6])):
+            step(watched, number)
+            time.sleep(0.01)
+    except BaseException as error:
+        watched.fail(error)
+        print(f"failed: {error}", flush=True)
+        watched.stop()
+        raise
+    watched.stop()
+    left = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    print(f"done {number + 1}, threads left: {left}", flush=True)
+
+
+main()

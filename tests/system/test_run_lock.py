@@ -1,0 +1,96 @@
+"""Two runs in one run folder: the second one is refused, and the first one ends as if nothing had been."""
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hvtrain.errors import BusyError
+from hvtrain.system.run_lock import LOCK_FILE, RunLock
+from launching import finish, start, train
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hvtrain.system.run_lock import RunLock
+lock = RunLock()
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_who_holds_it_is_named(holder, tmp_path):
+    wanted = (
+        rf"in use by another run \(process {holder.pid} on \S+, since .*\); wait for its end, or choose another run.dir"
+    )
+    with pytest.raises(BusyError, match=wanted) as caught:
+        RunLock().take(tmp_path, wait_seconds=0)
+    assert caught.value.exit_code == 75, "time can help"
+
+
+def test_a_killed_holder_leaves_none_behind(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    with RunLock() as lock:
+        lock.take(tmp_path, wait_seconds=0)
+        lock.take(tmp_path, wait_seconds=0)
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on "), "of this holder alone"
+        with pytest.raises(BusyError):
+            RunLock().take(tmp_path, wait_seconds=0)
+    RunLock().take(tmp_path, wait_seconds=0)
+
+
+def test_its_end_is_waited_for(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD.replace("60", "1"), tmp_path], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    RunLock().take(tmp_path)
+    assert process.wait(5) == 0
+
+
+def test_no_link_is_followed_out_of_the_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("data")
+    (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        RunLock().take(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    RunLock().take(tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.apart  # The second one waits 15 s, as it should.
+def test_a_second_run_is_refused_and_the_first_one_ends_well(tmp_path):
+    words = ["model=mlp", "train.epochs=2000", f"run.dir={tmp_path / 'run'}"]
+    first = start("gloo", 2, "python", "-m", "hvtrain", *words, cwd=tmp_path)
+    while not list(tmp_path.glob("run/checkpoints/step-*")):
+        assert first.poll() is None, finish(first)
+    code, output = train("gloo", 2, *words, cwd=tmp_path)
+    assert first.poll() is None, "it was there all the time"
+    assert code == 75, output
+    said = re.findall(r"hvtrain: (?:FIRST FAILURE rank 0 host \S+: )?(run.dir=\S+ is in use by another run .*)", output)
+    assert len(said) == 2 and "Traceback" not in output, output
+    first.send_signal(signal.SIGTERM)
+    output = finish(first)
+    assert first.returncode == 75 and "preempted, saved" in output, "saved, and nothing was wrong"

@@ -1,0 +1,101 @@
+"""The laws of the house, held against the table of rooms in CONTRIBUTING.md and the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hvtrain"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+ROOMS = re.findall(r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+NO_TENSORFLOW = ("errors", "config/", "core/", "cli", "watchdog/", "launch/", "horovodrun/", "spark", "__main__")
+USE_HOROVOD = ("keras/", "horovodrun/", "spark", "bench/")
+
+
+def room(place: str) -> str:
+    """The room of a file or a folder below hvtrain/: the innermost one of the table."""
+    return max((room for room in ROOMS if f"{place}/".startswith(f"{room.rstrip('/')}/")), key=len, default=place)
+
+
+def room_of(path: Path) -> str:
+    return room(path.relative_to(PACKAGE).with_suffix("").as_posix())
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, those inside functions too; modules and the names taken from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top_level(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def test_the_table_names_every_room_on_disk() -> None:
+    places = {path.relative_to(PACKAGE).parts[0] for path in FILES}
+    on_disk = {f"{place}/" if (PACKAGE / place).is_dir() else place.removesuffix(".py") for place in places}
+    assert on_disk == {room for room in ROOMS if "/" not in room.rstrip("/")}
+    assert all((PACKAGE / room).is_dir() for room in ROOMS if room.endswith("/"))
+    assert len(set(ROOMS)) == len(ROOMS) > 20
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_rooms_above_it_in_the_table(path: Path) -> None:
+    mine = room_of(path)
+    for name in imports(path):
+        if not name.startswith("hvtrain.") or name == "hvtrain.__version__":
+            continue
+        other = room(name.removeprefix("hvtrain.").replace(".", "/"))
+        assert other in ROOMS, f"{name} is in no room"
+        # The face of a room hands on what its inner rooms have.
+        if path.name == "__init__.py" and other.startswith(mine):
+            continue
+        assert ROOMS.index(other) <= ROOMS.index(mine), f"{mine} imports {name}, of a room below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_who_imports_horovod_and_tensorflow(path: Path) -> None:
+    if room_of(path) not in USE_HOROVOD:
+        assert not {"horovod", "mpi4py"} & top_level(path)
+    if room_of(path) in NO_TENSORFLOW:
+        assert not {"tensorflow", "keras", "horovod"} & top_level(path) or room_of(path) in USE_HOROVOD
+    if room_of(path) in ("core/", "watchdog/"):
+        assert top_level(path) <= {*sys.stdlib_module_names, "hvtrain"}, "the standard library alone"
+
+
+def test_commands_and_pure_rooms_start_without_tensorflow() -> None:
+    code = (
+        "import sys, pkgutil, importlib, hvtrain.__main__, hvtrain.config, hvtrain.core\n"
+        "light = {'tensorflow', 'keras', 'hydra', 'numpy'} & set(sys.modules)\n"
+        "for package in (hvtrain.config, hvtrain.core):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "sys.exit(str({*light, *{'tensorflow', 'keras'} & set(sys.modules)} or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "", done.stderr
+
+
+def test_no_basename_stands_for_two_ideas() -> None:
+    """A scheduler's files and its driver, and Horovod's elastic state and the strategy on it, are one idea each."""
+    places = defaultdict(list)
+    for path in FILES:
+        if not path.stem.startswith("__"):
+            places[path.stem].append(str(path.relative_to(PACKAGE)))
+    twice = {name for name, found in places.items() if len(found) > 1}
+    assert twice <= {"elastic", "spark"}, {name: places[name] for name in twice}
+
+
+def test_files_stay_readable() -> None:
+    long = {str(path.relative_to(PACKAGE)): n for path in FILES if (n := len(path.read_text().splitlines())) > 250}
+    assert long == {}, "look for the second idea in them"

@@ -1,0 +1,279 @@
+"""What is proved in every run, how uneven work is shared, and what is decided together: each is broken, and seen.
+
+Many runs share one start of the ranks, see workers/runs.py; each rank reports what it saw.
+"""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launching import ROOT, WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+OWN = "leaves"
+DISAGREES = "+callbacks.a={_target_: leaves.Disagrees}"
+EARLY = "{_target_: keras.callbacks.EarlyStopping, monitor: mine, mode: min, patience: 2, restore_best_weights: true}"
+PLATEAU = "{_target_: keras.callbacks.ReduceLROnPlateau, monitor: mine, mode: min, patience: 1, factor: 0.5}"
+NORM = ["model.norm=true", "checkpoint.every_steps=4", "dataset.num_validation=40"]
+CASES = {
+    "plain": ["train.epochs=2", "guard.every=5"],
+    "plain/batch": ["train.epochs=3", "train.batch_size=16"],
+    "plain/model": ["train.epochs=3", "model.units=9"],
+    "few": ["dataset.num_examples=1"],
+    "blind": ["callbacks=early_stopping"],
+    "off": ["train.epochs=1", "guard.every=0", "guard.finite=false", "guard.batches=false"],
+    # 6 steps an epoch.
+    "weight": ["train.epochs=3", "guard.every=5", "checkpoint.every_steps=3",
+               "+callbacks.p={_target_: leaves.Perturbs, rank: 1, batch: 3}"],
+    "slot": ["optimizer=momentum", "checkpoint.every_steps=4",
+             "+callbacks.p={_target_: leaves.Perturbs, rank: 0, batch: 5, where: slot}"],
+    "nan": ["model.nan_on_rank=1", "checkpoint.every_steps=2"],
+    "nan16": ["model.nan_on_rank=1", "train.precision=mixed_float16", "train.epochs=20"],
+    "loss": ["model.loss_on_rank=1", "train.epochs=2"],
+    "same": ["dataset.same_data=by_mistake"],
+    "meant": ["dataset.same_data=meant", "train.epochs=1"],
+    "accumulate": ["+optimizer.gradient_accumulation_steps=3", "train.epochs=2"],
+    "pad": ["dataset.uneven=pad", "train.epochs=2"],
+    "error": ["dataset.uneven=error"],
+    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "dataset.uneven=pad"],
+    "numbers": ["train.batch_size=[24,8,4]"],
+    "joint pad": ["dataset.uneven=pad", "train.epochs=2", "dataset.num_examples=201"],
+    "joint unlike": ["train.batch_size=[24,8]", "train.epochs=1", "dataset.uneven=pad", "dataset.num_examples=201"],
+    "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}"],
+    "stops/again": ["train.epochs=3"],
+    "early": ["train.epochs=8", DISAGREES, f"+callbacks.stop={EARLY}"],
+    "plateau": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "halves": ["train.epochs=2", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "halves/again": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "time": ["train.epochs=4000", "train.max_time=0.7s"],
+    "time/again": ["train.epochs=3"],
+    "norm": [*NORM, "train.steps=10"],
+    "norm2": [*NORM, "train.steps=4"],
+    "norm2/again": [*NORM, "train.steps=10"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    line = ["python", str(WORKERS / "runs.py"), str(folder / "cases.json"), str(folder / "found.json")]
+    code, output = run("gloo", 2, *line, cwd=folder)
+    assert code == 0, output
+    (folder / "output.txt").write_text(output)
+    return json.loads((folder / "found.json").read_text())
+
+
+def records(ranks, name):
+    """Of each rank; they are those of one run, but for the times."""
+    found = [rank[name].get("record") or pytest.fail(rank[name]["error"]) for rank in ranks]
+    timeless = [{key: record[key] for key in ("num_steps", "reductions", "proof", "metrics")} for record in found]
+    assert timeless == [timeless[0]] * len(ranks)
+    return found[0]
+
+
+def error(ranks, name):
+    """The same on all ranks."""
+    found = {rank[name].get("error") for rank in ranks}
+    assert len(found) == 1 and None not in found, found
+    return found.pop()
+
+
+def steps(folder, name):
+    return sorted(int(path.name[5:]) for path in (folder / name / "checkpoints").glob("step-*"))
+
+
+def state(folder, name, step):
+    return load_file(folder / name / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+
+
+def history(folder, name):
+    with (folder / name / "history.csv").open() as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_a_run_says_what_was_proved(ranks, folder):
+    proof = records(ranks, "plain")["proof"]
+    assert proof["reductions"] == proof["steps"] == 12
+    # At the start, after steps 5 and 10, and before two checkpoints.
+    assert proof["weight_checks"] == 5
+    assert proof["examples_each_epoch"] == [384, 384]
+    line = "reductions 12 of 12 steps; weights equal on 2/2 ranks (5 checks); 384 of 400 samples seen once per epoch"
+    assert f"proof: {line}" in (folder / "output.txt").read_text()
+    assert json.loads((folder / "plain" / "result.json").read_text())["proof"] == proof
+
+
+def test_a_resume_with_other_numbers_or_another_model_is_refused_and_nothing_is_lost(ranks, folder):
+    assert "was made with batch_sizes [32, 32], now [16, 16]; steps_per_epoch 6, now 12;" in error(ranks, "plain/batch")
+    assert "is of another model or optimizer: it holds model/0000/" in error(ranks, "plain/model")
+    assert steps(folder, "plain") == [6, 12]
+
+
+def test_more_ranks_than_examples(ranks):
+    assert "2 ranks are more than the 1 training examples of leaves can feed; use at most 1 ranks" in error(
+        ranks, "few"
+    )
+
+
+def test_guards_can_be_turned_off(ranks):
+    assert records(ranks, "off")["proof"]["weight_checks"] == 0
+
+
+def test_accumulated_steps_are_reduced_once(ranks):
+    proof = records(ranks, "accumulate")["proof"]
+    assert (proof["reductions"], proof["steps"]) == (4, 4)
+
+
+def test_a_weight_that_changes_on_one_rank_stops_all(ranks, folder):
+    """Changed after step 4; compared after step 5. The checkpoint of step 3 stays, and is the last."""
+    message = error(ranks, "weight")
+    assert message.startswith("RankError: weights differ after step 5: rank 1 on ")
+    assert "first in hidden/kernel by up to 0.001" in message
+    assert steps(folder, "weight") == [3]
+
+
+def test_a_slot_that_changes_on_one_rank_is_found_before_the_checkpoint(ranks, folder):
+    message = error(ranks, "slot")
+    assert message.startswith("RankError: weights differ before the checkpoint of step 6: rank 1 on ")
+    assert "momentum by up to 0.001" in message
+    assert steps(folder, "slot") == [4]
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks, folder):
+    """NaN on rank 1 from its sixth batch on."""
+    message = error(ranks, "nan")
+    assert message.startswith("TrainingError: the gradient of step 6 is not finite on rank 1; nothing of it reached")
+    assert steps(folder, "nan") == [2, 4]
+    assert all(np.isfinite(array).all() for array in state(folder, "nan", 4).values())
+
+
+def test_under_a_loss_scale_it_is_told_when_halving_does_not_help(ranks):
+    """The scale falls from 2**15 to under 1 in 16 steps."""
+    assert error(ranks, "nan16").startswith("TrainingError: the gradient of step 22 is not finite on rank 1;")
+
+
+def test_a_loss_that_is_not_finite_ends_the_epoch(ranks, folder):
+    assert error(ranks, "loss").startswith("TrainingError: the loss of epoch 1 is not finite (step 6) on rank 1;")
+    assert steps(folder, "loss") == []
+
+
+def test_ranks_that_read_the_same_data_are_stopped(ranks):
+    assert error(ranks, "same").startswith("DataError: ranks 0 and 1 read the same first batch of leaves;")
+
+
+def test_unless_it_is_meant(ranks):
+    assert records(ranks, "meant")["num_steps"] == 6
+
+
+def test_padded_epochs_see_every_sample_once(ranks):
+    record = records(ranks, "pad")
+    assert record["num_steps"] == 2 * 7
+    assert record["proof"]["examples_each_epoch"] == [400, 400]
+
+
+def test_uneven_data_can_be_refused(ranks):
+    assert "dataset.uneven=error and 16 of 400 training examples of leaves fill no batch" in error(ranks, "error")
+
+
+def test_unlike_ranks_share_the_data_by_their_batches(ranks):
+    record = records(ranks, "unlike")
+    assert (record["global_batch"], record["num_steps"]) == (32, 13)
+    assert record["proof"]["examples_each_epoch"] == [400]
+
+
+def test_batch_sizes_for_other_ranks_are_refused(ranks):
+    assert "train.batch_size=[24, 8, 4] has 3 numbers for 2 ranks on 1 hosts" in error(ranks, "numbers")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("joint pad", [[32, 32, 32, 5] * 2, [32, 32, 32, 4] * 2]), ("joint unlike", [[24] * 6 + [7], [8] * 6 + [2]])],
+)
+def test_uneven_batches_equal_one_process_on_the_joint_batches(ranks, name, sizes):
+    """To 1e-5 in all weights; without the weights of the ranks they do not. Metrics count examples."""
+    for rank in ranks:
+        found = rank[name]
+        assert found["sizes"] == sizes
+        assert found["weighted"] < 1e-5
+        assert found["unweighted"] > 1e-4
+        for ours, theirs in found["metrics"]:
+            assert ours == pytest.approx(theirs, abs=0.2), "of all steps, against the last one's running mean"
+
+
+def test_a_wish_of_one_rank_stops_all_after_the_same_step(ranks, folder):
+    """Wished by rank 1 after step 3; it travels with step 4. A resume does not train on."""
+    assert records(ranks, "stops")["num_steps"] == 4
+    assert steps(folder, "stops") == [4]
+    assert records(ranks, "stops/again")["num_steps"] == 4
+    assert records(ranks, "stops/again")["reductions"] == 0
+
+
+def test_a_callback_that_watches_what_is_not_there_is_refused(ranks):
+    message = error(ranks, "blind")
+    assert "callbacks.early_stopping.monitor=val_loss needs validation data and there is none" in message
+    assert "callbacks.early_stopping.monitor=loss" in message
+
+
+def test_early_stopping_is_decided_on_one_ranks_values(ranks, folder):
+    """The number gets worse on rank 0 alone: epoch 1 is its best, and two later ones are not better."""
+    assert records(ranks, "early")["num_steps"] == 3 * 6
+    assert len(history(folder, "early")) == 3
+
+
+def test_the_learning_rate_is_reduced_on_all_ranks_or_none(ranks, folder):
+    """Halved after epochs 2 and 3 by rank 0's numbers; rank 1 alone would not. The weights stayed equal."""
+    assert records(ranks, "plateau")["proof"]["weight_checks"] == 5
+    rates = [float(row["learning_rate"]) for row in history(folder, "plateau")]
+    assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, rates[0] / 4])
+
+
+def test_what_callbacks_know_survives_a_resume(ranks, folder):
+    records(ranks, "halves/again")
+    assert history(folder, "halves")[-1]["learning_rate"] == history(folder, "plateau")[-1]["learning_rate"]
+    ours, theirs = state(folder, "halves", 24), state(folder, "plateau", 24)
+    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_time_that_is_over_saves_and_goes_on_later(ranks, folder):
+    stopped = records(ranks, "time")["num_steps"]
+    assert 0 < stopped < 4000 * 6
+    assert f"stopped by train.max_time=0.7s after step {stopped:,} of 24,000" in (folder / "output.txt").read_text()
+    again = ranks[0]["time/again"]
+    if stopped < 18:
+        assert records(ranks, "time/again")["num_steps"] == 18
+        assert [row["epoch"] for row in history(folder, "time")] == ["1", "2", "3"]
+    else:
+        assert again["record"]["reductions"] == 0
+
+
+def test_moving_statistics_are_one_model_on_all_ranks_and_survive_a_resume(ranks, folder):
+    """Each rank's BatchNormalization follows its own batches; before validation and checkpoints they get one value."""
+    assert records(ranks, "norm")["num_steps"] == records(ranks, "norm2/again")["num_steps"] == 10
+    ours, theirs = state(folder, "norm2", 10), state(folder, "norm", 10)
+    assert any("moving_variance" in key for key in theirs)
+    assert [key for key in theirs if not np.array_equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.apart
+def test_ranks_with_other_code_are_told(tmp_path):
+    """Each of two ranks has its own version of the user's package."""
+    for name in ("0", "1"):
+        package = tmp_path / name / OWN
+        package.mkdir(parents=True)
+        text = (ROOT / "tests/support/own/leaves/__init__.py").read_text()
+        (package / "__init__.py").write_text(text + f"# version {name}\n")
+    words = f"--config-dir {ROOT}/tests/support/own/conf model=tiny dataset=leaves run.dir={tmp_path}/run"
+    line = f"PYTHONPATH={tmp_path}/$((OMPI_COMM_WORLD_RANK)) python -m hvtrain {words}"
+    code, output = run("mpirun", 2, "bash", "-c", line, cwd=tmp_path)
+    assert code == 2, output
+    assert "run different programs: code of leaves is " in output
+    assert "hvtrain: rank 0 on " in output and " and rank 1 on " in output
+    assert "Traceback" not in output

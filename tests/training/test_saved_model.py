@@ -1,0 +1,41 @@
+"""The written model: what is in the file, and that Keras loads it without a warning, whatever the precision."""
+
+import json
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from hvtrain.core.topology import Topology
+from hvtrain.data import from_arrays
+from hvtrain.training.saved_model import DESCRIPTION_FILE, MODEL_FILE, export
+from hvtrain.training.setup import compile_model
+
+
+@pytest.fixture(params=["float32", "mixed_bfloat16", "mixed_float16"])
+def precision(request):
+    keras.config.set_dtype_policy(request.param)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def test_a_loaded_model_evaluates_raw_examples_as_the_run_did(precision, tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 255, (60, 5, 5), "uint8"), rng.integers(0, 3, 60)
+    source = from_arrays(x, y, x, y)
+    layers = [keras.Input((5, 5, 1)), keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    compile_model(model, keras.optimizers.Adam(0.01))
+    model.fit(source.training(Topology(), 20, 0, 0, 3), steps_per_epoch=9, shuffle=False, verbose=0)
+    reported = model.evaluate(source.evaluation("test", Topology(), 20), verbose=0, return_dict=True)
+    export(model, source, Topology(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION_FILE, MODEL_FILE]
+    assert json.loads((tmp_path / DESCRIPTION_FILE).read_text())["input"]["shape"] == [5, 5]
+    keras.config.set_dtype_policy("float32")  # That of whoever loads it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded = keras.models.load_model(tmp_path / MODEL_FILE)
+    assert loaded.evaluate(x, y, batch_size=20, verbose=0, return_dict=True) == reported
+    slots = [variable.path for variable in loaded.optimizer.variables if "momentum" in variable.path]
+    assert slots == []

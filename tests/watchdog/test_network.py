@@ -1,0 +1,149 @@
+"""The network between two hosts of the lab goes bad, or away: survived where it can be, a clear end where not."""
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+from safetensors.numpy import load_file
+
+from lab import PYTHON, SCRIPT, Lab, needs_lab
+from launching import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), needs_lab]
+apart, more = pytest.mark.apart, pytest.mark.more
+
+WORDS = ["model=mlp", "train.deterministic=true", "train.epochs=100000"]
+STEPS = ["model=mlp", "train.deterministic=true", "train.steps=330", "checkpoint.every_epochs=5"]
+
+
+@pytest.fixture
+def lab():
+    with Lab(2) as made:
+        yield made
+
+
+class Run:
+    """python -m hvtrain.launch on s1, one rank a host, with its lines as they come."""
+
+    def __init__(self, lab, how, name, *words):
+        self.lab, self.name, self.lines = lab, name, []
+        line = [PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2", f"--{how}", "--"]
+        self.process = subprocess.Popen(
+            [SCRIPT, "exec", "s1", "env", f"PYTHONPATH={ROOT}", *line, f"run.dir={lab.home}/{name}", *words],
+            env={**os.environ, "HVTRAIN_LAB": lab.name},
+            cwd=lab.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
+        self.reader.start()
+
+    @property
+    def output(self):
+        return "".join(self.lines)
+
+    def wait_for(self, text, seconds=120):
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output
+            time.sleep(0.05)
+
+    def end(self, seconds):
+        code = self.process.wait(seconds)
+        self.reader.join(5)
+        return code
+
+    def state(self):
+        newest = max((self.lab.of("s1") / self.name / "checkpoints").glob("step-*"))
+        return newest.name, load_file(newest / "state.safetensors")
+
+
+def left(lab):
+    """What runs on either host besides the hosts' own processes."""
+    found = []
+    for host in ("s1", "s2"):
+        listed = lab("exec", host, "ps", "-eo", "args=").stdout.splitlines()
+        found += [
+            f"{host}: {line}" for line in listed if any(name in line for name in ("-m hvtrain", "orted", "mpirun"))
+        ]
+    return [line for line in found if " ps " not in line]
+
+
+@apart
+def test_a_bad_link_is_survived_with_the_same_result(lab):
+    """Down for 5 s, then 20% loss, then 200 ms delay, each for a while; the end equals that of a good link."""
+    quiet = Run(lab, "gloo", "quiet", *STEPS)
+    assert quiet.end(200) == 0, quiet.output
+    for how in ("gloo", "mpi"):
+        run = Run(lab, how, how, *STEPS)
+        run.wait_for("Epoch 2/")
+        for words, seconds in ((("down",), 5), (("loss", "20%"), 10), (("delay", "200ms"), 10)):
+            lab("net", "s2", *words)
+            time.sleep(seconds)
+            lab("net", "s2", *(("up",) if words == ("down",) else ("clear",)))
+            assert run.process.poll() is None or run.process.returncode == 0, run.output
+        assert run.end(240) == 0, run.output
+        (ours, state), (theirs, expected) = run.state(), quiet.state()
+        assert ours == theirs == "step-00000330"
+        if how == "gloo":
+            assert [key for key in expected if (state[key] != expected[key]).any()] == []
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("gloo", marks=apart), pytest.param("mpi", marks=more), pytest.param("mpirun", marks=apart)],
+)
+def test_a_network_that_is_cut_for_good(lab, how):
+    """Rank and host are named, and both sides end."""
+    run = Run(lab, how, "run", *WORDS)
+    run.wait_for("Epoch 3/")
+    lab("net", "s2", "down")
+    began = time.monotonic()
+    code = run.end(120)
+    print(f"{how}: the launcher ended {time.monotonic() - began:.0f} s after the cut, with {code}")
+    told = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
+    assert told in run.output
+    assert f"the same line with run.dir={lab.home}/run goes on from step-000000" in run.output
+    assert "Traceback" not in run.output
+    assert code == 75 or how == "mpirun", run.output
+    deadline = began + 120
+    while left(lab) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    print(f"{how}: nothing was left {time.monotonic() - began:.0f} s after the cut")
+    assert left(lab) == []
+    assert "stopped because rank 0" in next((lab.of("s2") / "run" / "logs").iterdir()).read_text()
+
+
+@apart
+def test_a_host_that_dies(lab):
+    """Its power is cut: no connection is closed."""
+    run = Run(lab, "gloo", "run", *WORDS)
+    run.wait_for("Epoch 3/")
+    lab("net", "s2", "down")
+    lab("stop", "s2")
+    run.end(120)
+    assert "rank 1 on s2 cannot be reached any more" in run.output
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=apart), *(pytest.param(how, marks=more) for how in ("mpi", "mpirun"))]
+)
+def test_the_launcher_is_killed(lab, how):
+    """kill -9 of what started the ranks, on the first host; those on the other go too."""
+    run = Run(lab, how, "run", *WORDS)
+    run.wait_for("Epoch 3/")
+    name = "[h]vtrain.horovodrun" if how == "gloo" else "[m]pirun"
+    ranks = len(left(lab))
+    lab("exec", "s1", "pkill", "-9", "-f", name)
+    began = time.monotonic()
+    while left(lab) and time.monotonic() < began + 60:
+        time.sleep(0.5)
+    print(f"{how}: nothing of {ranks} processes was left {time.monotonic() - began:.0f} s later")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.end(5)
+    assert left(lab) == []

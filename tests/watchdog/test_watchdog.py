@@ -1,0 +1,278 @@
+"""The watch over ranks that hang, stop, fail and die: real processes, which only pretend to train (no TensorFlow)."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "watched.py"
+
+
+class Ranks:
+    """Ranks of workers/watched.py. Their errors go to one file, as to a console."""
+
+    def __init__(self, folder, size, limit, *events, steps=100_000, through=(), more=()):
+        self.folder, self.size = folder, size
+        (folder / "checkpoints" / "step-00000012").mkdir(parents=True)
+        self.console = (folder / "console").open("w+")
+        line = [folder, limit, json.dumps(events), steps, *more]
+        self.processes = [
+            subprocess.Popen(
+                [*through, sys.executable, WORKER, str(rank), str(size), *map(str, line)],
+                stdout=(folder / f"out-{rank}").open("w"),
+                stderr=self.console,
+                stdin=subprocess.DEVNULL,
+            )
+            for rank in range(size)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for path in self.folder.glob("pid-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+    def codes(self, seconds=30):
+        """Exit codes; a rank that does not end is a failure."""
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+
+    def said(self):
+        """The lines of errors."""
+        return [line for line in (self.folder / "console").read_text().splitlines() if line.startswith("hvtrain: ")]
+
+    def out(self, rank):
+        return (self.folder / f"out-{rank}").read_text()
+
+    def stacks(self, rank):
+        return (self.folder / "stacks" / f"rank-{rank:04d}.txt").read_text()
+
+    def wait_for(self, rank, text):
+        deadline = time.monotonic() + 20
+        while text not in self.out(rank):
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.out(rank) + str(
+                self.said()
+            )
+            time.sleep(0.02)
+
+
+GOES_ON = "the same line with run.dir={folder} goes on from step-00000012"
+
+
+@pytest.mark.parametrize(
+    ("event", "phase"),
+    [([1, 30, "data: hang"], "data since step 31"),
+     pytest.param([0, 30, "forward: hang"], "forward since step 31", marks=pytest.mark.apart),
+     pytest.param([1, 30, "hang"], "callbacks since step 31", marks=pytest.mark.apart)],
+)  # fmt: skip
+def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
+    with Ranks(tmp_path, 3, 2, event) as ranks:
+        assert ranks.codes() == [75, 75, 75], ranks.said()
+    line = ranks.said()[-1]
+    wanted = r"hvtrain: no progress for [23] s \(watchdog.abort_seconds=2\): "
+    wanted += rf"rank {event[0]} on h{event[0]} hangs in {phase} \(\d\d:\d\d:\d\d\); "
+    assert re.match(wanted, line), line
+    assert line.endswith(f"Python stacks are in {tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}")
+    assert len(ranks.said()) == 1
+    assert f"no progress for 0 s: rank {event[0]} on h{event[0]} hangs in {phase}" in ranks.out(0), "a warning before"
+    for rank in range(3):
+        assert "watched.py" in ranks.stacks(rank)
+        assert ("in act" in ranks.stacks(rank)) == (rank == event[0])
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.apart)])
+def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank):
+    with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
+        codes = ranks.codes()
+    line = ranks.said()[0]
+    assert re.search(rf"rank {rank}( on h1)? does not answer since \d\d:\d\d:\d\d", line), ranks.said()
+    assert ", it is stopped by a signal (SIGSTOP, Ctrl-Z); " in line
+    assert f"{tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}" in line
+    assert "in act" in ranks.stacks(rank), "where it was stopped"
+    assert codes == [75, 75, 75], ranks.said()
+
+
+def test_a_rank_that_holds_pythons_lock(tmp_path):
+    """None of its threads runs Python; C code writes its stacks."""
+    with Ranks(tmp_path, 2, 2, [1, 30, "grip"]) as ranks:
+        assert ranks.processes[0].wait(30) == 75
+        line = ranks.said()[-1]
+        assert "rank 1 on h1 does not answer since " in line and "stopped" not in line
+        assert "in act" in ranks.stacks(1)
+
+
+def test_a_rank_that_was_killed(tmp_path):
+    with Ranks(tmp_path, 3, 60, [1, 30, "die"]) as ranks:
+        assert ranks.codes() == [75, -9, 75]
+    wanted = f"hvtrain: stopped because rank 1 on h1 is gone (killed, or its host is lost); {GOES_ON}"
+    assert ranks.said()[0] == wanted.format(folder=tmp_path)
+
+
+@pytest.mark.apart
+def test_rank_0_that_was_killed(tmp_path):
+    with Ranks(tmp_path, 3, 60, [0, 30, "die"]) as ranks:
+        assert ranks.codes() == [-9, 75, 75]
+    assert "hvtrain: rank 1: stopped because rank 0 is gone (killed, or its host is lost)" in ranks.said()[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_says_why(tmp_path, rank):
+    """The other's main thread is blocked, and ended by the watch with the code of the one that failed."""
+    with Ranks(tmp_path, 2, 60, [rank, 30, "raise"]) as ranks:
+        assert ranks.codes() == [1, 1]
+    lines = [line for line in ranks.said() if "stopped because" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(f"stopped because rank {rank} on h{rank} failed: RuntimeError: a leaf fell off")
+
+
+def test_who_asks_for_the_cause_is_told_and_ends_by_itself(tmp_path):
+    with Ranks(tmp_path, 3, 60, [1, 30, "raise"], [0, 30, "ask"], [2, 30, "ask"]) as ranks:
+        assert ranks.codes() == [1, 1, 1]
+    for rank in (0, 2):
+        assert "cause: rank 1 on h1 failed: RuntimeError: a leaf fell off" in ranks.out(rank)
+    assert [line for line in ranks.said() if "stopped because" in line] == []
+
+
+@pytest.mark.apart
+def test_nobody_to_blame(tmp_path):
+    with Ranks(tmp_path, 2, 60, [-1, 30, "ask"]) as ranks:
+        assert ranks.codes() == [9, 9]
+    assert "cause: None" in ranks.out(0)
+
+
+@pytest.mark.apart
+def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
+    """Rank 1 never comes to the reduction of step 31: it exchanges something of which rank 0 knows nothing."""
+    with Ranks(tmp_path, 2, 2, [1, 30, "data: exchange"]) as ranks:
+        assert ranks.codes() == [75, 75]
+    wanted = r"ranks wait for each other at different places: rank 1 on h1 hangs in exchange since step 30 \(.*\), "
+    wanted += r"rank 0 on h0 hangs in reduction since step 31 \(.*\); do all run the same program\?"
+    assert re.search(wanted, ranks.said()[-1]), ranks.said()
+
+
+@pytest.mark.apart
+def test_work_that_takes_long_is_no_hang(tmp_path):
+    """Longer than the limit: validation by its batches, a checkpoint by what it writes, and the start; others wait."""
+    with Ranks(
+        tmp_path, 2, 1, [-1, 0, "forward: hang 2"], [0, 20, "write 3"], [1, 30, "validate 3"], steps=40
+    ) as ranks:
+        assert ranks.codes() == [0, 0], ranks.said()
+    assert ranks.said() == []
+    assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(1)
+
+
+@pytest.mark.apart
+def test_all_ranks_stopped_and_continued_go_on(tmp_path):
+    """A suspended job; nobody was at fault."""
+    with Ranks(tmp_path, 2, 2, steps=500) as ranks:
+        ranks.wait_for(0, "")
+        time.sleep(2)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in ranks.processes:
+                process.send_signal(number)
+            time.sleep(5 if number == signal.SIGSTOP else 0)
+        assert ranks.codes(60) == [0, 0], ranks.said()
+
+
+@pytest.mark.apart
+def test_the_launcher_is_killed(tmp_path):
+    """Its ranks change their parent, and go."""
+    through = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
+    with Ranks(tmp_path, 2, 60, through=through) as ranks:
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("meeting-50-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+        for process in ranks.processes:
+            process.kill()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline + 40
+            time.sleep(0.05)
+    assert (
+        f"hvtrain: stopped because the launcher of the ranks is gone; {GOES_ON}".format(folder=tmp_path) in ranks.said()
+    )
+
+
+FORGED = (
+    '{"rank": 1}\n', '{"rank": 1, "proof": 3}\n', '{"rank": 1, "proof": "é"}\n', '{"rank": null, "proof": ""}\n',
+    '{"kind": "bye"}\n', "[]\n", "\n", "{" * 100_000, "[" * 1000 + "\n",
+)  # fmt: skip
+
+
+def test_strangers_at_the_port(tmp_path):
+    """Garbage, a forged pickle, endless lines and silent connections: closed, and the run goes on."""
+    marker = tmp_path / "marker"
+    pickle = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
+    with Ranks(tmp_path, 2, 60, steps=300) as ranks:
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("meeting-20-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        addresses = listening(ranks.processes[0].pid)
+        assert [address for address, _ in addresses] == ["127.0.0.1"]
+        held = [socket.create_connection(addresses[0]) for _ in range(200)]
+        before = memory(ranks.processes[0].pid)
+        for payload in (pickle, os.urandom(5000), *(line.encode() for line in FORGED), b"x" * 30_000_000):
+            assert closed_after(addresses[0], payload)
+        assert memory(ranks.processes[0].pid) - before < 8 << 20
+        assert ranks.codes() == [0, 0], ranks.said()
+        for connection in held:
+            connection.close()
+    assert not marker.exists()
+    assert ranks.said() == []
+
+
+def listening(pid):
+    """Addresses at which a process listens, from /proc."""
+    inodes = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        found = re.match(r"socket:\[(\d+)\]", str(path.readlink()))
+        inodes |= {found[1]} if found else set()
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in local]
+
+
+def memory(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def closed_after(address, payload):
+    with socket.create_connection(address, timeout=15) as connection:
+        try:
+            connection.sendall(payload)
+            while connection.recv(1 << 16):
+                pass
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return True
+
+
+def test_no_watch_no_port(tmp_path):
+    with Ranks(tmp_path, 2, 0, steps=100) as ranks:
+        while not list(tmp_path.glob("meeting-20-*")):
+            time.sleep(0.02)
+        assert listening(ranks.processes[0].pid) == []
+        assert ranks.codes() == [0, 0]
+
+
+def test_an_elastic_job_goes_on_without_a_lost_rank(tmp_path):
+    """Nobody is ended for it; here the others then wait for ever, which is a hang like any other."""
+    with Ranks(tmp_path, 3, 3, [1, 30, "die"], more=["survives"]) as ranks:
+        assert ranks.codes() == [75, -9, 75]
+    assert "stopped because" not in str(ranks.said())
+    assert "all 2 ranks wait in reduction since step 32 " in ranks.said()[0]

@@ -1,0 +1,193 @@
+"""Trainings in which a rank hangs, stops, fails, or loses its launcher: named in one line, all ranks down, no hang."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import ROOT, finish, start
+from ranks import MARK, rank_processes, send
+
+pytestmark = pytest.mark.distributed
+
+OWN = ROOT / "tests/support/own_faults"
+GOES_ON = "the same line with run.dir={run} goes on from step-00000022"
+HANGS = "+callbacks.acts={_target_: stuck.Acts, rank: %d, step: 30, what: %s}"
+
+
+def begin(launcher, tmp_path, *words, size=2, **extra):
+    line = ["python", "-m", "hvtrain", "--config-dir", str(OWN / "conf"), f"run.dir={tmp_path / 'run'}", *words]
+    return start(launcher, size, *line, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
+
+
+def done(process, timeout=150):
+    """Exit code, all output, and the lines of ours on the error output without the launchers' marks."""
+    output = finish(process, timeout)
+    return process.returncode, output, [match[1] for match in re.finditer(r"(hvtrain: .*)", output)]
+
+
+def ranks_of(tmp_path):
+    """The run's ranks, by their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if words[1:3] == ["-m", "hvtrain"] and f"run.dir={tmp_path / 'run'}" in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def none_left(tmp_path, seconds=10):
+    deadline = time.monotonic() + seconds
+    while ranks_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not ranks_of(tmp_path)
+
+
+def stacks(tmp_path, rank):
+    return (tmp_path / "run" / "stacks" / f"rank-{rank:04d}.txt").read_text()
+
+
+@pytest.mark.apart
+def test_a_rank_that_hangs_in_its_data(tmp_path):
+    """Open MPI's ranks would wait for ever."""
+    process = begin(
+        "mpirun", tmp_path, "dataset=stuck", "dataset.rank=1", "dataset.batch=26", "watchdog.abort_seconds=5"
+    )
+    code, output, lines = done(process)
+    assert code == 75, output
+    wanted = r"hvtrain: no progress for [567] s \(watchdog.abort_seconds=5\): "
+    wanted += r"rank 1 on \S+ hangs in data since step 27 \(\d\d:\d\d:\d\d\); "
+    assert re.match(wanted, lines[-1]), output
+    assert lines[-1].endswith(f"Python stacks are in {tmp_path}/run/stacks; {GOES_ON.format(run=tmp_path / 'run')}")
+    assert len(lines) == 1 and "Traceback" not in output
+    assert "in wait" in stacks(tmp_path, 1) and "hvtrain/strategies/loop.py" in stacks(tmp_path, 0)
+    assert none_left(tmp_path)
+
+
+@pytest.mark.apart
+def test_an_exception_on_one_rank(tmp_path):
+    """Its traceback first and once; the other says in a line that it stopped because of it."""
+    process = begin("gloo", tmp_path, HANGS % (1, "raise"))
+    code, output, lines = done(process)
+    assert code == 1, output
+    assert output.count("Traceback (most recent call last)") == 1
+    assert re.match(r"hvtrain: rank 1 on \S+ failed: RuntimeError: a leaf fell off; its traceback", lines[0]), output
+    others = [line for line in lines if "stopped because" in line]
+    assert all(re.search(r"because rank 1 on \S+ failed: RuntimeError: a leaf fell off$", line) for line in others)
+    assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank", "error"),
+    [
+        pytest.param("gloo", 0, "memory", marks=pytest.mark.apart),
+        pytest.param("mpirun", 0, "raise", marks=pytest.mark.apart),
+        pytest.param("mpirun", 1, "raise", marks=pytest.mark.more),
+    ],
+)
+def test_errors_on_one_rank(launcher, rank, error, tmp_path):
+    process = begin(launcher, tmp_path, HANGS % (rank, error))
+    code, output, lines = done(process)
+    assert code == 1, output
+    name = {"raise": "RuntimeError: a leaf fell off", "memory": "MemoryError: no room for a leaf"}[error]
+    assert output.count("Traceback (most recent call last)") == 1
+    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {name}; its traceback stands above", lines[0]), output
+    # Gloo's launcher is ours and speaks last; bare mpirun's is not, so that the other rank may.
+    assert re.search(rf"rank {rank} (host|on) \S+?(:| failed:) {name}", lines[-1]), output
+    assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [pytest.param("gloo", 1, marks=pytest.mark.more), pytest.param("mpirun", 0, marks=pytest.mark.apart)],
+)
+def test_a_rank_that_is_stopped(launcher, rank, tmp_path):
+    """SIGSTOP; where it stood is seen all the same."""
+    process = begin(launcher, tmp_path, HANGS % (rank, "stop"), "watchdog.abort_seconds=8")
+    code, output, lines = done(process)
+    assert code == 75, output
+    told = [line for line in lines if f"rank {rank}" in line and "does not answer since" in line]
+    assert told and ", it is stopped by a signal (SIGSTOP, Ctrl-Z)" in told[0], output
+    assert GOES_ON.format(run=tmp_path / "run") in told[0]
+    assert "on_train_batch_end" in stacks(tmp_path, rank)
+    assert none_left(tmp_path)
+
+
+@pytest.mark.apart
+def test_gloo_gives_up_before_the_watchdog(tmp_path):
+    """Gloo waits 30 s for a message; then the watch is asked, and knows who is stopped."""
+    process = begin("gloo", tmp_path, HANGS % (1, "stop"))
+    code, output, lines = done(process)
+    assert code == 75, output
+    told = [line for line in lines if re.search(r"rank 1 on \S+ does not answer since .* it is stopped by a", line)]
+    assert told and GOES_ON.format(run=tmp_path / "run") in told[0], output
+    assert "on_train_batch_end" in stacks(tmp_path, 1)
+    assert none_left(tmp_path)
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize(("launcher", "rank", "size"), [("gloo", 1, 3), ("mpirun", 0, 2)])
+def test_a_rank_that_hangs_in_a_callback(launcher, rank, size, tmp_path):
+    process = begin(launcher, tmp_path, HANGS % (rank, "hang"), "watchdog.abort_seconds=5", size=size)
+    code, output, lines = done(process)
+    assert code == 75, output
+    assert re.search(rf"rank {rank} on \S+ hangs in callbacks since step 30 ", lines[0]), output
+    assert "stuck/__init__.py" in stacks(tmp_path, rank)
+    assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("gloo", marks=pytest.mark.more), pytest.param("mpirun", marks=pytest.mark.apart)]
+)
+def test_what_takes_longer_than_the_limit_is_no_hang(launcher, tmp_path):
+    """A validation of 9 batches of 2 seconds each on a rank, and the start of it all."""
+    words = ["dataset=stuck", "dataset.evaluation_seconds=2", "train.evaluation_batch_size=20", "train.epochs=1"]
+    code, output, lines = done(begin(launcher, tmp_path, *words, "watchdog.abort_seconds=10"), 200)
+    assert code == 0, output
+    assert lines == []
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_the_launcher_is_killed(launcher, tmp_path):
+    """All ranks notice and go."""
+    process = begin(launcher, tmp_path, "train.epochs=100000", "model=mlp")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step-*")):
+        assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
+        time.sleep(0.05)
+    assert len(ranks_of(tmp_path)) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    assert none_left(tmp_path, 60), ranks_of(tmp_path)
+    process.communicate()
+
+
+@pytest.mark.apart
+def test_without_a_watchdog(tmp_path):
+    """watchdog.abort_seconds=0: what Horovod says is all there is."""
+    process = begin("gloo", tmp_path, HANGS % (1, "raise"), "watchdog.abort_seconds=0")
+    code, output, lines = done(process)
+    assert code == 1, output
+    assert "rank 1 on" in lines[0] and "stopped because rank 1" not in output
+
+
+@pytest.mark.apart
+def test_of_four_ranks_only_the_one_that_was_killed_had_to_be(tmp_path):
+    """The launcher's signal finds the others before or after they noticed; none waits on for another to speak."""
+    mark = str(tmp_path)
+    process = begin("gloo", tmp_path, "train.epochs=4000", size=4, **{MARK: mark})
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run/checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
+        time.sleep(0.05)
+    assert send(rank_processes(mark)[1], signal.SIGKILL)
+    code, output, lines = done(process)
+    assert code == 75 and lines[-1].startswith("hvtrain: FIRST FAILURE rank 1 host "), output
+    assert re.findall(r"Process (\d) exit with status code 137", output) == ["1"], output
+    assert none_left(tmp_path)
