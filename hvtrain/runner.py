@@ -19,7 +19,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import Preempted
 from hvtrain.restore.newest import find
-from hvtrain.restore.resume import Held, resume
+from hvtrain.restore.resume import RunState, resume
 from hvtrain.strategies import loop
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.evaluation import build_metrics, evaluate
@@ -74,16 +74,16 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def run(config: RunConfig, strategy: Strategy) -> RunRecord:
-    """A run, in legs where another plan takes over (every rank). Raises Preempted after a signal, saved."""
-    held = Held(time.monotonic())
+    """A run, in attempts where another plan takes over (every rank). Raises Preempted after a signal, saved."""
+    run_state = RunState(time.monotonic())
     record = None
-    with held.lock:
+    with run_state.lock:
         while record is None:
-            record = strategy.carry(lambda: leg(config, strategy, held))
+            record = strategy.run_with_restarts(lambda: attempt(config, strategy, run_state))
     return record
 
 
-def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
+def attempt(config: RunConfig, strategy: Strategy, run_state: RunState) -> RunRecord | None:
     """The story of a run, to its end; or, without a record, to where another plan goes on from the checkpoint."""
     topology = strategy.start()
     strategy.marks.timed = not config.train.deterministic
@@ -91,16 +91,16 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     strategy.watch_over(config.watchdog.abort_seconds)
     check_same_run(strategy, config)
     if not topology.is_chief:
-        held.lock.release()  # Where ranks come and go, it may have been the chief.
-    folder = held.folder = strategy.on_chief(lambda: open_run_folder(config, held.lock, held.folder))
-    strategy.watch.folder = folder
+        run_state.lock.release()  # Where ranks come and go, it may have been the chief.
+    folder = run_state.folder = strategy.on_chief(lambda: open_run_folder(config, run_state.lock, run_state.folder))
+    strategy.watchdog.folder = folder
     console.log_to_file(folder / "logs", topology.rank)
-    keras.utils.clear_session()  # Or Keras names what a later leg makes otherwise than the checkpoint does.
+    keras.utils.clear_session()  # Or Keras names what a later attempt makes otherwise than the checkpoint does.
     seed_everything(config, topology.rank)
 
-    found = find(folder, strategy, held, config.resume)
+    found = find(folder, strategy, run_state, config.resume)
     source, plan = open_data(config, strategy, found.meta if found else None)
-    meta = checkpoint_meta(config, plan, check_same_data(strategy, source, config.guard.data), held.run_id)
+    meta = checkpoint_meta(config, plan, check_same_data(strategy, source, config.guard.data), run_state.run_id)
     topology = strategy.topology
 
     def batches_from(step: int) -> tf.data.Dataset:
@@ -113,7 +113,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         keras.utils.clear_session()
         seed_everything(config, topology.rank)
     with strategy.scope():
-        model = strategy.together(lambda: build_model(config, source, plan, strategy))
+        model = strategy.all_or_raise(lambda: build_model(config, source, plan, strategy))
     start = resume(found, model, plan, meta, config.guard.data, strategy)
     del found  # It is as large as the model and the optimizer.
     strategy.broadcast_model(model)
@@ -125,11 +125,11 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
     split = StepSplit(strategy, Throughput(position))
     accumulate = getattr(model.optimizer, "inner_optimizer", model.optimizer).gradient_accumulation_steps
     proof = Proof(strategy, position, weights, accumulate or 1)
-    interruption = Interruption(config.train.max_time, held.began, strategy, held.signals)
+    interruption = Interruption(config.train.max_time, run_state.began, strategy, run_state.signals)
     writer = Writer(folder / "checkpoints", config.checkpoint)
     skipped = Skipped(source, strategy)
     more = (split, proof, interruption, skipped, writer)
-    callbacks = make_callbacks(config, strategy, source, meta, held, start, *more)
+    callbacks = make_callbacks(config, strategy, source, meta, run_state, start, *more)
     calls = loop.Calls(steps_per_call(config, callbacks), periods(config, strategy), strategy.broadcast)
 
     with writer, explained(source, strategy, model, position):
@@ -144,7 +144,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         if plan.hands_over and position.step == plan.num_steps and not cut_short:
             return None
         test = evaluation_data(config, source, "test", topology) if not cut_short else None
-        weights.level()
+        weights.average_untrained()
         metrics = evaluate(model, test, strategy) if test is not None else {}
         skipped.tell()
     record = RunRecord(
@@ -156,7 +156,7 @@ def leg(config: RunConfig, strategy: Strategy, held: Held) -> RunRecord | None:
         num_parameters=model.count_params(),
         num_steps=position.step,
         global_batch=plan.global_batch,
-        seconds=time.monotonic() - held.began,
+        seconds=time.monotonic() - run_state.began,
         reductions=strategy.num_reductions(model.optimizer),
         first_step=start.step,
         proof=proof.numbers(strategy.num_reductions(model.optimizer)),

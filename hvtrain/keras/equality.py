@@ -44,7 +44,7 @@ class WeightCheck:
         if different:
             raise RankError(self._described(variables, different, when))
 
-    def level(self) -> None:
+    def average_untrained(self) -> None:
         """Sets the weights that no gradient touches to their means over the ranks, where they differ.
 
         In double precision, so that the mean of equal values is that value, on any number of ranks.

@@ -26,7 +26,7 @@ class Resets(State):
     def __init__(self) -> None:
         super().__init__(bcast_object=partial(hvd.broadcast_object, name="hvtrain.resets"), get_rank=hvd.rank)
 
-    def carry(self, func: Callable[[], T]) -> T:
+    def run_with_restarts(self, func: Callable[[], T]) -> T:
         """The result of func. Errors of Horovod's operations call it again; every other error is raised as it is."""
         result: T = run(lambda _: func())(self)
         return result

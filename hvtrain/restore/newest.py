@@ -21,7 +21,7 @@ from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
 from hvtrain.errors import CheckpointError
 from hvtrain.restore.offers import Offer, check_notes, check_one_run, check_resume, this_runs
-from hvtrain.restore.resume import Found, Held
+from hvtrain.restore.resume import Found, RunState
 from hvtrain.restore.transfer import bring
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import LOCK_FILE
@@ -38,46 +38,46 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def find(folder: Path, strategy: Strategy, held: Held, resume: str = "auto") -> Found | None:
+def find(folder: Path, strategy: Strategy, run_state: RunState, resume: str = "auto") -> Found | None:
     """The newest whole checkpoint of this run, in memory or on the disk of any host; or None (every rank).
 
-    held gets the run's identifier, what keeps this host's note, and the checkpoint itself where ranks come and go.
+    run_state gets the run's identifier, what keeps this host's note, and the checkpoint itself where ranks come and go.
 
     Raises:
         CheckpointError: hosts hold checkpoints of different runs; a newer one lies on a host that is not there;
             or all that there are are damaged.
         ConfigError: resume=never, and another host than rank 0's holds a checkpoint.
     """
-    search = _Search(folder, strategy, held)
+    search = _Search(folder, strategy, run_state)
     found = search.newest()
     hosts = strategy.gather(strategy.topology.host)
     if search.run_id is None:
         check_resume(search.offers, resume, folder)
-        if resume == "auto" and held.checkpoint is None:
+        if resume == "auto" and run_state.checkpoint is None:
             check_notes(search.notes(), hosts, search.offers, folder)
     whole = search.bring(found) if found else None
     run_id = found and checked_run_id(found.meta.get("run_id"))
-    held.run_id = run_id or search.run_id or strategy.broadcast(uuid.uuid4().hex[:12])
+    run_state.run_id = run_id or search.run_id or strategy.broadcast(uuid.uuid4().hex[:12])
     rank = strategy.topology.rank
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
-        held.noting = _noting(folder, rank, hosts, held.run_id, found, resume)
+        run_state.noting = _noting(folder, rank, hosts, run_state.run_id, found, resume)
     else:
-        held.noting = Noting()
+        run_state.noting = Noting()
     if strategy.commit_steps and whole:
-        held.checkpoint = whole
+        run_state.checkpoint = whole
     return replace(found, whole=whole) if found else None
 
 
 class _Search:
     """What all ranks have, round by round, until the newest of it is found whole."""
 
-    def __init__(self, folder: Path, strategy: Strategy, held: Held) -> None:
+    def __init__(self, folder: Path, strategy: Strategy, run_state: RunState) -> None:
         self.folder = folder
         self.strategy = strategy
-        self.held = held
+        self.run_state = run_state
         self.offers: list[Offer] = []
         # Of a run that has begun already, whose ranks are others now.
-        self.run_id = next(filter(None, strategy.gather(held.run_id)), None)
+        self.run_id = next(filter(None, strategy.gather(run_state.run_id)), None)
         self.has_own_disk = _has_own_disk(folder, strategy)
         self._damaged: dict[Path, str] = {}
         self._whole: Checkpoint | None = None
@@ -87,7 +87,7 @@ class _Search:
         """Every rank. It is read, checked, and kept on one rank, the root."""
         found = None
         while found is None:
-            everyone = self.strategy.gather(self.strategy.together(self._own))
+            everyone = self.strategy.gather(self.strategy.all_or_raise(self._own))
             self.offers = this_runs([offer for offer in everyone if offer], self.run_id)
             if not self.offers:
                 break
@@ -107,10 +107,10 @@ class _Search:
     def bring(self, found: Found) -> Checkpoint | None:
         """To the chief, or, where ranks come and go, to all; None on the others (every rank)."""
         everyone = self.strategy.commit_steps > 0
-        held = self.held.checkpoint
-        has_it = self._whole is not None or (held is not None and held.step == found.step)
+        committed = self.run_state.checkpoint
+        has_it = self._whole is not None or (committed is not None and committed.step == found.step)
         if self._whole is None and has_it:
-            self._whole = held
+            self._whole = committed
         wanted = self.strategy.topology.is_chief or everyone
         if any(self.strategy.gather(wanted and not has_it)):
             arrays = bring(
@@ -131,11 +131,11 @@ class _Search:
             )
         paths = store.listed(checkpoints) if self.has_own_disk else []
         paths = [path for path in paths if path not in self._damaged]
-        held = self.held.checkpoint
+        committed = self.run_state.checkpoint
         step = store.step_of(paths[-1]) if paths else -1
         seen = max([step, *map(store.step_of, self._damaged)])
-        if held is not None and held.step >= step:
-            return Offer(topology.rank, topology.host, held.step, self.held.run_id, None, seen)
+        if committed is not None and committed.step >= step:
+            return Offer(topology.rank, topology.host, committed.step, self.run_state.run_id, None, seen)
         if not paths:
             return None
         run_ids = (store.run_id(path) for path in reversed(paths))
@@ -146,8 +146,8 @@ class _Search:
         offer = next(offer for offer in self.offers if offer.rank == self.strategy.topology.rank)
         where = f" on {offer.host}" if offer.rank else ""
         if offer.path is None:
-            assert self.held.checkpoint is not None
-            newest, where = self.held.checkpoint, f" in memory{where}"
+            assert self.run_state.checkpoint is not None
+            newest, where = self.run_state.checkpoint, f" in memory{where}"
         else:
             try:
                 newest = store.read(offer.path)

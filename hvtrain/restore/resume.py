@@ -23,7 +23,7 @@ RankState = dict[str, np.ndarray]
 
 
 @dataclass
-class Held:
+class RunState:
     """What a run keeps in memory from leg to leg. checkpoint: of the last commit, where ranks come and go."""
 
     began: float

@@ -31,7 +31,7 @@ class WeightCheck(Protocol):
     def __call__(self, when: str, everything: bool = False) -> None:
         """Raises RankError when trained weights (or everything) differ between ranks (every rank)."""
 
-    def level(self) -> None:
+    def average_untrained(self) -> None:
         """Gives weights that no gradient touches one value on all ranks (every rank)."""
 
 
@@ -43,7 +43,7 @@ class NoWeightCheck:
     def __call__(self, when: str, everything: bool = False) -> None:
         pass
 
-    def level(self) -> None:
+    def average_untrained(self) -> None:
         pass
 
 
@@ -51,11 +51,11 @@ class Strategy:
     """One process on its own: no exchange, no other rank."""
 
     topology = Topology()
-    watch = Watch()
+    watchdog = Watch()
     marks: StepMarks
     """Made by start: how far this process's steps came, and what they spent their time on."""
     commit_steps = 0
-    """Steps after which all ranks hold the state in memory, for a leg that is begun anew; 0: none is."""
+    """Steps after which all ranks hold the state in memory, for an attempt that is begun anew; 0: none is."""
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
@@ -112,16 +112,16 @@ class Strategy:
         """What must run in every training of this strategy, before all other callbacks. Not collective."""
         return []
 
-    def agreement(self) -> list[keras.callbacks.Callback]:
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
         """What makes a wish to stop of one rank everyone's, after all callbacks that may wish it. Not collective."""
         return []
 
-    def carry(self, leg: Callable[[], T]) -> T:
-        """The result of a leg of the run; it is begun anew where ranks were lost or have joined. Not collective."""
-        return leg()
+    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
+        """The result of an attempt of the run; it is begun anew where ranks were lost or have joined. Not collective."""
+        return attempt()
 
-    def look(self) -> None:
-        """Raises what begins the leg anew where ranks are about to join or to go."""
+    def check_membership(self) -> None:
+        """Raises what begins the attempt anew where ranks are about to join or to go."""
 
     def broadcast_model(self, model: keras.Model) -> None:
         """Sets weights and optimizer state of all ranks to those of the chief."""
@@ -142,14 +142,14 @@ class Strategy:
         """The same of another rank, which an error names."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.rank == root:
-            with self.watch.phase(CHECKPOINT):
+            with self.watchdog.phase(CHECKPOINT):
                 outcome = _attempt(action)
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is not None:
             raise type(error)(f"rank {root} on {host}: {error}") if root else error
         return value
 
-    def together(self, action: Callable[[], T]) -> T:
+    def all_or_raise(self, action: Callable[[], T]) -> T:
         """The result of an action that every rank does; if it fails on one, all raise that error, with its rank."""
         value, error = _attempt(action)
         errors = self.gather(error and (error, self.topology.host))

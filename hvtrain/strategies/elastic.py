@@ -53,9 +53,9 @@ class ElasticStrategy(HorovodStrategy):
     def description(self) -> str:
         return f"{super().description()}, elastic"
 
-    def carry(self, leg: Callable[[], T]) -> T:
+    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
         # The watch over the ranks before a reset lasts until the one over those after it: a reset may hang, too.
-        return self._resets.carry(leg)
+        return self._resets.run_with_restarts(attempt)
 
-    def look(self) -> None:
+    def check_membership(self) -> None:
         self._resets.check_host_updates()

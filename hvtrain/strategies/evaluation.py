@@ -37,7 +37,7 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -
     if int(dataset.cardinality().numpy()) == 0:
         build_metrics(model, dataset)
     else:
-        with strategy.watch.phase(VALIDATION):
+        with strategy.watchdog.phase(VALIDATION):
             model.evaluate(dataset, verbose=0, callbacks=[Beats(strategy)])
     results = metrics_over_ranks(model, strategy)
     for variable, value in zip(model.metrics_variables, training):
@@ -61,4 +61,4 @@ class Beats(keras.callbacks.Callback):
         self.strategy = strategy
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.strategy.watch.progress.beat()
+        self.strategy.watchdog.progress.beat()

@@ -65,11 +65,11 @@ class HorovodStrategy(Strategy):
 
     def watch_over(self, abort_seconds: float) -> None:
         place = self.topology
-        self.watch.stop()  # In an elastic job that of the ranks before, of whom this one may be the last.
-        self.watch = watchdog.Watch()
+        self.watchdog.stop()  # In an elastic job that of the ranks before, of whom this one may be the last.
+        self.watchdog = watchdog.Watch()
         if place.size == 1:
             return
-        self.watch = watchdog.start(
+        self.watchdog = watchdog.start(
             place.rank,
             place.size,
             place.host,
@@ -82,11 +82,11 @@ class HorovodStrategy(Strategy):
         )
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watch.cause() if hvd.tells_of_lost_ranks(error) else None
+        verdict = self.watchdog.cause() if hvd.tells_of_lost_ranks(error) else None
         if verdict is None:
             return None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
-        cause.exit_code, cause.spokesman = verdict.code, self.watch.spokesman
+        cause.exit_code, cause.spokesman = verdict.code, self.watchdog.spokesman
         return cause
 
     def devices(self) -> list[str]:
@@ -119,23 +119,23 @@ class HorovodStrategy(Strategy):
     def callbacks(self) -> list[keras.callbacks.Callback]:
         return [hvd.ReductionCheckCallback()]
 
-    def agreement(self) -> list[keras.callbacks.Callback]:
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
         return [_WatchedAgreement(self)]
 
     def broadcast_model(self, model: keras.Model) -> None:
-        with self.watch.phase(EXCHANGE):
+        with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        with self.watch.phase(EXCHANGE):
+        with self.watchdog.phase(EXCHANGE):
             return hvd.broadcast_object(value, root, name="hvtrain.broadcast") if hvd.size() > 1 else value
 
     def gather(self, value: Any) -> list[Any]:
-        with self.watch.phase(EXCHANGE):
+        with self.watchdog.phase(EXCHANGE):
             return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
 
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        with self.watch.phase(EXCHANGE):
+        with self.watchdog.phase(EXCHANGE):
             return hvd.sum_arrays(arrays)
 
     def start_timeline(self, path: Path) -> None:
@@ -147,7 +147,7 @@ class HorovodStrategy(Strategy):
             hvd.stop_timeline()
 
     def stop(self) -> None:
-        self.watch.stop()
+        self.watchdog.stop()
         hvd.shutdown()
 
 
@@ -159,12 +159,12 @@ class _WatchedCheck(hvd.WeightCheck):
         self._strategy = strategy
 
     def __call__(self, when: str, everything: bool = False) -> None:
-        with self._strategy.watch.phase(EXCHANGE):
+        with self._strategy.watchdog.phase(EXCHANGE):
             super().__call__(when, everything)
 
-    def level(self) -> None:
-        with self._strategy.watch.phase(EXCHANGE):
-            super().level()
+    def average_untrained(self) -> None:
+        with self._strategy.watchdog.phase(EXCHANGE):
+            super().average_untrained()
 
 
 class _WatchedAgreement(hvd.StopTogetherCallback):
@@ -175,5 +175,5 @@ class _WatchedAgreement(hvd.StopTogetherCallback):
         self._strategy = strategy
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        with self._strategy.watch.phase(EXCHANGE):
+        with self._strategy.watchdog.phase(EXCHANGE):
             super().on_epoch_end(epoch, logs)

@@ -76,7 +76,7 @@ def train(
 
     Callbacks are told the number of a step within its epoch, as by Keras's fit with steps_per_execution.
     """
-    told = keras.callbacks.CallbackList(
+    callback_list = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
         add_progbar=verbose > 0,
@@ -86,7 +86,7 @@ def train(
         steps=plan.steps_per_epoch,
     )
     model.stop_training = False
-    told.on_train_begin()
+    callback_list.on_train_begin()
     batches = batches_from(start_step)
     iterator = iter(batches)
     steps = make_steps(model, iterator, marks)
@@ -96,21 +96,21 @@ def train(
         begin = step - in_epoch
         end = min(begin + plan.steps_per_epoch, plan.num_steps)
         model.reset_metrics()
-        told.on_epoch_begin(epoch)
+        callback_list.on_epoch_begin(epoch)
         while step < end and not model.stop_training:
             number = calls.next(step, end)
-            told.on_train_batch_begin(step - begin)
+            callback_list.on_train_batch_begin(step - begin)
             began = time.perf_counter()
             logs = steps(number)
             calls.took(time.perf_counter() - began)
             step += number
-            told.on_train_batch_end(step - begin - 1, logs)
+            callback_list.on_train_batch_end(step - begin - 1, logs)
         metrics = model.get_metrics_result()
         logs = dict(metrics if set(metrics) == set(logs) else logs)
-        told.on_epoch_end(epoch, logs)
+        callback_list.on_epoch_end(epoch, logs)
     # Here and not after each epoch: it overwrites weights with their moving average, where one is kept.
     model.optimizer.finalize_variable_values(model.trainable_variables)
-    told.on_train_end(logs)
+    callback_list.on_train_end(logs)
 
 
 def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[int], dict[str, Any]]:

@@ -61,7 +61,7 @@ def software(config: RunConfig) -> dict[str, str]:
 
 def check_same_data(strategy: Strategy, source: Source, refuse: bool) -> dict[str, Any]:
     """What the data set is; raises RankError on all ranks when hosts have copies that differ (or warns)."""
-    mine = strategy.together(source.manifest)
+    mine = strategy.all_or_raise(source.manifest)
     found = strategy.gather((digest_of(mine), strategy.topology.host))
     if len({digest for digest, _ in found}) > 1:
         everyone = strategy.gather(mine)

@@ -18,7 +18,7 @@ from hvtrain.training.callbacks.position import Position
 
 def leave(strategy: Strategy, error: BaseException) -> None:
     """Tells the other ranks why this one fails, so that none waits for it; gives up after two seconds."""
-    strategy.watch.fail(error)
+    strategy.watchdog.fail(error)
     farewell = threading.Thread(target=strategy.stop, daemon=True)
     farewell.start()
     farewell.join(timeout=2.0)

@@ -71,11 +71,11 @@ def open_data(config: RunConfig, strategy: Strategy, saved: dict[str, Any] | Non
     saved is what the checkpoint says, if any, that the run goes on from: its plan goes on.
     """
     settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
-    source: Source = strategy.together(lambda: build("dataset", settings))
+    source: Source = strategy.all_or_raise(lambda: build("dataset", settings))
     source.on_error = config.dataset["on_error"]
     hosts = strategy.gather(strategy.topology.host)
     batch_sizes = dealt_batch_sizes(saved, config.train, hosts)
-    shards = strategy.together(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
+    shards = strategy.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
     plan = going_on(plan, saved, config.train, len(hosts))

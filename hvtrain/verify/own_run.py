@@ -36,7 +36,9 @@ class OwnRun:
         self.plan: StepPlan
         self.source, self.plan = open_data(config, strategy)
         with strategy.scope():
-            self.model: keras.Model = strategy.together(lambda: build_model(config, self.source, self.plan, strategy))
+            self.model: keras.Model = strategy.all_or_raise(
+                lambda: build_model(config, self.source, self.plan, strategy)
+            )
         strategy.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:
@@ -129,6 +131,6 @@ def _of_scaled_loss(optimizer: keras.optimizers.Optimizer, gradients: list[Any])
 def _weights(run: OwnRun) -> str:
     check = run.strategy.weight_check(run.model)
     check("after one step of your model")
-    check.level()
+    check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
     return f"equal on {run.plan.size} rank(s) after it, optimizer state too"

@@ -16,7 +16,7 @@ from hvtrain.core.records import EpochRecord, read_history, write_history
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
-from hvtrain.restore.resume import Held
+from hvtrain.restore.resume import RunState
 from hvtrain.restore.transfer import bring
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
@@ -83,21 +83,21 @@ def write(folder, step, run_id=OURS, arrays=ARRAYS):
     return writer.write(folder / "checkpoints", step, arrays, meta)
 
 
-def find_on(tmp_path, hosts, helds=None, resume="auto", commit_steps=0):
+def find_on(tmp_path, hosts, run_states=None, resume="auto", commit_steps=0):
     """What each rank finds in the folder of its host."""
-    helds = helds or [Held(0.0) for _ in hosts]
+    run_states = run_states or [RunState(0.0) for _ in hosts]
 
     def action(strategy):
         folder = tmp_path / strategy.topology.host
         folder.mkdir(exist_ok=True)
-        return find(folder, strategy, helds[strategy.topology.rank], resume)
+        return find(folder, strategy, run_states[strategy.topology.rank], resume)
 
     return on_ranks(hosts, action, commit_steps)
 
 
 def in_memory(step, run_id=OURS):
     meta = {**META, "run_id": run_id, "step": step}
-    return Held(0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id)
+    return RunState(0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id)
 
 
 def assert_equal(ours, theirs):
@@ -114,14 +114,14 @@ def the_error(found):
 
 
 def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
-    assert find(tmp_path, Strategy(), Held(0.0)) is None
+    assert find(tmp_path, Strategy(), RunState(0.0)) is None
     assert find(tmp_path, Strategy(), in_memory(24)).name == "step-00000024 in memory"
     for step, name in ((20, "step-00000024 in memory"), (24, "step-00000024 in memory"), (28, "step-00000028")):
         write(tmp_path, step)
         found = find(tmp_path, Strategy(), in_memory(24))
         assert found.name == name
         assert found.step == found.whole.step == found.meta["step"]
-    assert find(tmp_path, Strategy(), Held(0.0)).name == "step-00000028"
+    assert find(tmp_path, Strategy(), RunState(0.0)).name == "step-00000028"
 
 
 def test_a_checkpoint_of_no_run_is_refused(tmp_path):
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_no_run_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match="step-00000003 lacks num_ranks, batch_size, batch_sizes, step_in_epoch and"
     ):
-        find(tmp_path, Strategy(), Held(0.0))
+        find(tmp_path, Strategy(), RunState(0.0))
 
 
 def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
@@ -138,13 +138,13 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     write(tmp_path / "s2", 16)
     write_history(tmp_path / "s2", [EpochRecord(1, 10, 0.1, 1.0, 2.0)])
     writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
-    helds = [Held(0.0) for _ in range(3)]
-    first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], helds)
+    run_states = [RunState(0.0) for _ in range(3)]
+    first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
     assert {found.name for found in (first, second, third)} == {"step-00000016 on s2"}
     assert_equal(first.whole.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
     assert first.whole.meta == first.meta == third.meta and first.whole.step == 16
     assert second.whole is None and third.whole is None
-    assert {held.run_id for held in helds} == {OURS}
+    assert {run_state.run_id for run_state in run_states} == {OURS}
     assert [row.step for row in read_history(tmp_path / "s1")] == [10]
     best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
     assert writer.read_best(tmp_path / "s1" / "checkpoints") == best
@@ -226,25 +226,25 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
     read = store.read
     monkeypatch.setattr(store, "read", lambda path: readers.append(path) or read(path))
     write(tmp_path, 8)
-    helds = [Held(0.0), Held(0.0)]
+    run_states = [RunState(0.0), RunState(0.0)]
     with RunLock() as lock:
         lock.take(tmp_path)
-        found = on_ranks(["s1", "s2"], lambda strategy: find(tmp_path, strategy, helds[strategy.topology.rank]))
+        found = on_ranks(["s1", "s2"], lambda strategy: find(tmp_path, strategy, run_states[strategy.topology.rank]))
         assert [item.name for item in found] == ["step-00000008"] * 2
         assert len(readers) == 1
-        for held in helds:
-            held.noting.note(8)
+        for run_state in run_states:
+            run_state.noting.note(8)
     assert not (tmp_path / notes.NOTE_FILE).exists(), "every host sees the checkpoints"
 
 
 def test_a_run_begins_with_one_identifier_on_all_ranks(tmp_path):
-    helds = [Held(0.0) for _ in range(3)]
-    assert find_on(tmp_path, ["s1", "s2", "s2"], helds) == [None] * 3
-    assert len({held.run_id for held in helds}) == 1 and notes.checked_run_id(helds[0].run_id)
-    for held in helds:
-        held.noting.note(0)
+    run_states = [RunState(0.0) for _ in range(3)]
+    assert find_on(tmp_path, ["s1", "s2", "s2"], run_states) == [None] * 3
+    assert len({run_state.run_id for run_state in run_states}) == 1 and notes.checked_run_id(run_states[0].run_id)
+    for run_state in run_states:
+        run_state.noting.note(0)
     written = [notes.read(tmp_path / host) for host in ("s1", "s2")]
-    assert written == [None, notes.Note(0, "s1", helds[0].run_id)]
+    assert written == [None, notes.Note(0, "s1", run_states[0].run_id)]
 
 
 def note(folder, step, host, run_id=OURS):
@@ -308,30 +308,32 @@ def test_resume_never_looks_at_all_hosts(tmp_path):
 def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
     """Where ranks come and go, all of them hold it from then on. What another run left is left alone."""
     write(tmp_path / "s3", 99, OTHER)
-    helds = [Held(0.0), in_memory(24), Held(0.0)]
-    found = find_on(tmp_path, ["s1", "s2", "s3"], helds, commit_steps=5)
+    run_states = [RunState(0.0), in_memory(24), RunState(0.0)]
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, commit_steps=5)
     assert [item.name for item in found] == ["step-00000024 in memory on s2"] * 3
-    assert [held.checkpoint.step for held in helds] == [24] * 3 and {held.run_id for held in helds} == {OURS}
-    for held in helds:
-        assert_equal(held.checkpoint.arrays, ARRAYS)
+    assert [run_state.checkpoint.step for run_state in run_states] == [24] * 3 and {
+        run_state.run_id for run_state in run_states
+    } == {OURS}
+    for run_state in run_states:
+        assert_equal(run_state.checkpoint.arrays, ARRAYS)
     write(tmp_path / "s3", 28)
-    found = find_on(tmp_path, ["s1", "s2", "s3"], helds, commit_steps=5)
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, commit_steps=5)
     assert [item.name for item in found] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
 
 
 def test_a_run_that_has_begun_goes_on_from_a_checkpoint_of_an_older_version(tmp_path):
     write(tmp_path / "s1", 8, None)
-    helds = [Held(0.0)]
+    run_states = [RunState(0.0)]
     for _ in range(2):
-        assert [found.step for found in find_on(tmp_path, ["s1"], helds)] == [8]
+        assert [found.step for found in find_on(tmp_path, ["s1"], run_states)] == [8]
 
 
 def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_path):
     write(tmp_path / "s2", 28)
-    helds = [in_memory(24), in_memory(24)]
-    found = find_on(tmp_path, ["s1", "s2"], helds, commit_steps=5)
+    run_states = [in_memory(24), in_memory(24)]
+    found = find_on(tmp_path, ["s1", "s2"], run_states, commit_steps=5)
     assert [item.name for item in found] == ["step-00000028 on s2"] * 2
-    assert [held.checkpoint.step for held in helds] == [28, 28]
+    assert [run_state.checkpoint.step for run_state in run_states] == [28, 28]
 
 
 @pytest.mark.parametrize("message_bytes", [1, 7, 64, 1 << 20])

@@ -100,7 +100,7 @@ class Checkpointing(keras.callbacks.Callback):
         return self.strategy.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self.weights.level()
+        self.weights.average_untrained()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
         # One exchange for both: the state of all ranks, and how the chief's write before this one ended.
         outcome = self.writer.outcome()

@@ -19,7 +19,7 @@ class StepBegins(keras.callbacks.Callback):
         self.position = position
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.strategy.watch.progress.begin_step(self.position.step)
+        self.strategy.watchdog.progress.begin_step(self.position.step)
 
 
 class StepEnds(keras.callbacks.Callback):
@@ -31,4 +31,4 @@ class StepEnds(keras.callbacks.Callback):
         self.position = position
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.strategy.watch.progress.end_step(self.position.step)
+        self.strategy.watchdog.progress.end_step(self.position.step)

@@ -21,7 +21,7 @@ class Interruption(keras.callbacks.Callback):
 
     Args:
         began: time.monotonic() at the beginning of the run.
-        signals: those that came so far, and all that come; one that came between two legs of a run counts too.
+        signals: those that came so far, and all that come; one that came between two attempts counts too.
     """
 
     def __init__(self, max_time: str | None, began: float, strategy: Strategy, signals: list[int]) -> None:

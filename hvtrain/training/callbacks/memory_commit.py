@@ -1,4 +1,4 @@
-"""When every rank holds the state in memory, for a leg that goes on from it after ranks were lost or have joined."""
+"""When every rank holds the state in memory, for an attempt that continues from it after ranks left or joined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvtrain.checkpoint import store
-from hvtrain.restore.resume import Held
+from hvtrain.restore.resume import RunState
 from hvtrain.strategies.base import Strategy, WeightCheck
 from hvtrain.training.callbacks.callback_state import CallbackState
 from hvtrain.training.callbacks.position import Position
@@ -22,7 +22,7 @@ class Committing(keras.callbacks.Callback):
 
     def __init__(
         self,
-        held: Held,
+        run_state: RunState,
         meta: dict[str, Any],
         strategy: Strategy,
         position: Position,
@@ -30,7 +30,7 @@ class Committing(keras.callbacks.Callback):
         callback_state: CallbackState,
     ) -> None:
         super().__init__()
-        self.held = held
+        self.run_state = run_state
         self.meta = meta
         self.strategy = strategy
         self.position = position
@@ -52,9 +52,9 @@ class Committing(keras.callbacks.Callback):
         epoch, step_in_epoch = self.position.plan.position(step)
         meta = {**self.meta, "step": step, "epoch": epoch, "step_in_epoch": step_in_epoch}
         meta["callbacks"] = self.callback_state.numbers()
-        self.weights.level()
+        self.weights.average_untrained()
         states = self.strategy.gather(store.rank_state(self.model))
         arrays = store.snapshot(self.model, states, self.callback_state.arrays())
-        self.held.checkpoint = store.Checkpoint(Path(f"step-{step:08d}"), step, meta, arrays)
+        self.run_state.checkpoint = store.Checkpoint(Path(f"step-{step:08d}"), step, meta, arrays)
         if step < self.position.plan.num_steps:
-            self.strategy.look()
+            self.strategy.check_membership()

@@ -11,7 +11,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.restore.resume import Held, Start
+from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.callback_state import CallbackState
 from hvtrain.training.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_LOOKS, Checkpointing
@@ -37,7 +37,7 @@ def make_callbacks(
     strategy: Strategy,
     source: Source,
     meta: dict[str, Any],
-    held: Held,
+    run_state: RunState,
     start: Start,
     split: StepSplit,
     proof: Proof,
@@ -49,7 +49,7 @@ def make_callbacks(
     look at them and validate, so that whoever reads the logs after that reads the truth; let the user's callbacks
     act, and all ranks stop if one of them wishes to; then record, save, and commit. A run that is killed goes on from
     what was saved: what was recorded later than that would be missing."""
-    position, weights, folder = proof.position, proof.weights, held.folder
+    position, weights, folder = proof.position, proof.weights, run_state.folder
     assert folder is not None
     callbacks = [position, StepEnds(strategy, position), *strategy.callbacks(), split.throughput, proof]
     callbacks.append(EpochMetrics(strategy))
@@ -62,19 +62,19 @@ def make_callbacks(
         every = (config.train.validate_every_epochs, config.train.validate_every_steps)
         validation = Validation(dataset, strategy, position, *every, weights)
         callbacks.append(validation)
-    own = strategy.together(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
+    own = strategy.all_or_raise(lambda: own_callbacks(config, strategy.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy)
-    callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.agreement()]
+    callbacks += [SameLogs(strategy), *own.values(), interruption, state, *strategy.stop_callbacks()]
     callbacks += [split, Recording(folder, strategy, position, split.throughput, config.checkpoint.on_error)]
     saving = (writer, config.checkpoint, meta, strategy, position, validation, weights, state)
-    callbacks.append(Checkpointing(*saving, interruption, held.noting))
+    callbacks.append(Checkpointing(*saving, interruption, run_state.noting))
     if verbosity(strategy.topology.is_chief) == 2:
         callbacks.append(Progress(position))
     callbacks.append(skipped)
     if config.profile:
         callbacks.append(Timeline(strategy, position, folder, config.profile_first_step, config.profile_steps))
     if strategy.commit_steps:
-        callbacks.append(Committing(held, meta, strategy, position, weights, state))
+        callbacks.append(Committing(run_state, meta, strategy, position, weights, state))
     return [*callbacks, StepBegins(strategy, position)]
 
 

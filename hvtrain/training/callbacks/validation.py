@@ -57,7 +57,7 @@ class Validation(keras.callbacks.Callback):
             logs.update(self.latest)
 
     def _validate(self) -> None:
-        self.weights.level()  # One model on all ranks, or the parts of the result would be of different ones.
+        self.weights.average_untrained()  # Or each rank would validate another model.
         results = evaluate(self.model, self.dataset, self.strategy)
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

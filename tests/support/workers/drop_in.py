@@ -201,7 +201,7 @@ def stopping_and_drifting():
     check = hvd.WeightCheck(model)
     check("now")
     moving = refusal(lambda: check("now", everything=True))
-    check.level()
+    check.average_untrained()
     check("now", everything=True)
     if LAST:
         model.layers[0].kernel.assign_add(np.full((3, 4), 1e-6, "float32"))
