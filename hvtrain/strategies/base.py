@@ -117,7 +117,7 @@ class Strategy:
         return []
 
     def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        """The result of an attempt of the run; it is begun anew where ranks were lost or have joined. Not collective."""
+        """Result of an attempt at the run, which is repeated when ranks leave or join. Not collective."""
         return attempt()
 
     def check_membership(self) -> None:
