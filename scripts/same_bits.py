@@ -37,7 +37,7 @@ RUNS: dict[str, list[Any]] = {
     "two ranks, Gloo": [GLOO, ["optimizer=momentum", "dataset.shift_pixels=1"]],
     "two ranks, MPI": [MPI, ["optimizer=momentum", "dataset.shift_pixels=1"]],
     "accumulation": [MPI, ["optimizer=adam", "train.accumulate=3", "checkpoint.every_steps=18"]],
-    "padded": [MPI, ["optimizer=momentum", "dataset.uneven=pad"]],
+    "padded": [MPI, ["optimizer=momentum", "data.uneven=pad"]],
     "mixed precision": [MPI, ["optimizer=adam", "train.precision=mixed_float16"]],
     "cosine and clipping": [
         MPI,

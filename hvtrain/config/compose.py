@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from hvtrain.config.schema import GROUPS, OF_EVERY_DATASET, RunConfig, to_dict
+from hvtrain.config.schema import GROUPS, RENAMED, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 
@@ -48,14 +48,15 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
 def schema() -> dict[str, Any]:
     """The declared settings with their defaults, for Hydra to compose on; the groups bring their own."""
     empty: dict[str, Any] = {group: {} for group in GROUPS}
-    settings = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
-    return {**settings, "dataset": {name: choices[0] for name, choices in OF_EVERY_DATASET.items()}}
+    return {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
 
 
 def _in_one_line(error: Exception) -> str:
     """What Hydra refused, with the nearest known name."""
     text = " ".join(str(error).split())
     unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown and unknown[1] in RENAMED:
+        return f"{unknown[1]}: this setting is now {RENAMED[unknown[1]]}"
     if unknown:
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], _known_settings(unknown[1]))}"
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)

@@ -20,8 +20,8 @@ Trains a Keras model, on one process or, under a launcher, on as many as it star
 
 MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
-Every data set takes dataset.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
-pad (short batches at its end, weighted) or error; and dataset.on_error: stop, or skip (what cannot be read is
+Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
+pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
 left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
   --cfg job          print the composed run and stop
   --config-dir DIR   add a folder of your own with the same groups

@@ -16,8 +16,15 @@ from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
 
 GROUPS = ("model", "dataset", "optimizer", "schedule", "strategy")
-# What every data set takes besides its own settings; the first choice is the default.
-OF_EVERY_DATASET = {"uneven": ("trim", "pad", "error"), "on_error": ("stop", "skip")}
+RENAMED = {
+    "dataset.uneven": "data.uneven",
+    "dataset.on_error": "data.on_error",
+    "comm": "comm.tune=true",
+    "profile": "profile.timeline=true",
+    "profile_first_step": "profile.first_step",
+    "profile_steps": "profile.steps",
+}
+"""Settings of earlier versions, and what they are called now."""
 
 
 @dataclass
@@ -53,6 +60,36 @@ class TrainConfig:
         None, "steps in one call of the graph; null: what takes 0.2 s, and one where callbacks look at steps", low=1
     )
     jit_compile: bool = setting(False, "compile forward and backward pass with XLA; reduction and update stay outside")
+
+
+@dataclass
+class DataConfig:
+    """How ranks deal with any data set; the data set's own settings are in the group dataset."""
+
+    uneven: str = setting(
+        "trim",
+        "shards of unlike size: trim all to the smallest, pad the smaller ones, or stop with an error",
+        choices=("trim", "pad", "error"),
+    )
+    on_error: str = setting(
+        "stop", "an example that cannot be read: stop, or skip it and count it", choices=("stop", "skip")
+    )
+
+
+@dataclass
+class CommConfig:
+    """How the ranks' exchange is set up."""
+
+    tune: bool = setting(False, "try settings of the reduction on some steps first, and keep the fastest")
+
+
+@dataclass
+class ProfileConfig:
+    """Tracing of some steps."""
+
+    timeline: bool = setting(False, "trace some steps and say where their time went")
+    first_step: int = setting(50, "steps of this start before the traced ones", low=0)
+    steps: int = setting(20, "steps that are traced", low=1)
 
 
 @dataclass
@@ -101,21 +138,14 @@ class RunConfig:
     schedule: dict[str, Any] = field(metadata={"doc": "the learning rate over the steps"})
     strategy: dict[str, Any] = field(metadata={"doc": "how ranks work together"})
     train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
-    comm: str = setting(
-        "default",
-        "auto: try settings of the reduction on some steps, and keep the fastest",
-        choices=("default", "auto"),
-    )
-    profile: str | None = setting(
-        None, "timeline: trace some steps and say where their time went", choices=("timeline",)
-    )
-    profile_first_step: int = setting(50, "steps of this start before the traced ones", low=0)
-    profile_steps: int = setting(20, "steps that are traced", low=1)
+    comm: CommConfig = field(default_factory=CommConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     resume: str = setting(
         "auto",
         "go on from the newest valid checkpoint; available: though an absent host has a newer",
@@ -131,15 +161,13 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 
     Raises ConfigError, whose message names the setting, what it was, and what it may be.
     """
+    _refuse_renamed(tree)
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
     for name, callback in config.callbacks.items():
         _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
     config.optimizer["learning_rate"] = _base_learning_rate(config.optimizer)
-    for name, choices in OF_EVERY_DATASET.items():
-        if config.dataset.setdefault(name, choices[0]) not in choices:
-            raise ConfigError(f"dataset.{name}={config.dataset[name]} is not one of {', '.join(choices)}")
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.train.max_time is not None:
@@ -161,6 +189,13 @@ def to_dict(config: Any) -> dict[str, Any]:
     }
 
 
+def _refuse_renamed(tree: dict[str, Any]) -> None:
+    given = {**tree, **flatten(tree)}
+    for name, new in RENAMED.items():
+        if name in given and not isinstance(given[name], dict):
+            raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
+
+
 def _check_group(name: str, group: dict[str, Any]) -> None:
     target = group.get("_target_")
     if not isinstance(target, str) or "." not in target:
@@ -177,8 +212,8 @@ def _align_with_accumulation(config: RunConfig) -> None:
     train, number = config.train, config.train.accumulate
     if config.optimizer.get("gradient_accumulation_steps"):
         raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
-    if config.dataset["uneven"] == "pad":
-        raise ConfigError(f"train.accumulate={number} and dataset.uneven=pad exclude each other; choose uneven=trim")
+    if config.data.uneven == "pad":
+        raise ConfigError(f"train.accumulate={number} and data.uneven=pad exclude each other; choose data.uneven=trim")
     given = {
         "train.steps": None if train.divide_steps_by_size else train.steps,
         "train.validate_every_steps": train.validate_every_steps,

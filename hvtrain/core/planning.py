@@ -50,8 +50,8 @@ def make_plan(
     left_out = total - full * sum(batch_sizes)
     if uneven == "error" and left_out:
         raise ConfigError(
-            f"dataset.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
-            f"{size} ranks; choose another train.batch_size, dataset.uneven=pad (short batches) or trim (left out)"
+            f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
+            f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
         )
     if uneven == "pad":
         shares = _padded(shard_sizes, batch_sizes, dataset_name)
@@ -91,7 +91,7 @@ def _padded(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -
     if steps > min(shard_sizes):
         raise ConfigError(
             f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} and another so "
-            f"many that an epoch takes {steps} steps; spread the files more evenly, or choose dataset.uneven=trim"
+            f"many that an epoch takes {steps} steps; spread the files more evenly, or choose data.uneven=trim"
         )
     return tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
 

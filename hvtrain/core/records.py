@@ -57,7 +57,7 @@ class RunRecord:
     split: dict[str, Any] | None = None
     """What a step's time went to, in seconds, and the slowest rank (callbacks/step_split.py)."""
     skipped_examples: int = 0
-    """Over all ranks, where dataset.on_error=skip; since this start of the run."""
+    """Over all ranks, where data.on_error=skip; since this start of the run."""
 
 
 def write_atomic(path: Path, text: str) -> None:

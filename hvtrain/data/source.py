@@ -15,7 +15,7 @@ from hvtrain.data.preprocessing import Preprocessing
 
 
 class Unreadable(NamedTuple):
-    """What dataset.on_error=skip left out."""
+    """What data.on_error=skip left out."""
 
     place: str
     why: str

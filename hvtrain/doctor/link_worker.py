@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.doctor.measure_links import MARK, most_seconds
+from hvtrain.keras.process import launched_size
 
 ALL_BYTES = 64 << 20
 # Less for a pair: there are many, and over a link of 50 Mbit/s this takes over a second.
@@ -68,7 +69,7 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
 
 def main() -> None:
     """Measures all hosts together, then each pair, while the other ranks wait."""
-    last_resort = threading.Timer(most_seconds(hvd.launched_size() or 1), os._exit, [1])
+    last_resort = threading.Timer(most_seconds(launched_size() or 1), os._exit, [1])
     last_resort.daemon = True
     last_resort.start()
     hvd.init()

@@ -65,29 +65,21 @@ from hvtrain.keras.collectives import (
     broadcast_model,
     broadcast_variables,
     reducescatter,
-    sum_arrays,
 )
 from hvtrain.keras.devices import pin_gpu
-from hvtrain.keras.equality import WeightCheck, fingerprint
-from hvtrain.keras.finite import MARK as NOT_FINITE
-from hvtrain.keras.lost_ranks import tells_of_lost_ranks
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
-    divide_losses,
     is_distributed,
-    mark,
     num_reductions,
     ranks_at_fault,
 )
-from hvtrain.keras.process import hold_mpi, init, is_elastic, launched_size
-from hvtrain.keras.resets import Resets
+from hvtrain.keras.process import init, is_elastic
 from hvtrain.keras.saving import load_model
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
 
 __all__ = [
-    "NOT_FINITE",
     "Adasum",
     "Average",
     "BestModelCheckpoint",
@@ -105,11 +97,9 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReductionCheckCallback",
-    "Resets",
     "StopTogetherCallback",
     "Sum",
     "SyncBatchNormalization",
-    "WeightCheck",
     "WeightCheckCallback",
     "add_process_set",
     "allgather",
@@ -127,27 +117,22 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
-    "divide_losses",
     "elastic",
-    "fingerprint",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "hold_mpi",
     "init",
     "is_distributed",
     "is_elastic",
     "is_homogeneous",
     "is_initialized",
     "join",
-    "launched_size",
     "load_model",
     "local_rank",
     "local_size",
-    "mark",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -164,6 +149,4 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
-    "sum_arrays",
-    "tells_of_lost_ranks",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import OF_EVERY_DATASET, RunConfig
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
 from hvtrain.core.planning import make_plan, size_of_each_rank
 from hvtrain.core.schedule import Schedule
@@ -70,7 +70,7 @@ def forecast(
     batch_sizes = size_of_each_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
-    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
+    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
     schedule = build_schedule(config, plan)
     model = build_model(config, source, plan, Strategy())
     largest = max(plan.batch_sizes)
@@ -79,9 +79,8 @@ def forecast(
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
     if examples is None:
-        settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
         try:
-            source: Source = build("dataset", settings)
+            source: Source = build("dataset", config.dataset)
         except DataError as error:
             raise DataError(f"{error}; for data that are elsewhere, --examples N says how many they are") from error
         return source

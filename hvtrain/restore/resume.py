@@ -16,7 +16,7 @@ from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 
 RankState = dict[str, np.ndarray]
@@ -72,7 +72,7 @@ def resume(
     plan: StepPlan,
     meta: dict[str, Any],
     refuse_other_data: bool,
-    strategy: Strategy,
+    comm: Comm,
 ) -> Start:
     """Restores on the chief; returns, on every rank, where the run stands. meta is what it will say of itself."""
 
@@ -89,8 +89,8 @@ def resume(
         start = Start(found.name, whole.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
         return start, states_on(plan.size, [whole.rank_state(rank) for rank in range(num_ranks)])
 
-    start, states = strategy.on_chief(restore)
-    start = replace(start, rank_state=states[strategy.topology.rank])
+    start, states = comm.on_chief(restore)
+    start = replace(start, rank_state=states[comm.topology.rank])
     store.restore_rank(start.rank_state, model)
     return start
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 
 # A message is in memory a few times while it is packed; and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
@@ -15,12 +15,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def bring(
-    arrays: Arrays | None, root: int, strategy: Strategy, wanted: bool, message_bytes: int = MESSAGE_BYTES
+    arrays: Arrays | None, root: int, comm: Comm, wanted: bool, message_bytes: int = MESSAGE_BYTES
 ) -> Arrays | None:
     """The root's arrays, on the ranks that want them; None on the others (every rank)."""
-    is_root = strategy.topology.rank == root
+    is_root = comm.topology.rank == root
     own = arrays if is_root else None
-    layout = strategy.broadcast(own and {name: (array.shape, array.dtype) for name, array in own.items()}, root)
+    layout = comm.broadcast(own and {name: (array.shape, array.dtype) for name, array in own.items()}, root)
     if own is None:
         shapes = layout if wanted else {}
         own = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
@@ -30,7 +30,7 @@ def bring(
     pieces = _pieces(own, message_bytes)
     for _ in range(-(-num_bytes // message_bytes)):
         parts = next(pieces, [])
-        message = strategy.broadcast(np.concatenate(parts) if is_root else None, root)
+        message = comm.broadcast(np.concatenate(parts) if is_root else None, root)
         if not is_root and wanted:
             end = 0
             for part in parts:

@@ -1,87 +1,55 @@
-"""What a strategy is, and the single process: every verb's default.
-
-The runner calls these verbs and never asks which strategy it has. A verb is collective (every rank) unless
-its docstring says otherwise; with one process each of them is an identity.
-"""
+"""How ranks work together. The base class is the single process, so the runner never asks which strategy it has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
 from hvtrain.step_timing import StepMarks
+from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.evaluation import evaluate
+from hvtrain.strategies.loop import Calls, train
+from hvtrain.strategies.parts import Guards, Membership, Timeline
 from hvtrain.watchdog import Watch
-from hvtrain.watchdog.progress import CHECKPOINT
-
-T = TypeVar("T")
-
-
-class WeightCheck(Protocol):
-    """Compares weights over the ranks; num_checks says how often it did."""
-
-    num_checks: int
-
-    def __call__(self, when: str, everything: bool = False) -> None:
-        """Raises RankError when trained weights (or everything) differ between ranks (every rank)."""
-
-    def average_untrained(self) -> None:
-        """Gives weights that no gradient touches one value on all ranks (every rank)."""
-
-
-class NoWeightCheck:
-    """One process's weights are equal."""
-
-    num_checks = 0
-
-    def __call__(self, when: str, everything: bool = False) -> None:
-        pass
-
-    def average_untrained(self) -> None:
-        pass
 
 
 class Strategy:
-    """One process on its own: no exchange, no other rank."""
+    """One process on its own: no other rank, nothing to exchange.
 
-    topology = Topology()
-    watchdog = Watch()
+    The verbs are start, scope, distribute, fit, evaluate and stop. Everything else stands in parts, which do nothing
+    here: comm (collectives), watchdog, timeline, guards (proof that ranks train together), membership (ranks that
+    leave and join). A method is collective (every rank) unless its docstring says otherwise.
+    """
+
     marks: StepMarks
-    """Made by start: how far this process's steps came, and what they spent their time on."""
-    commit_steps = 0
-    """Steps after which all ranks hold the state in memory, for an attempt that is begun anew; 0: none is."""
+    """Steps of this process, and what they spent their time on. Made by start."""
+
+    def __init__(self) -> None:
+        self.comm = Comm()
+        self.watchdog = Watch()
+        self.timeline = Timeline()
+        self.guards = Guards()
+        self.membership = Membership()
+
+    @property
+    def topology(self) -> Topology:
+        """This rank's place; that of a single process before start."""
+        return self.comm.topology
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
         self.marks = StepMarks()
-        return Topology()
+        return self.topology
 
-    def expect_restart(self) -> None:
-        """Before start, where restart will be called. Not collective."""
-
-    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves the other ranks and joins them anew, with these variables and settings of the reduction."""
-
-    def watch_over(self, abort_seconds: float) -> None:
-        """Has the ranks watch each other from now on; again: anew, over those that there are now. 0: not."""
-
-    def cause_of(self, error: BaseException) -> UserError | None:
-        """What became of another rank, when that is what this error came of. Not collective."""
-        return None
-
-    def devices(self) -> list[str]:
-        """The device of each rank, by rank. After start; not collective."""
-        return []
-
-    def description(self) -> str:
-        """How the ranks talk, in a few words, for the header. Not collective."""
-        return "one process"
+    def start_watchdog(self, abort_seconds: float) -> None:
+        """Watches the ranks from now on, in place of an earlier watchdog. 0: does not."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """The context in which the model is built. Not collective."""
@@ -90,92 +58,62 @@ class Strategy:
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        """The optimizer that steps on the mean of all ranks' gradients, if wished on finite ones only. Not collective.
+        """The optimizer that steps on the mean of all ranks' gradients. Not collective.
 
-        divide_losses: the step passes its loss through the optimizer's scale_loss, where the mean may be taken.
+        Args:
+            optimizer: of one process.
+            check_finite: a gradient that is not finite on any rank stops the step on all of them.
+            divide_losses: the step passes its loss through the optimizer's scale_loss, where the mean may be taken.
         """
         return optimizer
 
-    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
-        """The ranks whose gradient was not finite, when that is what a step failed for. Not collective."""
-        return []
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int = 0,
+        steps_per_call: int | None = None,
+        intervals: Sequence[int] = (),
+    ) -> None:
+        """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        """What compares the model over the ranks, where enabled. Not collective."""
-        return NoWeightCheck()
+        Args:
+            model: compiled, with an optimizer that distribute returned.
+            batches_from: this rank's stream of batches, from a step of the run on.
+            plan: the steps of the run.
+            start_step: steps that are done.
+            callbacks: see strategies.loop.train.
+            verbose: Keras's.
+            steps_per_call: steps in one call of the graph; None: chosen by timing.
+            intervals: step intervals that a call must not cross.
+        """
+        calls = Calls(steps_per_call, intervals, self.comm.broadcast)
+        train(model, batches_from, plan, start_step, callbacks, verbose, calls, self.marks)
 
-    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
-        """Reductions that ran so far. Not collective."""
-        return 0
-
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        """What must run in every training of this strategy, before all other callbacks. Not collective."""
-        return []
-
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        """What makes a wish to stop of one rank everyone's, after all callbacks that may wish it. Not collective."""
-        return []
-
-    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        """Result of an attempt at the run, which is repeated when ranks leave or join. Not collective."""
-        return attempt()
-
-    def check_membership(self) -> None:
-        """Raises what begins the attempt anew where ranks are about to join or to go."""
-
-    def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state of all ranks to those of the chief."""
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        """The value of one rank, else the chief's, on every rank."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, by rank."""
-        return [value]
-
-    def on_chief(self, action: Callable[[], T]) -> T:
-        """The result of an action that the chief alone does; what it raises for the user is raised on all ranks."""
-        return self.on_rank(0, action)
-
-    def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """The same of another rank, which an error names."""
-        outcome: tuple[Any, UserError | None] = (None, None)
-        if self.topology.rank == root:
-            with self.watchdog.phase(CHECKPOINT):
-                outcome = _attempt(action)
-        value, error, host = self.broadcast((*outcome, self.topology.host), root)
-        if error is not None:
-            raise type(error)(f"rank {root} on {host}: {error}") if root else error
-        return value
-
-    def all_or_raise(self, action: Callable[[], T]) -> T:
-        """The result of an action that every rank does; if it fails on one, all raise that error, with its rank."""
-        value, error = _attempt(action)
-        errors = self.gather(error and (error, self.topology.host))
-        failed = [rank for rank, found in enumerate(errors) if found]
-        if failed:
-            first, host = errors[failed[0]]
-            where = "" if len(failed) == len(errors) else f"rank {failed[0]} on {host}: "
-            raise type(first)(f"{where}{first}")
-        return value
-
-    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Element-wise sums over the ranks, as float64."""
-        return [np.asarray(array, np.float64) for array in arrays]
-
-    def start_timeline(self, path: Path) -> None:
-        """Has what the ranks exchange written there from now on, by the chief, for chrome://tracing."""
-
-    def stop_timeline(self) -> None:
-        """The file is whole then."""
+    def evaluate(self, model: keras.Model, dataset: tf.data.Dataset) -> dict[str, float]:
+        """Metrics over all ranks' shards, which may differ in size."""
+        return evaluate(model, dataset, self.comm)
 
     def stop(self) -> None:
         """Leaves the other ranks. Not collective."""
 
+    def expect_restart(self) -> None:
+        """Prepares for restart; call it before start. Not collective."""
 
-def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
-    try:
-        return action(), None
-    except UserError as error:
-        return None, error
+    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
+        """Leaves the other ranks and joins them again, with other settings of the reduction."""
+
+    def cause_of(self, error: BaseException) -> UserError | None:
+        """What happened to another rank, if the error comes from that. Not collective."""
+        return None
+
+    def devices(self) -> list[str]:
+        """The device of each rank, by rank. After start; not collective."""
+        return []
+
+    def description(self) -> str:
+        """How the ranks exchange, in a few words, for the run's summary. Not collective."""
+        return "one process"

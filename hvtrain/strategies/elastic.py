@@ -1,4 +1,4 @@
-"""Ranks that come and go while training goes on, on what Horovod calls elastic: the default strategy, and resets."""
+"""Horovod with ranks that leave and join while a run goes on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,38 @@ from typing import TypeVar
 import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
+from hvtrain.keras.resets import Resets
 from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.strategies.parts import Membership
 
 T = TypeVar("T")
+
+
+class ElasticMembership(Membership):
+    """Horovod's elastic membership.
+
+    The watchdog over the ranks before a restart stays on until there is one over those after it: a restart may hang.
+    """
+
+    def __init__(self, commit_steps: int) -> None:
+        self.commit_steps = commit_steps
+        self._resets = Resets()
+
+    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
+        return self._resets.run_with_restarts(attempt)
+
+    def check(self) -> None:
+        self._resets.check_host_updates()
 
 
 class ElasticStrategy(HorovodStrategy):
     """For `horovodrun --gloo --min-np ... --host-discovery-script ...`; with one rank and no launcher too.
 
-    Every rank holds the state in memory, committed now and then. After a loss the first rank that is left restores
-    its last commit, or a newer checkpoint, and the run goes on as it would be resumed on another number of ranks.
+    Every rank holds the state in memory, committed now and then. After a loss the first remaining rank restores its
+    last commit, or a newer checkpoint, and the run continues as it would be resumed on another number of ranks.
 
     Args:
-        commit_steps: commit after so many steps, and at the end of each epoch; a loss throws back by less than that.
+        commit_steps: commit after so many steps, and at the end of each epoch; a loss costs fewer steps than that.
         compression, share_gpus, bucket_mib, pin_cores: as in HorovodStrategy.
     """
 
@@ -35,8 +54,7 @@ class ElasticStrategy(HorovodStrategy):
         super().__init__(compression, share_gpus, bucket_mib, pin_cores)
         if commit_steps < 1:
             raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
-        self.commit_steps = commit_steps
-        self._resets = hvd.Resets()
+        self.membership = ElasticMembership(commit_steps)
 
     def start(self) -> Topology:
         topology = super().start()
@@ -48,14 +66,7 @@ class ElasticStrategy(HorovodStrategy):
         return topology
 
     def expect_restart(self) -> None:
-        raise ConfigError("comm=auto and strategy=elastic exclude each other; leave one of them out")
+        raise ConfigError("comm.tune=true and strategy=elastic exclude each other; leave one of them out")
 
     def description(self) -> str:
         return f"{super().description()}, elastic"
-
-    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        # The watch over the ranks before a reset lasts until the one over those after it: a reset may hang, too.
-        return self._resets.run_with_restarts(attempt)
-
-    def check_membership(self) -> None:
-        self._resets.check_host_updates()

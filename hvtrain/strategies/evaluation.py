@@ -13,14 +13,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.progress import VALIDATION
 
 
-def metrics_over_ranks(model: keras.Model, strategy: Strategy) -> dict[str, float]:
+def metrics_over_ranks(model: keras.Model, comm: Comm) -> dict[str, float]:
     """Results of the model's metrics over all ranks (every rank); their own state stays as it is."""
     own = [variable.numpy() for variable in model.metrics_variables]
-    for variable, total in zip(model.metrics_variables, strategy.sum_arrays(own)):
+    for variable, total in zip(model.metrics_variables, comm.sum_arrays(own)):
         variable.assign(total.astype(variable.dtype))
     results = {name: float(value) for name, value in model.get_metrics_result().items()}
     for variable, value in zip(model.metrics_variables, own):
@@ -28,7 +28,7 @@ def metrics_over_ranks(model: keras.Model, strategy: Strategy) -> dict[str, floa
     return results
 
 
-def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -> dict[str, float]:
+def evaluate(model: keras.Model, dataset: tf.data.Dataset, comm: Comm) -> dict[str, float]:
     """Metrics on all ranks' shards together (every rank); shards may differ in size, and some be empty.
 
     The state of the training metrics of an epoch that has begun is left as it was.
@@ -37,9 +37,9 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, strategy: Strategy) -
     if int(dataset.cardinality().numpy()) == 0:
         build_metrics(model, dataset)
     else:
-        with strategy.watchdog.phase(VALIDATION):
-            model.evaluate(dataset, verbose=0, callbacks=[Beats(strategy)])
-    results = metrics_over_ranks(model, strategy)
+        with comm.watchdog.phase(VALIDATION):
+            model.evaluate(dataset, verbose=0, callbacks=[_Heartbeat(comm)])
+    results = metrics_over_ranks(model, comm)
     for variable, value in zip(model.metrics_variables, training):
         variable.assign(value)
     return results
@@ -53,12 +53,12 @@ def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
     model.reset_metrics()
 
 
-class Beats(keras.callbacks.Callback):
-    """For evaluations: each batch is progress (every rank)."""
+class _Heartbeat(keras.callbacks.Callback):
+    """Tells the watchdog that each batch of an evaluation is progress (every rank)."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, comm: Comm) -> None:
         super().__init__()
-        self.strategy = strategy
+        self.comm = comm
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.strategy.watchdog.progress.beat()
+        self.comm.watchdog.progress.beat()

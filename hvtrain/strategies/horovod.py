@@ -1,4 +1,4 @@
-"""Ring all-reduce with Horovod: one process a GPU (or a CPU share), any number of hosts."""
+"""Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,74 @@ import hvtrain.keras as hvd
 from hvtrain import watchdog
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
+from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.equality import WeightCheck as KerasWeightCheck
+from hvtrain.keras.finite import MARK as NOT_FINITE
+from hvtrain.keras.lost_ranks import tells_of_lost_ranks
+from hvtrain.keras.optimizer import divide_losses as divide_losses_of
+from hvtrain.keras.optimizer import mark, ranks_at_fault
+from hvtrain.keras.process import hold_mpi
 from hvtrain.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.parts import Guards, Timeline, WeightCheck
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
+
+
+class HorovodComm(Comm):
+    """Horovod's collectives; the watchdog knows while this rank waits in one."""
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        with self.watchdog.phase(EXCHANGE):
+            return hvd.broadcast_object(value, root, name="hvtrain.broadcast") if hvd.size() > 1 else value
+
+    def gather(self, value: Any) -> list[Any]:
+        with self.watchdog.phase(EXCHANGE):
+            return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        with self.watchdog.phase(EXCHANGE):
+            return sum_arrays(arrays)
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        with self.watchdog.phase(EXCHANGE):
+            hvd.broadcast_model(model)
+
+
+class HorovodGuards(Guards):
+    """Proof that Horovod's ranks train together."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        return [hvd.ReductionCheckCallback()]
+
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        return [_StopTogether(self._comm)]
+
+    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
+        return _WatchedWeightCheck(model, enabled, self._comm)
+
+    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
+        return hvd.num_reductions(optimizer)
+
+    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
+        return ranks_at_fault(optimizer) if NOT_FINITE in str(error) else []
+
+
+class HorovodTimeline(Timeline):
+    """Horovod's own timeline."""
+
+    def start(self, path: Path) -> None:
+        if hvd.size() > 1:
+            hvd.start_timeline(str(path))
+
+    def stop(self) -> None:
+        if hvd.size() > 1:
+            hvd.stop_timeline()
 
 
 class HorovodStrategy(Strategy):
@@ -34,6 +97,7 @@ class HorovodStrategy(Strategy):
     def __init__(
         self, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25, pin_cores: bool = True
     ) -> None:
+        super().__init__()
         if compression not in ("none", "fp16"):
             raise ConfigError(f"strategy.compression={compression} is not one of none, fp16")
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
@@ -42,6 +106,9 @@ class HorovodStrategy(Strategy):
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
+        self.comm = HorovodComm()
+        self.guards = HorovodGuards(self.comm)
+        self.timeline = HorovodTimeline()
         self._devices: list[str] = []
 
     def start(self) -> Topology:
@@ -49,40 +116,54 @@ class HorovodStrategy(Strategy):
         host = socket.gethostname()
         self._devices = hvd.pin_gpu(host, self.share_gpus, self.pin_cores)
         self.marks = StepMarks()
-        self.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
+        self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
         return self.topology
 
-    def expect_restart(self) -> None:
-        hvd.hold_mpi()
-
-    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        self.bucket_bytes = int(bucket_mib * MIB)
-        if hvd.size() > 1:
-            self.gather(None)  # Nobody leaves before all are ready to.
-            hvd.shutdown()
-            os.environ.update(environment)
-            hvd.init()
-
-    def watch_over(self, abort_seconds: float) -> None:
+    def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
-        self.watchdog.stop()  # In an elastic job that of the ranks before, of whom this one may be the last.
-        self.watchdog = watchdog.Watch()
+        self.watchdog.stop()  # In an elastic job it watched the ranks before, of whom this one may be the last.
+        self.watchdog = self.comm.watchdog = watchdog.Watch()
         if place.size == 1:
             return
-        self.watchdog = watchdog.start(
+        self.watchdog = self.comm.watchdog = watchdog.start(
             place.rank,
             place.size,
             place.host,
             abort_seconds,
-            self.gather,
-            self.broadcast,
+            self.comm.gather,
+            self.comm.broadcast,
             self.marks,
             calls_launcher=hvd.local_rank() == 0,
-            survives_loss=self.commit_steps > 0,
+            survives_loss=self.membership.commit_steps > 0,
         )
 
+    def distribute(
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+    ) -> keras.optimizers.Optimizer:
+        settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
+        distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
+        mark(distributed, self.marks)
+        if divide_losses:
+            divide_losses_of(distributed)
+        return distributed
+
+    def stop(self) -> None:
+        self.watchdog.stop()
+        hvd.shutdown()
+
+    def expect_restart(self) -> None:
+        hold_mpi()
+
+    def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
+        self.bucket_bytes = int(bucket_mib * MIB)
+        if hvd.size() > 1:
+            self.comm.gather(None)  # No rank leaves before all are ready to.
+            hvd.shutdown()
+            os.environ.update(environment)
+            hvd.init()
+
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if hvd.tells_of_lost_ranks(error) else None
+        verdict = self.watchdog.cause() if tells_of_lost_ranks(error) else None
         if verdict is None:
             return None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
@@ -97,83 +178,30 @@ class HorovodStrategy(Strategy):
             return "Horovod, alone"
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
-    ) -> keras.optimizers.Optimizer:
-        settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
-        distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
-        hvd.mark(distributed, self.marks)
-        if divide_losses:
-            hvd.divide_losses(distributed)
-        return distributed
 
-    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
-        return hvd.ranks_at_fault(optimizer) if hvd.NOT_FINITE in str(error) else []
+class _WatchedWeightCheck(KerasWeightCheck):
+    """Tells the watchdog while it waits for the other ranks."""
 
-    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        return _WatchedCheck(model, enabled, self)
-
-    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
-        return hvd.num_reductions(optimizer)
-
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        return [hvd.ReductionCheckCallback()]
-
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        return [_WatchedAgreement(self)]
-
-    def broadcast_model(self, model: keras.Model) -> None:
-        with self.watchdog.phase(EXCHANGE):
-            hvd.broadcast_model(model)
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        with self.watchdog.phase(EXCHANGE):
-            return hvd.broadcast_object(value, root, name="hvtrain.broadcast") if hvd.size() > 1 else value
-
-    def gather(self, value: Any) -> list[Any]:
-        with self.watchdog.phase(EXCHANGE):
-            return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
-
-    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        with self.watchdog.phase(EXCHANGE):
-            return hvd.sum_arrays(arrays)
-
-    def start_timeline(self, path: Path) -> None:
-        if hvd.size() > 1:
-            hvd.start_timeline(str(path))
-
-    def stop_timeline(self) -> None:
-        if hvd.size() > 1:
-            hvd.stop_timeline()
-
-    def stop(self) -> None:
-        self.watchdog.stop()
-        hvd.shutdown()
-
-
-class _WatchedCheck(hvd.WeightCheck):
-    """A comparison waits for the other ranks, and the watch knows."""
-
-    def __init__(self, model: keras.Model, enabled: bool, strategy: Strategy) -> None:
+    def __init__(self, model: keras.Model, enabled: bool, comm: Comm) -> None:
         super().__init__(model, enabled)
-        self._strategy = strategy
+        self._comm = comm
 
     def __call__(self, when: str, everything: bool = False) -> None:
-        with self._strategy.watchdog.phase(EXCHANGE):
+        with self._comm.watchdog.phase(EXCHANGE):
             super().__call__(when, everything)
 
     def average_untrained(self) -> None:
-        with self._strategy.watchdog.phase(EXCHANGE):
+        with self._comm.watchdog.phase(EXCHANGE):
             super().average_untrained()
 
 
-class _WatchedAgreement(hvd.StopTogetherCallback):
-    """So does an agreement."""
+class _StopTogether(hvd.StopTogetherCallback):
+    """Tells the watchdog while it waits for the other ranks."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, comm: Comm) -> None:
         super().__init__()
-        self._strategy = strategy
+        self._comm = comm
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        with self._strategy.watchdog.phase(EXCHANGE):
+        with self._comm.watchdog.phase(EXCHANGE):
             super().on_epoch_end(epoch, logs)

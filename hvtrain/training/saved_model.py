@@ -1,4 +1,4 @@
-"""What a run leaves for those who use its model: model.keras and model.json, which need nothing but Keras.
+"""The model that a run leaves: model.keras and model.json, which need nothing but Keras.
 
 The saved model takes an example as the user's arrays or files hold it. What the input pipeline does on the way to the
 trained model is inside, as layers of Keras's own; see Source.preprocessing.
@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.records import write_atomic
 from hvtrain.core.topology import Topology
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.source import Source
 from hvtrain.training.setup import compile_model
 
@@ -33,16 +34,16 @@ def export(model: keras.Model, source: Source, topology: Topology, folder: Path)
 
     The model is compiled anew: loss and metrics stay, and nothing of hvtrain's is in the file.
     """
-    difference = check_preprocessing(source, topology)
+    preprocessing = source.preprocessing()
+    difference = check_preprocessing(preprocessing, source, topology)
     if difference:
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
-    save_model(with_preprocessing(model, source), folder / MODEL_FILE)
-    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source), indent=2) + "\n")
+    save_model(with_preprocessing(model, preprocessing), folder / MODEL_FILE)
+    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, preprocessing), indent=2) + "\n")
 
 
-def with_preprocessing(model: keras.Model, source: Source) -> keras.Model:
-    """From raw examples to logits, compiled; its last layer is the trained model."""
-    preprocessing = source.preprocessing()
+def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> keras.Model:
+    """The model from raw examples to logits, compiled; its last layer is the trained model."""
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
@@ -57,9 +58,8 @@ def with_preprocessing(model: keras.Model, source: Source) -> keras.Model:
     return whole
 
 
-def description(source: Source) -> dict[str, Any]:
-    """model.json: what the saved model takes and gives."""
-    preprocessing = source.preprocessing()
+def description(source: Source, preprocessing: Preprocessing) -> dict[str, Any]:
+    """The contents of model.json: inputs and outputs of the saved model."""
     return {
         "dataset": source.name,
         "input": {
@@ -74,12 +74,11 @@ def description(source: Source) -> dict[str, Any]:
     }
 
 
-def check_preprocessing(source: Source, topology: Topology) -> str | None:
-    """Why preprocessing() is not what the source's streams do, where raw examples show that it is not."""
+def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: Topology) -> str | None:
+    """How preprocessing() differs from the source's streams on raw examples; None where it does not."""
     if source.on_error == "skip":
         return None  # The stream may leave out the first examples.
     split = "test" if source.num_examples("test") else "train"
-    preprocessing = source.preprocessing()
     try:
         raw = source.raw_examples(split, topology, NUM_CHECKED)
         if not raw:

@@ -11,16 +11,16 @@ import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import OF_EVERY_DATASET, RunConfig, default_run_dir, to_dict
+from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
 from hvtrain.core.planning import dealt_batch_sizes, going_on, make_plan
 from hvtrain.core.records import TEMPORARY
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.data.pipeline.regroup import regrouped
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.versions import versions
 from hvtrain.training.batch_weights import RankWeighted
@@ -58,55 +58,31 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None)
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
-    """Each rank its own seed: weights are broadcast anyway, and dropout shall differ."""
+    """Makes what is built next have the names and random numbers that it would have in a new process.
+
+    Each rank has a seed of its own: weights are broadcast anyway, and dropout must differ between ranks.
+    """
+    keras.utils.clear_session()  # Keras numbers layers; a checkpoint knows the numbers of a first model.
     keras.utils.set_random_seed(config.seed + rank)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     keras.config.set_dtype_policy(config.train.precision)
 
 
-def open_data(config: RunConfig, strategy: Strategy, saved: dict[str, Any] | None = None) -> tuple[Source, StepPlan]:
-    """The data set, and the plan that its size makes; the strategy's topology gets the weights (every rank).
+def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None) -> tuple[Source, StepPlan, Topology]:
+    """The data set, the plan that its size makes, and this rank's place with its share of the data (every rank).
 
-    saved is what the checkpoint says, if any, that the run goes on from: its plan goes on.
+    saved is what the checkpoint says, if any, that the run continues from: its plan goes on.
     """
-    settings = {name: value for name, value in config.dataset.items() if name not in OF_EVERY_DATASET}
-    source: Source = strategy.all_or_raise(lambda: build("dataset", settings))
-    source.on_error = config.dataset["on_error"]
-    hosts = strategy.gather(strategy.topology.host)
+    source: Source = comm.all_or_raise(lambda: build("dataset", config.dataset))
+    source.on_error = config.data.on_error
+    hosts = comm.gather(comm.topology.host)
     batch_sizes = dealt_batch_sizes(saved, config.train, hosts)
-    shards = strategy.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
+    shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
-    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.dataset["uneven"])
+    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
     plan = going_on(plan, saved, config.train, len(hosts))
-    strategy.topology = replace(strategy.topology, weights=() if plan.is_cut_anew else plan.weights)
-    return source, plan
-
-
-def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: int, step: int) -> tf.data.Dataset:
-    """This rank's endless stream of the plan's batches, from a step of the run on."""
-
-    def stream_of(rank: int) -> tf.data.Dataset:
-        share = plan.shares[rank]
-        place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
-        cut = {} if share.is_full else {"num_examples": share.num_examples}
-        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **cut)
-
-    if plan.is_cut_anew:
-        return regrouped(stream_of, plan, topology, step - plan.shift)
-    return stream_of(topology.rank)
-
-
-def evaluation_data(config: RunConfig, source: Source, split: str, topology: Topology) -> tf.data.Dataset | None:
-    """This rank's part of a split, of known length; None when no rank has any."""
-    if not source.num_examples(split):
-        return None
-    batch_size = config.train.evaluation_batch_size
-    num_batches = -(-source.shard_sizes(split, topology.size, topology.weights)[topology.rank] // batch_size)
-    dataset = source.evaluation(split, topology, batch_size)
-    if num_batches and source.on_error == "skip":
-        return dataset  # Of fewer batches, perhaps.
-    return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+    return source, plan, replace(comm.topology, weights=() if plan.is_cut_anew else plan.weights)
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
@@ -175,7 +151,7 @@ def checkpoint_meta(
         "batch_size": config.train.batch_size,
         "batch_sizes": [share.batch_size for share in plan.shares],
         "steps_per_epoch": plan.steps_per_epoch,
-        "uneven": config.dataset["uneven"],
+        "uneven": config.data.uneven,
         "world_size": plan.size,
         "data": data,
         "run_id": run_id,

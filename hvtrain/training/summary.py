@@ -1,29 +1,18 @@
-"""What rank 0 says before the first step: everything that a reader of the log wants to know later."""
+"""Summary of a run, logged before its first step."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import keras
 
-from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
-from hvtrain.data.source import Source
 from hvtrain.restore.resume import Start
-from hvtrain.strategies.base import Strategy
 from hvtrain.system.versions import versions
+from hvtrain.training.run import Run
 
 
-def header(
-    config: RunConfig,
-    strategy: Strategy,
-    source: Source,
-    model: keras.Model,
-    plan: StepPlan,
-    folder: Path,
-    start: Start,
-) -> str:
-    """The header, some ten lines without the closing newline."""
+def summary(run: Run, model: keras.Model, start: Start) -> str:
+    """Some ten lines, without the closing newline."""
+    config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     sizes = plan.batch_sizes
@@ -42,7 +31,7 @@ def header(
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
-        "run folder": str(folder),
+        "run folder": str(run.folder),
     }
     if start.name:
         lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"

@@ -32,7 +32,7 @@ def run_checks(checks: Iterable[Check], strategy: Strategy) -> bool:
     began, failed, count = time.monotonic(), 0, 0
     for check in checks:
         finding, own_error = _attempt(check)
-        errors = strategy.gather(own_error)
+        errors = strategy.comm.gather(own_error)
         shown = [f"rank {rank}: {found}" if rank else found for rank, found in enumerate(errors) if found is not None]
         error = shown[0] if shown else None
         count += 1

@@ -15,6 +15,7 @@ import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.data import from_arrays
 from hvtrain.errors import RankError
+from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.evaluation import evaluate
 from hvtrain.training.summary import device_map, versions
@@ -40,7 +41,7 @@ def library_checks(strategy: Strategy) -> Iterator[Check]:
 
 
 def _versions(strategy: Strategy) -> str:
-    found = strategy.gather(versions())
+    found = strategy.comm.gather(versions())
     for rank, other in enumerate(found):
         different = [f"{name} {found[0][name]} and {other[name]}" for name in other if other[name] != found[0][name]]
         if different:
@@ -49,7 +50,7 @@ def _versions(strategy: Strategy) -> str:
 
 
 def _controller(strategy: Strategy) -> str:
-    places = strategy.gather((hvd.size(), hvd.mpi_enabled(), strategy.topology.host, hvd.rank(), hvd.local_rank()))
+    places = strategy.comm.gather((hvd.size(), hvd.mpi_enabled(), strategy.topology.host, hvd.rank(), hvd.local_rank()))
     sizes = [place[0] for place in places]
     if sizes != [len(places)] * len(places) or [place[3] for place in places] != list(range(len(places))):
         raise CheckError(f"ranks see jobs of {sizes} ranks; start all of them with one launcher")
@@ -76,9 +77,9 @@ def _broadcast() -> str:
         for size, dtype in ((5, "float32"), (0, "float32"), (2, "float64"))
     ]
     variables = [tf.Variable(value) for value in [*values, np.array(hvd.rank()), np.array([hvd.rank() == 0])]]
-    differ = len(set(hvd.allgather_object(hvd.fingerprint(variables))))
+    differ = len(set(hvd.allgather_object(fingerprint(variables))))
     hvd.broadcast_variables(variables, 0)
-    after = hvd.allgather_object((hvd.fingerprint(variables), int(variables[3])))
+    after = hvd.allgather_object((fingerprint(variables), int(variables[3])))
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError("variables differ between ranks after a broadcast; look at the network and at Horovod's build")
     if differ < hvd.size():
@@ -147,7 +148,7 @@ def _shards(strategy: Strategy) -> str:
     steps = len(strategy.topology.share(count))
     stream = source.training(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps).take(steps)
     read = [int(number) for images, _ in stream for number in images.numpy().ravel()]
-    everyone = [number for numbers in strategy.gather(read) for number in numbers]
+    everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
         raise CheckError(f"{len(set(everyone))} of {count} samples were read, {len(everyone)} times; look at data/")
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
@@ -164,10 +165,10 @@ def _metrics(strategy: Strategy) -> str:
     # Rank 0 has most of them, the others a few each.
     few = 3 if hvd.size() < 16 else 0
     mine = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
-    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(8), strategy)
+    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(8), strategy.comm)
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
     gap = max(abs(together[name] - alone[name]) for name in together)
-    gap = max(strategy.gather(gap))
+    gap = max(strategy.comm.gather(gap))
     if gap > 1e-5:
         raise CheckError(f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples")
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
@@ -185,7 +186,7 @@ def _checkpoint(strategy: Strategy) -> str:
 def round_trip(model: keras.Model, strategy: Strategy) -> str:
     """Of a model whose optimizer is built; its variables are as before afterwards."""
     variables = [*model.weights, *model.optimizer.variables]
-    before = hvd.fingerprint([variable.value for variable in variables])
+    before = fingerprint([variable.value for variable in variables])
     with tempfile.TemporaryDirectory() as folder:
 
         def write() -> None:
@@ -196,12 +197,12 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
             assert newest is not None
             store.restore(newest, model)
 
-        strategy.on_chief(write)
+        strategy.comm.on_chief(write)
         for variable in variables:
             variable.assign(keras.ops.zeros_like(variable.value))
-        strategy.on_chief(restore)
-    strategy.broadcast_model(model)
-    after = strategy.gather(hvd.fingerprint([variable.value for variable in variables]))
+        strategy.comm.on_chief(restore)
+    strategy.comm.broadcast_model(model)
+    after = strategy.comm.gather(fingerprint([variable.value for variable in variables]))
     if after != [before] * len(after):
         raise CheckError(
             "variables differ after a checkpoint was written and restored; look at the folder's file system"

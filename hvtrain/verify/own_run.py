@@ -16,7 +16,8 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.source import Source
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything, training_batches
+from hvtrain.training.run import training_batches
+from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
 from hvtrain.verify.check import Check, CheckError
 from hvtrain.verify.joint_batch import largest_difference
 from hvtrain.verify.library import round_trip
@@ -34,16 +35,16 @@ class OwnRun:
         self.config, self.strategy = config, strategy
         self.source: Source
         self.plan: StepPlan
-        self.source, self.plan = open_data(config, strategy)
+        self.source, self.plan, self.topology = open_data(config, strategy.comm)
         with strategy.scope():
-            self.model: keras.Model = strategy.all_or_raise(
+            self.model: keras.Model = strategy.comm.all_or_raise(
                 lambda: build_model(config, self.source, self.plan, strategy)
             )
-        strategy.broadcast_model(self.model)
+        strategy.comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:
         """This rank's first batches."""
-        stream = training_batches(self.source, self.plan, self.strategy.topology, self.config.seed, step=0)
+        stream = training_batches(self.source, self.plan, self.topology, self.config.seed, step=0)
         return stream.take(min(BATCHES, self.plan.steps_per_epoch))
 
 
@@ -63,10 +64,10 @@ def _data(run: OwnRun) -> str:
         for images, labels in run.batches().as_numpy_iterator()
         for image, label in zip(images, labels)
     }
-    everyone = run.strategy.gather(prints)
+    everyone = run.strategy.comm.gather(prints)
     holders = Counter(found for rank in everyone for found in rank)
     shared = sum(count > 1 for count in holders.values())
-    sizes = run.source.shard_sizes("train", run.plan.size, run.strategy.topology.weights)
+    sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
     total = run.source.num_examples("train")
     if sum(sizes) != total:
         raise CheckError(f"shards of {sizes} examples are not the {total} of the data set; look at shard_sizes")
@@ -91,7 +92,7 @@ def _step(run: OwnRun) -> str:
         return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
 
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
-    everyone = run.strategy.gather(own)
+    everyone = run.strategy.comm.gather(own)
     joint = [None if parts[0] is None else np.mean(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*everyone)]
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
     plain = build_optimizer(run.config, run.plan)
@@ -102,16 +103,18 @@ def _step(run: OwnRun) -> str:
         plain.apply(joint_of_losses, copies)
     expected = [copy.numpy() - old for copy, old in zip(copies, before)]
 
-    count = run.strategy.num_reductions(optimizer)
+    count = run.strategy.guards.num_reductions(optimizer)
     own_of_losses = _of_scaled_loss(optimizer, own)
     apply = tf.function(lambda: optimizer.apply(own_of_losses, model.trainable_variables))
     for _ in range(accumulated):
         apply()
     steps = [variable.numpy() - old for variable, old in zip(model.trainable_variables, before)]
-    count = run.strategy.num_reductions(optimizer) - count
-    gap = max(run.strategy.gather(largest_difference(steps, expected)))
+    count = run.strategy.guards.num_reductions(optimizer) - count
+    gap = max(run.strategy.comm.gather(largest_difference(steps, expected)))
     apart = max(
-        run.strategy.gather(largest_difference([g for g in own if g is not None], [g for g in joint if g is not None]))
+        run.strategy.comm.gather(
+            largest_difference([g for g in own if g is not None], [g for g in joint if g is not None])
+        )
     )
     if run.plan.size > 1 and not count:
         raise CheckError("the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer")
@@ -129,7 +132,7 @@ def _of_scaled_loss(optimizer: keras.optimizers.Optimizer, gradients: list[Any])
 
 
 def _weights(run: OwnRun) -> str:
-    check = run.strategy.weight_check(run.model)
+    check = run.strategy.guards.weight_check(run.model)
     check("after one step of your model")
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)

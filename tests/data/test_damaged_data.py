@@ -26,7 +26,7 @@ SMALL = [
     "checkpoint.every_epochs=1",
 ]
 WHERE = f"hvtrain: rank 1 on {socket.gethostname()}: "
-ADVICE = "or leave out what cannot be read with dataset.on_error=skip"
+ADVICE = "or leave out what cannot be read with data.on_error=skip"
 
 
 def write_records(folder: Path, split: str, number: int, num_files: int) -> list[Path]:
@@ -111,7 +111,7 @@ def test_what_is_skipped_is_told_and_a_changed_data_set_is_refused_on_resume(tmp
     flip(paths[1], -20)
     flip(write_records(folder, "test", 10, 1)[0], 20)
     words = [*SMALL, "dataset=tfrecord", f"dataset.dir={folder}", "dataset.num_classes=2", f"run.dir={run_folder}"]
-    code, output = train("mpirun", 2, *words, "dataset.on_error=skip", cwd=tmp_path)
+    code, output = train("mpirun", 2, *words, "data.on_error=skip", cwd=tmp_path)
     assert code == 0, output
     assert "skipped 1 examples that could not be read; names in logs/" in output
     assert "skipped 2 examples that could not be read; names in logs/" in output
@@ -125,7 +125,7 @@ def test_what_is_skipped_is_told_and_a_changed_data_set_is_refused_on_resume(tmp
     (folder / paths[1].name).unlink()
     paths[0].write_bytes(whole[: scan_records(paths[0])[0][20]])
     shutil.copy(paths[0], folder / "train-a.tfrecord")
-    code, output = train("mpirun", 2, *words, "dataset.on_error=skip", "train.epochs=4", cwd=tmp_path)
+    code, output = train("mpirun", 2, *words, "data.on_error=skip", "train.epochs=4", cwd=tmp_path)
     assert code == 2, output
     line = said(output)[0]
     size = paths[0].stat().st_size

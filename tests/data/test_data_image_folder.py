@@ -66,9 +66,7 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
         explained = source.explain(caught.value)
         assert isinstance(explained, DataError)
         assert str(explained).startswith(f"{culprit}: cannot be decoded (")
-        assert str(explained).endswith(
-            "); mend or remove it, or leave out what cannot be read with dataset.on_error=skip"
-        )
+        assert str(explained).endswith("); mend or remove it, or leave out what cannot be read with data.on_error=skip")
 
 
 def test_an_error_of_something_else_is_not_explained(tmp_path):

@@ -233,7 +233,7 @@ def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):
     images, labels = random_images(8)
     path = write(tmp_path / "train.parquet", *broken(images.reshape(8, -1).tolist(), labels.tolist(), what))
     assert explained(Parquet(str(tmp_path), SHAPE, 3)) == (
-        f"{path}, row group 1, row 2: {message}, or leave out what cannot be read with dataset.on_error=skip"
+        f"{path}, row group 1, row 2: {message}, or leave out what cannot be read with data.on_error=skip"
     )
 
 

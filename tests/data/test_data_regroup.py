@@ -8,7 +8,7 @@ from hvtrain.config.schema import TrainConfig
 from hvtrain.core.planning import make_plan
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.training.setup import training_batches
+from hvtrain.training.run import training_batches
 from tiny_data import KINDS
 
 SEED = 5

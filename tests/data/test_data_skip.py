@@ -1,4 +1,4 @@
-"""dataset.on_error=skip: what cannot be read is left out, named and counted, and the laws of streams hold."""
+"""data.on_error=skip: what cannot be read is left out, named and counted, and the laws of streams hold."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_without_skip_the_culprit_of_a_bad_batch_is_named_with_what_can_be_done(
             assert message.startswith(f"{path}, {place}: corrupted record")
         else:
             assert message.startswith(f"{tmp_path}/{split}.parquet, row group {number // 4}, row {number % 4}: ")
-        assert message.endswith("dataset.on_error=skip")
+        assert message.endswith("data.on_error=skip")
 
 
 def test_an_image_that_vanishes_or_is_no_file_is_named(tmp_path):

@@ -95,13 +95,13 @@ def loops() -> dict[str, float]:
         "compiled_against_joint": distance(compiled, joint),
         "plain_against_joint": distance(loop(compiled=False, joint=False), joint),
         "moved": distance(start, joint),
-        "ranks_differ": max(distance(compiled, other) for other in strategy.gather(compiled)),
+        "ranks_differ": max(distance(compiled, other) for other in strategy.comm.gather(compiled)),
     }
 
 
 # TensorFloat-32 would round a product to three digits, and the comparisons say more than that.
 tf.config.experimental.enable_tensor_float_32_execution(False)
-found = strategy.gather({"place": place(), "sums": sums(), "loops": loops()})
+found = strategy.comm.gather({"place": place(), "sums": sums(), "loops": loops()})
 if topology.is_chief:
     Path(sys.argv[1]).write_text(json.dumps(found))
 strategy.stop()

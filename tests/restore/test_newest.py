@@ -18,7 +18,7 @@ from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState
 from hvtrain.restore.transfer import bring
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.watchdog.ending import how_to_go_on
 
@@ -48,11 +48,10 @@ class Meeting:
         return heard
 
 
-class Rank(Strategy):
-    def __init__(self, rank, hosts, meeting, commit_steps=0):
-        self.topology = Topology(rank, len(hosts), host=hosts[rank])
+class Rank(Comm):
+    def __init__(self, rank, hosts, meeting):
+        super().__init__(Topology(rank, len(hosts), host=hosts[rank]))
         self.meeting = meeting
-        self.commit_steps = commit_steps
 
     def gather(self, value):
         return self.meeting.gather(self.topology.rank, value)
@@ -61,13 +60,13 @@ class Rank(Strategy):
         return self.gather(value)[root]
 
 
-def on_ranks(hosts, action, commit_steps=0):
-    """What action(strategy) returns, or raises for the user, on each rank."""
+def on_ranks(hosts, action):
+    """What action(comm) returns, or raises for the user, on each rank."""
     meeting = Meeting(len(hosts))
 
     def act(rank):
         try:
-            return action(Rank(rank, hosts, meeting, commit_steps))
+            return action(Rank(rank, hosts, meeting))
         except (CheckpointError, ConfigError) as error:
             return error
         except BaseException:
@@ -83,16 +82,16 @@ def write(folder, step, run_id=OURS, arrays=ARRAYS):
     return writer.write(folder / "checkpoints", step, arrays, meta)
 
 
-def find_on(tmp_path, hosts, run_states=None, resume="auto", commit_steps=0):
+def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False):
     """What each rank finds in the folder of its host."""
     run_states = run_states or [RunState(0.0) for _ in hosts]
 
-    def action(strategy):
-        folder = tmp_path / strategy.topology.host
+    def action(comm):
+        folder = tmp_path / comm.topology.host
         folder.mkdir(exist_ok=True)
-        return find(folder, strategy, run_states[strategy.topology.rank], resume)
+        return find(folder, comm, run_states[comm.topology.rank], resume, on_all_ranks)
 
-    return on_ranks(hosts, action, commit_steps)
+    return on_ranks(hosts, action)
 
 
 def in_memory(step, run_id=OURS):
@@ -114,14 +113,14 @@ def the_error(found):
 
 
 def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
-    assert find(tmp_path, Strategy(), RunState(0.0)) is None
-    assert find(tmp_path, Strategy(), in_memory(24)).name == "step-00000024 in memory"
+    assert find(tmp_path, Comm(), RunState(0.0)) is None
+    assert find(tmp_path, Comm(), in_memory(24)).name == "step-00000024 in memory"
     for step, name in ((20, "step-00000024 in memory"), (24, "step-00000024 in memory"), (28, "step-00000028")):
         write(tmp_path, step)
-        found = find(tmp_path, Strategy(), in_memory(24))
+        found = find(tmp_path, Comm(), in_memory(24))
         assert found.name == name
         assert found.step == found.whole.step == found.meta["step"]
-    assert find(tmp_path, Strategy(), RunState(0.0)).name == "step-00000028"
+    assert find(tmp_path, Comm(), RunState(0.0)).name == "step-00000028"
 
 
 def test_a_checkpoint_of_no_run_is_refused(tmp_path):
@@ -129,7 +128,7 @@ def test_a_checkpoint_of_no_run_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match="step-00000003 lacks num_ranks, batch_size, batch_sizes, step_in_epoch and"
     ):
-        find(tmp_path, Strategy(), RunState(0.0))
+        find(tmp_path, Comm(), RunState(0.0))
 
 
 def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
@@ -229,7 +228,7 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
     run_states = [RunState(0.0), RunState(0.0)]
     with RunLock() as lock:
         lock.take(tmp_path)
-        found = on_ranks(["s1", "s2"], lambda strategy: find(tmp_path, strategy, run_states[strategy.topology.rank]))
+        found = on_ranks(["s1", "s2"], lambda comm: find(tmp_path, comm, run_states[comm.topology.rank]))
         assert [item.name for item in found] == ["step-00000008"] * 2
         assert len(readers) == 1
         for run_state in run_states:
@@ -309,7 +308,7 @@ def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
     """Where ranks come and go, all of them hold it from then on. What another run left is left alone."""
     write(tmp_path / "s3", 99, OTHER)
     run_states = [RunState(0.0), in_memory(24), RunState(0.0)]
-    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, commit_steps=5)
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
     assert [item.name for item in found] == ["step-00000024 in memory on s2"] * 3
     assert [run_state.checkpoint.step for run_state in run_states] == [24] * 3 and {
         run_state.run_id for run_state in run_states
@@ -317,7 +316,7 @@ def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
     for run_state in run_states:
         assert_equal(run_state.checkpoint.arrays, ARRAYS)
     write(tmp_path / "s3", 28)
-    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, commit_steps=5)
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
     assert [item.name for item in found] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
 
 
@@ -331,16 +330,16 @@ def test_a_run_that_has_begun_goes_on_from_a_checkpoint_of_an_older_version(tmp_
 def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_path):
     write(tmp_path / "s2", 28)
     run_states = [in_memory(24), in_memory(24)]
-    found = find_on(tmp_path, ["s1", "s2"], run_states, commit_steps=5)
+    found = find_on(tmp_path, ["s1", "s2"], run_states, on_all_ranks=True)
     assert [item.name for item in found] == ["step-00000028 on s2"] * 2
     assert [run_state.checkpoint.step for run_state in run_states] == [28, 28]
 
 
 @pytest.mark.parametrize("message_bytes", [1, 7, 64, 1 << 20])
 def test_arrays_arrive_as_they_left(message_bytes):
-    def action(strategy):
-        rank = strategy.topology.rank
-        return bring(ARRAYS if rank == 1 else None, 1, strategy, wanted=rank != 2, message_bytes=message_bytes)
+    def action(comm):
+        rank = comm.topology.rank
+        return bring(ARRAYS if rank == 1 else None, 1, comm, wanted=rank != 2, message_bytes=message_bytes)
 
     first, _, third = on_ranks(["s1", "s2", "s3"], action)
     assert_equal(first, ARRAYS)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 DIGITS = ["model=mlp", "dataset=digits", "schedule=cosine", "train.epochs=3"]
 SAVED = ["checkpoint.every_steps=7", "checkpoint.keep=50"]
 PLAIN = [*DIGITS, *SAVED, "dataset.shift_pixels=1", "dataset.num_validation=100"]  # 20 steps an epoch
-PAD = [*DIGITS, *SAVED, "dataset.uneven=pad", "train.batch_size=[40,24]", "optimizer=momentum"]  # 23 steps
+PAD = [*DIGITS, *SAVED, "data.uneven=pad", "train.batch_size=[40,24]", "optimizer=momentum"]  # 23 steps
 SCALE = [*DIGITS, *SAVED, "train.resize=scale"]  # 22 steps an epoch on two ranks
 # Run -> its words, and the step at which it is cut off; in mid-epoch but for ends.
 RUNS = {

@@ -1,4 +1,4 @@
-"""comm=auto tries settings before a run, keeps what it found, and changes no result."""
+"""comm.tune=true tries settings before a run, keeps what it found, and changes no result."""
 
 import json
 
@@ -15,21 +15,21 @@ WORDS = ["model=mlp", "train.epochs=2", "train.deterministic=true"]
 def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     plain, tuned = tmp_path / "plain", tmp_path / "tuned"
     assert train(launcher, 2, *WORDS, f"run.dir={plain}", cwd=tmp_path)[0] == 0
-    code, output = train(launcher, 2, *WORDS, f"run.dir={tuned}", "comm=auto", cwd=tmp_path)
-    assert code == 0 and "comm=auto: cycle " in output, output
+    code, output = train(launcher, 2, *WORDS, f"run.dir={tuned}", "comm.tune=true", cwd=tmp_path)
+    assert code == 0 and "comm.tune=true: cycle " in output, output
     kept = json.loads((tuned / "comm.json").read_text())
     cycles = {found["cycle_ms"] for found in kept["tried"]}
     assert {1.0, 0.1} <= cycles and kept["comm"]["cycle_ms"] in cycles
     losses = [json.loads((run / "result.json").read_text())["test_loss"] for run in (plain, tuned)]
     assert losses[0] == losses[1], "the same bits, with seeds and weights as if nothing had been tried"
-    words = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm=auto"]
+    words = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm.tune=true"]
     code, output = train(launcher, 2, *words, cwd=tmp_path)
     assert code == 0 and f"from {tuned}/comm.json" in output, output
 
 
 def test_what_it_does_not_go_with(tmp_path):
-    words = ["comm=auto", "strategy=elastic"]
+    words = ["comm.tune=true", "strategy=elastic"]
     code, output = train(None, 1, *words, cwd=tmp_path)
-    assert code == 2 and "comm=auto and strategy=elastic exclude each other" in output
-    code, output = train("gloo", 2, "comm=auto", cwd=tmp_path, HOROVOD_FUSION_THRESHOLD="4194304")
-    assert code == 2 and "comm=auto and HOROVOD_FUSION_THRESHOLD exclude each other" in output
+    assert code == 2 and "comm.tune=true and strategy=elastic exclude each other" in output
+    code, output = train("gloo", 2, "comm.tune=true", cwd=tmp_path, HOROVOD_FUSION_THRESHOLD="4194304")
+    assert code == 2 and "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other" in output

@@ -37,12 +37,12 @@ CASES = {
     "same": ["dataset.same_data=by_mistake"],
     "meant": ["dataset.same_data=meant", "train.epochs=1"],
     "accumulate": ["+optimizer.gradient_accumulation_steps=3", "train.epochs=2"],
-    "pad": ["dataset.uneven=pad", "train.epochs=2"],
-    "error": ["dataset.uneven=error"],
-    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "dataset.uneven=pad"],
+    "pad": ["data.uneven=pad", "train.epochs=2"],
+    "error": ["data.uneven=error"],
+    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad"],
     "numbers": ["train.batch_size=[24,8,4]"],
-    "joint pad": ["dataset.uneven=pad", "train.epochs=2", "dataset.num_examples=201"],
-    "joint unlike": ["train.batch_size=[24,8]", "train.epochs=1", "dataset.uneven=pad", "dataset.num_examples=201"],
+    "joint pad": ["data.uneven=pad", "train.epochs=2", "dataset.num_examples=201"],
+    "joint unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad", "dataset.num_examples=201"],
     "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}"],
     "stops/again": ["train.epochs=3"],
     "early": ["train.epochs=8", DISAGREES, f"+callbacks.stop={EARLY}"],
@@ -180,7 +180,7 @@ def test_padded_epochs_see_every_sample_once(ranks):
 
 
 def test_uneven_data_can_be_refused(ranks):
-    assert "dataset.uneven=error and 16 of 400 training examples of leaves fill no batch" in error(ranks, "error")
+    assert "data.uneven=error and 16 of 400 training examples of leaves fill no batch" in error(ranks, "error")
 
 
 def test_unlike_ranks_share_the_data_by_their_batches(ranks):

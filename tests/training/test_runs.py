@@ -36,7 +36,7 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    words = [f"run.dir={run}", "profile=timeline"]
+    words = [f"run.dir={run}", "profile.timeline=true"]
     code, output = train("mpi", 2, *words, cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output
@@ -108,7 +108,7 @@ def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
 def test_the_timeline_is_told_in_words(default_run):
     run, output = default_run
     steps = re.search(r"(\d+) steps are traced in \S+/profile;", output)
-    assert steps and 20 <= int(steps[1]) < 40, "profile_steps, or a few more"
+    assert steps and 20 <= int(steps[1]) < 40, "profile.steps, or a few more"
     for told in (r"waiting until all ranks have their gradients", r"transfer and sum", r"Conv2DBackpropFilter"):
         assert re.search(rf"[\d.]+ ms +{told}", output), told
     assert (run / "profile/horovod.json").stat().st_size > 1000

@@ -25,7 +25,7 @@ def outcomes(output):
 
 @pytest.mark.apart
 def test_three_ranks_and_a_run_of_ones_own(tmp_path):
-    words = [*OWN, "model.norm=true", "train.batch_size=[32,16,16]", "dataset.uneven=pad"]
+    words = [*OWN, "model.norm=true", "train.batch_size=[32,16,16]", "data.uneven=pad"]
     code, output = run("gloo", 3, "python", "-m", "hvtrain.verify", *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 0, output
     found, texts = outcomes(output)

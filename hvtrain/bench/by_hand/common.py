@@ -19,7 +19,7 @@ from hvtrain.core.planning import make_plan
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.system import cores
-from hvtrain.training.setup import training_batches
+from hvtrain.training.run import training_batches
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvtrain.errors import DataError
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-LEAVE_OUT = "or leave out what cannot be read with dataset.on_error=skip"
+LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
 
 
 def count_records(path: Path) -> int:

@@ -138,7 +138,7 @@ class ArraySource(IndexedSource):
             raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; mend the file") from error
         except DataError as error:
             if self.on_error == "skip":
-                raise DataError(f"{error} (arrays are read as a whole: dataset.on_error=skip is of no help)") from error
+                raise DataError(f"{error} (arrays are read as a whole: data.on_error=skip is of no help)") from error
             raise
 
     def _checked(self, arrays: Arrays) -> dict[str, Part]:

@@ -101,7 +101,7 @@ class FileSource(Source):
         place, why = self.locate(key) if key else (self.origin, "")
         if whole_batch:
             return DataError(
-                f"{place}: {why}; and no other example of its batch can be read, so that dataset.on_error=skip has "
+                f"{place}: {why}; and no other example of its batch can be read, so that data.on_error=skip has "
                 f"nothing to put in its place; look at the files and the settings of dataset"
             )
         return DataError(f"{place}: {why}; mend or remove it, {LEAVE_OUT}")

@@ -221,7 +221,7 @@ class TFRecords(FileSource):
         if isinstance(error, tf.errors.DataLossError) or CHANGED in said:
             return DataError(
                 f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
-                f"{SEARCH_SECONDS:.0f} s, but dataset.on_error=skip would name it"
+                f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip would name it"
             )
         return error
 

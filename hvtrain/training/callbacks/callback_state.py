@@ -35,7 +35,7 @@ class CallbackState(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         factor = rate_factor(self.model)
         if self._callbacks and factor is not None:
-            factor.assign(self._strategy.broadcast(float(factor)))  # Ranks with other rates would drift apart.
+            factor.assign(self._strategy.comm.broadcast(float(factor)))  # Ranks with other rates would drift apart.
         self._saved = {name: {**state, **self._weights(name)} for name, state in self.numbers().items()}
 
     def numbers(self) -> Saved:

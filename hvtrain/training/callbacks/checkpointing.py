@@ -1,4 +1,4 @@
-"""When checkpoints are written, and which is the best."""
+"""Writes checkpoints when they are due."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.notes import Noting
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.config.schema import CheckpointConfig
-from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.callback_state import CallbackState
 from hvtrain.training.callbacks.interruption import Interruption
 from hvtrain.training.callbacks.position import Position
 from hvtrain.training.callbacks.validation import Validation
+from hvtrain.training.run import Run
 
-# The minutes are the chief's clock, so the ranks must ask it; not at each step.
-STEPS_BETWEEN_CLOCK_LOOKS = 20
+# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every step.
+STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
 class Checkpointing(keras.callbacks.Callback):
@@ -31,33 +30,30 @@ class Checkpointing(keras.callbacks.Callback):
 
     def __init__(
         self,
+        run: Run,
         writer: Writer,
-        config: CheckpointConfig,
-        meta: dict[str, Any],
-        strategy: Strategy,
         position: Position,
         validation: Validation | None,
         weights: WeightCheck,
         callback_state: CallbackState,
         interruption: Interruption,
-        noting: Noting,
     ) -> None:
         super().__init__()
         self.writer = writer
-        self.config = config
-        self.meta = meta
-        self.strategy = strategy
+        self.config = run.config.checkpoint
+        self.meta = run.meta
+        self.comm = run.strategy.comm
+        self.noting = run.state.noting
         self.position = position
         self.validation = validation
         self.weights = weights
         self.callback_state = callback_state
         self.interruption = interruption
-        self.noting = noting
         self._last_seconds = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # What failed in the background the chief alone knows. Its wish to stop comes before the ranks agree on
-        # wishes, after this step; then on_epoch_end raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests the stop here, so that all ranks agree on it
+        # after this step; then on_epoch_end raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
@@ -82,7 +78,7 @@ class Checkpointing(keras.callbacks.Callback):
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
             self._save(metrics)
         if last or self.model.stop_training:
-            self.noting.note(self.strategy.on_chief(self._finish))
+            self.noting.note(self.comm.on_chief(self._finish))
 
     def _finish(self) -> int:
         self.writer.finish()
@@ -94,22 +90,22 @@ class Checkpointing(keras.callbacks.Callback):
     def _minutes_due(self) -> bool:
         """The chief's answer, for all (every rank)."""
         minutes = self.config.every_minutes
-        steps = STEPS_BETWEEN_CLOCK_LOOKS * self.position.plan.accumulate
+        steps = STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate
         if not minutes or (self.position.step % steps and not self.position.ends_epoch):
             return False
-        return self.strategy.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
+        return self.comm.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 
     def _save(self, metrics: dict[str, float]) -> None:
         self.weights.average_untrained()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
         # One exchange for both: the state of all ranks, and how the chief's write before this one ended.
         outcome = self.writer.outcome()
-        found = self.strategy.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
+        found = self.comm.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
         for _, error, _ in found:
             if error:
                 raise error
         self.noting.note(found[0][2])
-        if self.strategy.topology.is_chief:
+        if self.comm.topology.is_chief:
             self._begin_to_write([state for state, *_ in found], metrics)
         self._last_seconds = time.monotonic()
 

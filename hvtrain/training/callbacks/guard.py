@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from hvtrain.errors import TrainingError
-from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.position import Position
 
 
@@ -35,7 +36,7 @@ class Guard(keras.callbacks.Callback):
         if math.isfinite((logs or {}).get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
         own = float(self.model.get_metrics_result()["loss"])
-        ranks = [rank for rank, fine in enumerate(self.strategy.gather(math.isfinite(own))) if not fine]
+        ranks = [rank for rank, fine in enumerate(self.strategy.comm.gather(math.isfinite(own))) if not fine]
         raise TrainingError(
             f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; {ADVICE}"
         )

@@ -45,7 +45,7 @@ class Interruption(keras.callbacks.Callback):
         name = signal.Signals(self._signals[0]).name if self._signals else ""
         mine = f"{name} to rank {rank} on {socket.gethostname()}" if name else ""
         by_clock = f"train.max_time={self._max_time}" if time.monotonic() >= self._deadline else ""
-        found = self._strategy.gather((mine, by_clock))
+        found = self._strategy.comm.gather((mine, by_clock))
         signals = [reason for reason, _ in found if reason]
         self.by_signal = bool(signals)
         self.reason = next(iter([*signals, *(reason for _, reason in found if reason)]), "")

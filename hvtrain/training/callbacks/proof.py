@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.position import Position
 
 
@@ -25,7 +26,7 @@ class Proof(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         # Keras's mean of the loss counts the examples that it was computed on.
         own = next(metric for metric in self.model.metrics if metric.name == "loss").count
-        count = int(self.strategy.sum_arrays([np.asarray(own)])[0])
+        count = int(self.strategy.comm.sum_arrays([np.asarray(own)])[0])
         if self.position.plan.position(self.position.step)[1] == 0:
             self.examples.append(count)
 

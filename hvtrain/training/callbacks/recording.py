@@ -33,7 +33,7 @@ class Recording(keras.callbacks.Callback):
         self.position = position
         self.throughput = throughput
         self.on_error = on_error
-        records = strategy.on_chief(lambda: read_history(folder))
+        records = strategy.comm.on_chief(lambda: read_history(folder))
         # By epochs: where another plan took over, steps before it are counted otherwise.
         self.records = [record for record in records if record.epoch <= position.epoch]
 
@@ -52,7 +52,7 @@ class Recording(keras.callbacks.Callback):
             metrics=metrics,
         )
         self.records.append(record)
-        self.strategy.on_chief(self._write)
+        self.strategy.comm.on_chief(self._write)
 
     def _write(self) -> None:
         try:

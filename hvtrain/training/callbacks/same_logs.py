@@ -22,4 +22,4 @@ class SameLogs(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         own = {name: float(value) for name, value in (logs or {}).items()}
         if logs is not None:
-            logs.update(self.strategy.broadcast(own))
+            logs.update(self.strategy.comm.broadcast(own))

@@ -1,4 +1,4 @@
-"""What dataset.on_error=skip left out: each place once in the log of its rank, the sum over all on the console."""
+"""What data.on_error=skip left out: each place once in the log of its rank, the sum over all on the console."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Skipped(keras.callbacks.Callback):
         mine = self.source.unreadable()
         for item in mine:
             log.warning("rank %d skips %s: %s", self.strategy.topology.rank, item.place, item.why)
-        everyone = [item for found in self.strategy.gather(mine) for item in found]
+        everyone = [item for found in self.strategy.comm.gather(mine) for item in found]
         self._places.update({item.place: item for item in everyone})
         if everyone:
             rests = sum(item.num_examples is None for item in self._places.values())

@@ -87,6 +87,6 @@ class StepSplit(keras.callbacks.Callback):
             return  # So it is on all ranks.
         is_first = self.split is None
         mine = ((times - self._begin).each(), self.strategy.topology.host)
-        self.split = Split.of(self.strategy.gather(mine))
+        self.split = Split.of(self.strategy.comm.gather(mine))
         if is_first and self.strategy.topology.size > 1:
             log.info("%s", self.split.in_words(self.strategy.topology.size))

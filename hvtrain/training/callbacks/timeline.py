@@ -1,4 +1,4 @@
-"""profile=timeline: traces some steps, Horovod's operations and TensorFlow's, and says where their time went."""
+"""profile.timeline=true: traces some steps, Horovod's operations and TensorFlow's, and says where their time went."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvtrain.config.schema import ProfileConfig
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.position import Position
 
@@ -28,28 +29,28 @@ _KINDS = {
 _TRANSFER = "transfer and sum"
 
 
-class Timeline(keras.callbacks.Callback):
-    """Traces num_steps steps, or some more, from first_step of this start on (every rank; the chief writes).
+class TimelineTrace(keras.callbacks.Callback):
+    """Traces profile.steps steps or more, from profile.first_step of this start on (every rank; the chief writes).
 
     In the run folder, profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and what is beside it for
     TensorBoard's profiler.
     """
 
-    def __init__(self, strategy: Strategy, position: Position, folder: Path, first_step: int, num_steps: int) -> None:
+    def __init__(self, strategy: Strategy, position: Position, folder: Path, config: ProfileConfig) -> None:
         super().__init__()
         self.strategy = strategy
         self.position = position
         self.folder = folder / FOLDER
-        self.first = position.start_step + first_step
-        self.last = self.first + num_steps
+        self.first = position.start_step + config.first_step
+        self.last = self.first + config.steps
         self._began: int | None = None
         self._ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._began is None and self.position.step >= self.first:
             self._began = self.position.step
-            self.strategy.on_chief(lambda: self.folder.mkdir(exist_ok=True))
-            self.strategy.start_timeline(self.folder / REDUCTIONS)
+            self.strategy.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
+            self.strategy.timeline.start(self.folder / REDUCTIONS)
             if self.strategy.topology.is_chief:
                 # 3: single operations too.
                 options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
@@ -61,22 +62,22 @@ class Timeline(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._began is None:
-            log.warning("profile=timeline traced nothing: the run ended before step %s", f"{self.first + 1:,}")
+            log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first + 1:,}")
         elif not self._ended:
             self._end(self._began)
 
     def _end(self, began: int) -> None:
         self._ended = True
-        self.strategy.stop_timeline()
+        self.strategy.timeline.stop()
         if self.strategy.topology.is_chief:
             tf.profiler.experimental.stop()
             steps = self.position.step - began
-            for line in told(self.folder, steps):
+            for line in time_by_operation(self.folder, steps):
                 log.info("%s", line)
 
 
-def told(folder: Path, steps: int) -> list[str]:
-    """Where the time of the traced steps went, in words."""
+def time_by_operation(folder: Path, steps: int) -> list[str]:
+    """Lines that say where the time of the traced steps went."""
     lines = [f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):"]
     parts = reductions(folder / REDUCTIONS) if (folder / REDUCTIONS).exists() else {}
     for name, seconds in parts.items():

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain.strategies.base import Strategy, WeightCheck
-from hvtrain.strategies.evaluation import evaluate
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.position import Position
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,6 @@ class Validation(keras.callbacks.Callback):
 
     def _validate(self) -> None:
         self.weights.average_untrained()  # Or each rank would validate another model.
-        results = evaluate(self.model, self.dataset, self.strategy)
+        results = self.strategy.evaluate(self.model, self.dataset)
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

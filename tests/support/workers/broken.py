@@ -72,7 +72,7 @@ def without_exchange(optimizer):
 (tree,) = compose()
 own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
 forgetful = ForgetsToReduce()
-forgetful.topology = strategy.topology
+forgetful.comm.topology = strategy.topology
 own_checks = {check.name: check for check in own_run_checks(own_run, forgetful)}
 other_data = {check.name: check for check in own_run_checks(from_dict(tree), forgetful)}
 

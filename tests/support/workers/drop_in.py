@@ -10,9 +10,12 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.errors import RankError
+from hvtrain.keras.equality import WeightCheck, fingerprint
+from hvtrain.keras.finite import MARK as NOT_FINITE
+from hvtrain.keras.process import launched_size
 
 # Rank 0 and the last one; with two ranks that would be all of them.
-ENDS = hvd.ProcessSet([0, 2]) if (hvd.launched_size() or 1) > 2 else None
+ENDS = hvd.ProcessSet([0, 2]) if (launched_size() or 1) > 2 else None
 hvd.init(process_sets=[ENDS] if ENDS else None)
 RANK, SIZE = hvd.rank(), hvd.size()
 LAST = RANK == SIZE - 1
@@ -160,7 +163,7 @@ def finite():
         apply(tf.constant([float("nan") if LAST else 1.0, 1.0]))
         told = False
     except tf.errors.InvalidArgumentError as error:
-        told = hvd.NOT_FINITE in str(error)
+        told = NOT_FINITE in str(error)
     return {"told": told, "ranks": hvd.ranks_at_fault(optimizer), "weights": variable.numpy().tolist()}
 
 
@@ -198,7 +201,7 @@ def stopping_and_drifting():
         callbacks = [stops, hvd.StopTogetherCallback(), hvd.WeightCheckCallback(3)]
         model.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
         batches.append(stops.batches)
-    check = hvd.WeightCheck(model)
+    check = WeightCheck(model)
     check("now")
     moving = refusal(lambda: check("now", everything=True))
     check.average_untrained()
@@ -242,7 +245,7 @@ def saving():
     return {
         "reduces": hvd.num_reductions(loaded.optimizer) - before,
         "iterations": int(loaded.optimizer.iterations.numpy()),
-        "weights equal": hvd.fingerprint(loaded.trainable_variables).hex(),
+        "weights equal": fingerprint(loaded.trainable_variables).hex(),
         "without a path": refusal(lambda: model.fit(x, x[:, :2], verbose=0, callbacks=[unnamed])),
         "own optimizer": type(own.optimizer).__name__ if hvd.is_distributed(own.optimizer) else "plain",
         "legacy": refusal(lambda: hvd.load_model(best, legacy_opts=True)),
@@ -316,7 +319,7 @@ def a_script_for_horovod():
         "resumed from": resume_from_epoch,
         "scores": scores,
         "rate": round(float(model.optimizer.learning_rate), 6),
-        "weights": hvd.fingerprint(model.trainable_variables).hex(),
+        "weights": fingerprint(model.trainable_variables).hex(),
     }
 
 

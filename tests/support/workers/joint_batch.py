@@ -11,6 +11,7 @@ from own_steps import Delegates, Normalized, OwnApply, OwnApplyGradients, OwnBac
 
 import hvtrain.keras as hvd
 from hvtrain.keras.hooks import reducer_of
+from hvtrain.keras.optimizer import divide_losses
 from hvtrain.verify.joint_batch import ACCUMULATION, FAMILIES, PRECISION, SPARSE, Case, compare
 
 STEPS = 20
@@ -45,7 +46,7 @@ def passes(average):
 def of_losses(optimizer):
     """Keras's own train_step passes each loss through the optimizer, where it may be divided."""
     distributed = hvd.DistributedOptimizer(optimizer, bucket_bytes=100)
-    hvd.divide_losses(distributed)
+    divide_losses(distributed)
     assert reducer_of(distributed).op == hvd.Sum
     return distributed
 

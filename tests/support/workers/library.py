@@ -12,7 +12,7 @@ import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.errors import RankError
-from hvtrain.strategies.evaluation import evaluate
+from hvtrain.keras.collectives import sum_arrays
 from hvtrain.strategies.horovod import HorovodStrategy
 
 hvd.init()
@@ -41,7 +41,7 @@ def collectives():
         "broadcast": float(hvd.broadcast(np.float32(RANK + 7), 0)),
         "object": hvd.broadcast_object({"from": RANK}, 0),
         "objects": hvd.allgather_object(RANK),
-        "sums": [array.tolist() for array in hvd.sum_arrays([np.array([1, RANK]), np.array(2.5)])],
+        "sums": [array.tolist() for array in sum_arrays([np.array([1, RANK]), np.array(2.5)])],
     }
 
 
@@ -59,10 +59,10 @@ def metrics_over_uneven_shards():
     model = net(0, optimizer="sgd")
     hvd.broadcast_variables(model.weights, 0)
     mine = tf.data.Dataset.from_tensor_slices((X[RANK::SIZE], Y[RANK::SIZE])).batch(8)
-    together = evaluate(model, mine, HorovodStrategy())
+    together = HorovodStrategy().evaluate(model, mine)
     # An empty shard on the last rank: all examples on rank 0.
     count = len(X) if RANK == 0 else 0
-    lonely = evaluate(model, tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8), HorovodStrategy())
+    lonely = HorovodStrategy().evaluate(model, tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8))
     return {"together": together, "lonely": lonely, "alone": model.evaluate(X, Y, verbose=0, return_dict=True)}
 
 

@@ -24,9 +24,9 @@ from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
-from hvtrain.strategies.evaluation import EpochMetrics
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.training.batch_weights import weigh
+from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
 
@@ -58,7 +58,7 @@ def composed(name, words):
 
 def one_run(config):
     try:
-        return {"record": asdict(runner.run(config, Stays()))}
+        return {"record": asdict(runner.run_to_end(config, Stays()))}
     except UserError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:
@@ -71,10 +71,10 @@ def against_the_joint_batches(config):
     strategy = Stays()
     strategy.start()
     seed_everything(config, hvd.rank())
-    source, plan = open_data(config, strategy)
+    source, plan, topology = open_data(config, strategy.comm)
     share = plan.shares[hvd.rank()]
-    stream = source.training(strategy.topology, share.batch_size, 1, 0, share.steps, share.num_examples)
-    everyone = strategy.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
+    stream = source.training(topology, share.batch_size, 1, 0, share.steps, share.num_examples)
+    everyone = strategy.comm.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
     found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
     first = None
     for name in ("weighted", "unweighted"):
@@ -92,7 +92,7 @@ def against_the_joint_batches(config):
             metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
         found[name] = largest_difference(model.get_weights(), one.get_weights())
         if name == "weighted":
-            seen = EpochMetrics(strategy)
+            seen = EpochMetrics(strategy.comm)
             seen.set_model(model)
             logs = {}
             seen.on_epoch_end(0, logs)

@@ -1,0 +1,74 @@
+"""A run as a value: what is settled before its model is built. Everything after takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hvtrain.config.schema import RunConfig
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.regroup import regrouped
+from hvtrain.data.source import Source
+from hvtrain.restore.resume import RunState
+from hvtrain.strategies.base import Strategy
+from hvtrain.training.batch_weights import weigh
+
+
+@dataclass(frozen=True)
+class Run:
+    """One attempt at a run.
+
+    Attributes:
+        config: as the user gave it.
+        strategy: how the ranks work together; started.
+        topology: this rank's place, with the weights by which the data are dealt.
+        source: the opened data set.
+        plan: the run's steps, batches and learning rate.
+        folder: the run folder.
+        meta: what every checkpoint of the run says about it.
+        state: what survives a restart of the ranks.
+    """
+
+    config: RunConfig
+    strategy: Strategy
+    topology: Topology
+    source: Source
+    plan: StepPlan
+    folder: Path
+    meta: dict[str, Any]
+    state: RunState
+
+    def batches_from(self, step: int) -> tf.data.Dataset:
+        """This rank's endless stream of batches, from a step of the run on; weighted where ranks have unlike ones."""
+        batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
+        return batches if self.plan.is_even else weigh(batches, self.plan, self.topology.rank, step)
+
+    def evaluation_data(self, split: str) -> tf.data.Dataset | None:
+        """This rank's part of a split, of known length; None when no rank has any."""
+        if not self.source.num_examples(split):
+            return None
+        batch_size = self.config.train.evaluation_batch_size
+        shard_sizes = self.source.shard_sizes(split, self.topology.size, self.topology.weights)
+        num_batches = -(-shard_sizes[self.topology.rank] // batch_size)
+        dataset = self.source.evaluation(split, self.topology, batch_size)
+        if num_batches and self.source.on_error == "skip":
+            return dataset  # It may have fewer batches.
+        return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+
+
+def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: int, step: int) -> tf.data.Dataset:
+    """This rank's endless stream of the plan's batches, from a step of the run on."""
+
+    def stream_of(rank: int) -> tf.data.Dataset:
+        share = plan.shares[rank]
+        place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
+        cut = {} if share.is_full else {"num_examples": share.num_examples}
+        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **cut)
+
+    if plan.is_cut_anew:
+        return regrouped(stream_of, plan, topology, step - plan.shift)
+    return stream_of(topology.rank)
