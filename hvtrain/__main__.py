@@ -1,4 +1,4 @@
-"""The door of the runner: `python -m hvtrain`. Hydra in, exit code out. Wrong input is refused here."""
+"""Command line of the runner, `python -m hvtrain`: composes and checks the settings, trains, and exits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hvtrain.system.imports import without
 
 def main() -> None:
     """Runs the command line and exits."""
-    # Until training begins there is nothing to save; then Interruption takes the signals.
+    # Before training there is nothing to save; later Interruption takes the signals.
     console.take_signals(lambda *_: os._exit(RESTART_HELPS))
     enter(compose_and_run, lambda: help_text([CONFIGS, *own_folders(sys.argv)]))
 
 
 def compose_and_run() -> int:
-    """Composes the run with Hydra, checks it, and trains."""
+    """Composes the settings with Hydra, checks them, and trains."""
     if {"-m", "--multirun"} & set(sys.argv):
-        raise ConfigError("--multirun asks for several runs in one process; start one line for each run instead")
+        raise ConfigError("--multirun asks for several runs in one process; use one command for each run instead")
     for tree in compose():
         config = from_dict(tree)
         if not config.verbose:

@@ -1,4 +1,4 @@
-"""A run from beginning to end, on every rank alike: train(config) -> RunRecord."""
+"""A run from beginning to end, the same on every rank: train(config) -> RunRecord."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import Preempted
 from hvtrain.restore.newest import find
-from hvtrain.restore.resume import Found, RunState, Start, resume
+from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.evaluation import build_metrics
 from hvtrain.system import console
@@ -25,7 +25,7 @@ from hvtrain.training.callbacks.order import Monitors, make_callbacks, make_moni
 from hvtrain.training.callbacks.progress_bar import verbosity
 from hvtrain.training.callbacks.proof import in_words
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.failures import explained, leave
+from hvtrain.training.failures import explain_errors, report_failure
 from hvtrain.training.run import Run
 from hvtrain.training.saved_model import export
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
@@ -43,14 +43,14 @@ def train(config: RunConfig) -> RunRecord:
     if config.comm.tune:
         strategy.expect_restart()
     if config.profile.timeline:
-        # Horovod traces nothing later unless it is told so before it starts.
+        # Horovod can trace later only if this is set before it starts.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
         return run_to_end(config, strategy)
     except BaseException as error:
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
-        leave(strategy, cause or error)
+        report_failure(strategy, cause or error)
         if cause:
             raise cause from error
         raise
@@ -58,8 +58,7 @@ def train(config: RunConfig) -> RunRecord:
 
 def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
     """Repeats attempts until one finishes (every rank). Raises Preempted after a signal, with the run saved."""
-    state = RunState(time.monotonic())
-    record = None
+    state, record = RunState(time.monotonic()), None
     with state.lock:
         while record is None:
             record = strategy.membership.run_with_restarts(lambda: attempt(config, strategy, state))
@@ -67,16 +66,16 @@ def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
 
 
 def attempt(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
-    """A run from its newest checkpoint to its end, or to where another plan takes over: then there is no record."""
-    run, found = open_run(config, strategy, state)
-    model, start = restore(run, found)
-    del found  # It is as large as the model and the optimizer.
+    """Runs from the newest checkpoint to the end; returns None if another plan is to continue from there."""
+    run, saved = open_run(config, strategy, state)
+    model, start = restore(run, saved)
+    del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
     monitors = fit(run, model, start)
     return finish(run, model, monitors)
 
 
-def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Run, Found | None]:
-    """Starts the ranks, agrees on the run folder and its newest checkpoint, opens the data and makes the plan."""
+def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Run, ResumePoint | None]:
+    """Starts the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan."""
     topology = strategy.start()
     strategy.marks.timed = not config.train.deterministic
     console.start_log(topology.is_chief)
@@ -90,68 +89,62 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     console.log_to_file(folder / "logs", topology.rank)
 
     seed_everything(config, topology.rank)
-    found = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
-    source, plan, topology = open_data(config, comm, found.meta if found else None)
+    saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
+    source, plan, topology = open_data(config, comm, saved.meta if saved else None)
     meta = checkpoint_meta(config, plan, check_same_data(comm, source, config.guard.data), state.run_id)
-    return Run(config, strategy, topology, source, plan, folder, meta, state), found
+    return Run(config, strategy, topology, source, plan, folder, meta, state), saved
 
 
-def restore(run: Run, found: Found | None) -> tuple[keras.Model, Start]:
-    """Builds the model, with the weights of the checkpoint or new ones, equal on all ranks."""
+def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
+    """Builds the model with the weights of the checkpoint, or new ones, equal on all ranks."""
     config, strategy = run.config, run.strategy
     if config.comm.tune and run.topology.size > 1:
         comm_tuning.tune(run, lambda: build_model(config, run.source, run.plan, strategy))
         seed_everything(config, run.topology.rank)
     with strategy.scope():
         model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.plan, strategy))
-    start = resume(found, model, run.plan, run.meta, config.guard.data, strategy.comm)
+    start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
     strategy.comm.broadcast_model(model)
     return model, start
 
 
 def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
-    """Trains from where the run stands to the end of its plan, unless it was complete already."""
+    """Trains from the start to the end of the plan, unless the run was complete already."""
     config, strategy = run.config, run.strategy
     monitors = make_monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
     callbacks = make_callbacks(run, start, monitors)
-    with monitors.writer, explained(run, model, monitors.position):
+    with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:
             if config.guard.batches:
                 check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
-            strategy.fit(
-                model,
-                run.batches_from,
-                run.plan,
-                start.step,
-                callbacks,
-                verbosity(run.topology.is_chief),
-                steps_per_call(config, callbacks),
-                step_intervals(config, strategy),
-            )
+            limits = steps_per_call(config, callbacks), step_intervals(config, strategy)
+            verbose = verbosity(run.topology.is_chief)
+            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, verbose, *limits)
     return monitors
 
 
 def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None:
-    """Evaluates on the test data and writes the results; None where another plan continues from the checkpoint."""
+    """Evaluates on the test data and writes the results; returns None if another plan is to continue."""
     plan, strategy, position = run.plan, run.strategy, monitors.position
     cut_short = monitors.interruption.reason
     if plan.hands_over and position.step == plan.num_steps and not cut_short:
         return None
     metrics = {}
-    with explained(run, model, position):
+    with explain_errors(run, model, position):
         test = run.evaluation_data("test") if not cut_short else None
         monitors.weights.average_untrained()
         if test is not None:
             metrics = strategy.evaluate(model, test)
-        monitors.skipped.tell()
+        monitors.skipped.report()
     record = make_record(run, model, monitors, metrics)
     if cut_short:
         done = f"{position.step:,} of {plan.num_steps:,}"
-        log.info("stopped by %s after step %s; the same line with run.dir=%s goes on", cut_short, done, run.folder)
+        advice = f"run the same command with run.dir={run.folder} to continue"
+        log.info("stopped by %s after step %s; %s", cut_short, done, advice)
     else:
         strategy.comm.on_chief(lambda: write_outcome(run.folder, record, model, run))
         if monitors.split.split:
@@ -163,9 +156,8 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
 
 
 def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[str, float]) -> RunRecord:
-    """The numbers of the run, the same on every rank but for what each process counts."""
-    throughput, split = monitors.split.throughput, monitors.split.split
-    reductions = run.strategy.guards.num_reductions(model.optimizer)
+    """The numbers of the run, the same on every rank except for the counts of each process."""
+    throughput, split, proof = monitors.split.throughput, monitors.split.split, monitors.proof.numbers(model.optimizer)
     return RunRecord(
         test_accuracy=metrics.get("accuracy"),
         test_loss=metrics.get("loss"),
@@ -176,9 +168,9 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         num_steps=monitors.position.step,
         global_batch=run.plan.global_batch,
         seconds=time.monotonic() - run.state.began,
-        reductions=reductions,
+        reductions=proof["reductions"],
         first_step=monitors.position.start_step,
-        proof=monitors.proof.numbers(reductions),
+        proof=proof,
         metrics={f"test_{name}": value for name, value in metrics.items()},
         versions=versions(),
         config=to_dict(run.config),
@@ -190,15 +182,14 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
 def write_outcome(folder: Path, record: RunRecord, model: keras.Model, run: Run) -> None:
     """Writes result.json, and the model for plain Keras (chief only).
 
-    The optimizer's state is in the last checkpoint. A run that was complete already keeps what it wrote then, with
-    its speed.
+    The optimizer's state is in the last checkpoint. A run that was complete already keeps its results, for their speed.
     """
-    finished_before = record.first_step == record.num_steps and (folder / RESULT_FILE).exists()
-    if not finished_before:
+    was_complete = record.first_step == record.num_steps and (folder / RESULT_FILE).exists()
+    if not was_complete:
         export(model, run.source, run.topology, folder)
         write_result(folder, record)
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
-    log.info("test: %s", shown or "no test data")
+    log.info("test: %s", metrics or "no test data")
     log.info("proof: %s", in_words(record.proof))
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)

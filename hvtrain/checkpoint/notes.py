@@ -88,7 +88,7 @@ def to_ranks(step: int, host: str) -> dict[str, str]:
     return {VARIABLE: f"{step}@{host}"}
 
 
-class Noting:
+class NoteKeeper:
     """Keeps the note of one host up to date; folder None: this rank keeps none.
 
     A note that cannot be written costs a warning, once: it is needed only after another failure.

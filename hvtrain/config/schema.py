@@ -1,8 +1,7 @@
-"""The typed schema of a run; every rule about a single value is checked here. Pure.
+"""The typed schema of a run, with the rules for single settings. Pure.
 
-`__main__` turns Hydra's composed tree into a RunConfig with `from_dict`; no other module sees the tree.
-The groups model, dataset, optimizer, schedule and strategy stay open dictionaries with a `_target_`,
-so that anything a user's own package offers can come in by YAML alone.
+`from_dict` turns Hydra's composed tree into a RunConfig. The groups model, dataset, optimizer, schedule and strategy
+stay open dictionaries with a `_target_`, so that YAML alone can name anything in a user's own package.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RENAMED = {
     "profile_first_step": "profile.first_step",
     "profile_steps": "profile.steps",
 }
-"""Settings of earlier versions, and what they are called now."""
+"""Settings of earlier versions, with their present names."""
 
 
 @dataclass
@@ -32,19 +31,15 @@ class TrainConfig:
     """How long and how to train."""
 
     epochs: int = setting(12, "passes over the training data", low=1)
-    steps: int | None = setting(None, "total optimizer steps; where it is set, epochs does not count", low=1)
+    steps: int | None = setting(None, "total optimizer steps, instead of epochs", low=1)
     divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks (same samples seen)")
     batch_size: int | list[int] = setting(  # noqa: RUF009
-        32, "training examples a step of one rank; a list: one for each rank, or each host, of unlike speed", low=1
+        32, "training examples per step and rank; a list: one for each rank or host, if their speeds differ", low=1
     )
-    accumulate: int = setting(
-        1, "steps whose gradients are averaged before they are reduced, once, and change weights", low=1
-    )
-    evaluation_batch_size: int = setting(256, "examples a step of one rank in validation and test", low=1)
+    accumulate: int = setting(1, "steps whose gradients are averaged before one reduction and update", low=1)
+    evaluation_batch_size: int = setting(256, "examples per step and rank in validation and test", low=1)
     learning_rate_scale: str = setting(
-        "linear",
-        "peak = base x n, base x sqrt(n), or base; n is the number of ranks x accumulate",
-        choices=("linear", "sqrt", "none"),
+        "linear", "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate", choices=("linear", "sqrt", "none")
     )
     validate_every_epochs: int | None = setting(1, "validate after every N epochs; null: not by epochs", low=1)
     validate_every_steps: int | None = setting(None, "validate after every N steps too", low=1)
@@ -53,84 +48,80 @@ class TrainConfig:
         "resumed on another number of ranks: keep global batch and rate, or scale both",
         choices=("keep", "scale"),
     )
-    max_time: str | None = setting(None, "stop after this time (11h50m, 90s), saved, to go on later")
+    max_time: str | None = setting(None, "save and stop after this time (11h50m, 90s); resume later")
     precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
-    deterministic: bool = setting(False, "TensorFlow's deterministic operations: same run, same bits (slower)")
+    deterministic: bool = setting(False, "TensorFlow's deterministic operations: the same bits in every run (slower)")
     steps_per_execution: int | None = setting(
-        None, "steps in one call of the graph; null: what takes 0.2 s, and one where callbacks look at steps", low=1
+        None, "steps in one call of the graph; null: as many as take 0.2 s, or one if a callback acts on batches", low=1
     )
-    jit_compile: bool = setting(False, "compile forward and backward pass with XLA; reduction and update stay outside")
+    jit_compile: bool = setting(False, "compile the forward and backward pass with XLA, without reduction and update")
 
 
 @dataclass
 class DataConfig:
-    """How ranks deal with any data set; the data set's own settings are in the group dataset."""
+    """Settings for any data set; the data set's own are in the group dataset."""
 
     uneven: str = setting(
-        "trim",
-        "shards of unlike size: trim all to the smallest, pad the smaller ones, or stop with an error",
-        choices=("trim", "pad", "error"),
+        "trim", "shards of different sizes: trim the larger, pad the smaller, or stop", choices=("trim", "pad", "error")
     )
-    on_error: str = setting(
-        "stop", "an example that cannot be read: stop, or skip it and count it", choices=("stop", "skip")
-    )
+    on_error: str = setting("stop", "an unreadable example: stop, or skip it and count it", choices=("stop", "skip"))
 
 
 @dataclass
 class CommConfig:
-    """How the ranks' exchange is set up."""
+    """Communication between ranks."""
 
-    tune: bool = setting(False, "try settings of the reduction on some steps first, and keep the fastest")
+    tune: bool = setting(False, "time settings of the reduction on some steps first, and keep the fastest")
 
 
 @dataclass
 class ProfileConfig:
-    """Tracing of some steps."""
+    """Tracing of steps."""
 
-    timeline: bool = setting(False, "trace some steps and say where their time went")
+    timeline: bool = setting(False, "trace some steps and log the time of their operations")
     first_step: int = setting(50, "steps of this start before the traced ones", low=0)
-    steps: int = setting(20, "steps that are traced", low=1)
+    steps: int = setting(20, "number of traced steps", low=1)
 
 
 @dataclass
 class RunFolderConfig:
-    """Where the results lie."""
+    """Place of the results."""
 
     dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-MODEL-DATASET, the same on all ranks")
 
 
 @dataclass
 class CheckpointConfig:
-    """When rank 0 writes checkpoints and which of them it keeps."""
+    """Checkpoints that rank 0 writes and keeps."""
 
     every_epochs: int | None = setting(1, "after every N epochs; null: not by epochs", low=1)
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
-    keep: int = setting(2, "newest checkpoints kept, besides the best one", low=1)
-    best: str = setting("val_accuracy", "metric whose best checkpoint is kept (lower is better for a loss)")
-    on_error: str = setting("stop", "when one cannot be written: stop, or warn and go on", choices=("stop", "warn"))
+    keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
+    best: str = setting("val_accuracy", "metric whose best checkpoint is kept (the lowest for a loss)")
+    on_error: str = setting("stop", "if one cannot be written: stop, or warn and continue", choices=("stop", "warn"))
 
 
 @dataclass
 class GuardConfig:
-    """What is proved while training; `guard.every=0` and `false` for the others turn it off."""
+    """Checks during training; `guard.every=0` and `false` for the others turn them off."""
 
     every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
-    finite: bool = setting(True, "stop all ranks before a gradient that is not finite reaches the weights")
-    batches: bool = setting(True, "refuse two ranks that read the same first batch")
-    data: bool = setting(True, "refuse to resume on a data set that has changed")
+    finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
+    batches: bool = setting(True, "stop if two ranks read the same first batch")
+    data: bool = setting(True, "do not resume on a data set that has changed")
 
 
 @dataclass
 class WatchdogConfig:
-    """How long ranks wait for one that makes no progress."""
+    """Time limit for ranks that make no progress."""
 
-    abort_seconds: float = setting(600.0, "end the run when a rank makes no progress for so long; 0: wait", low=0)
+    abort_seconds: float = setting(600.0, "end the run if a rank makes no progress for this long; 0: wait", low=0)
 
 
 @dataclass
 class RunConfig:
-    """A whole run, as the runner is given it."""
+    """All settings of a run."""
 
     model: dict[str, Any] = field(metadata={"doc": "a model builder"})
     dataset: dict[str, Any] = field(metadata={"doc": "a data source"})
@@ -148,18 +139,18 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     resume: str = setting(
         "auto",
-        "go on from the newest valid checkpoint; available: though an absent host has a newer",
+        "resume from the newest valid checkpoint; available: even if an absent host has a newer one",
         choices=("auto", "available", "never"),
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
-    verbose: bool = setting(False, "show the notes of TensorFlow, CUDA and oneDNN")
-    debug: bool = setting(False, "show tracebacks for errors in the input too")
+    verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
+    debug: bool = setting(False, "show tracebacks also for errors in the input")
 
 
 def from_dict(tree: dict[str, Any]) -> RunConfig:
-    """The checked RunConfig of a plain nested dictionary.
+    """Checks a plain nested dictionary and returns its RunConfig.
 
-    Raises ConfigError, whose message names the setting, what it was, and what it may be.
+    Raises ConfigError, which names the setting, its value, and the values allowed.
     """
     _refuse_renamed(tree)
     config: RunConfig = typed(RunConfig, tree)
@@ -176,13 +167,13 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 
 
 def default_run_dir(config: RunConfig) -> str:
-    """runs/DATE_TIME-MODEL-DATASET, of now; where run.dir is not set."""
+    """The run folder if run.dir is not set: runs/DATE_TIME-MODEL-DATASET, with the present time."""
     names = [str(group["_target_"]).split(".")[-1] for group in (config.model, config.dataset)]
     return "/".join(["runs", "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])])
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The plain nested dictionary of a RunConfig (or a section of one), for records and checkpoints."""
+    """Turns a RunConfig (or a section) into a plain nested dictionary, for records and checkpoints."""
     return {
         item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else value
         for item in fields(config)
@@ -208,7 +199,7 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
 
 
 def _align_with_accumulation(config: RunConfig) -> None:
-    """In the middle of an accumulation each rank has gradients of its own: no place to stop, to compare or to save."""
+    """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
     train, number = config.train, config.train.accumulate
     if config.optimizer.get("gradient_accumulation_steps"):
         raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
@@ -231,7 +222,7 @@ def _align_with_accumulation(config: RunConfig) -> None:
 
 
 def whole(steps: int, accumulate: int) -> int:
-    """So many steps, or a few more to make whole accumulations.
+    """Rounds steps up to whole accumulations.
 
     >>> whole(500, 1), whole(500, 3), whole(0, 3)
     (500, 501, 0)
@@ -240,7 +231,7 @@ def whole(steps: int, accumulate: int) -> int:
 
 
 def _base_learning_rate(optimizer: dict[str, Any]) -> float:
-    """The rate of one rank. A float always: Keras 3 refuses a whole number."""
+    """Learning rate of one rank, as a float, because Keras 3 rejects an integer."""
     value = optimizer.get("learning_rate")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"optimizer.learning_rate={value} is not a number; give the rate for one rank")

@@ -109,5 +109,5 @@ def seconds(name: str, duration: str) -> float:
     found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
     total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0.0
     if total <= 0:
-        raise ConfigError(f"{name}={duration} is no duration; write it as 11h50m, 45m or 90s")
+        raise ConfigError(f"{name}={duration} is not a duration; write it as 11h50m, 45m or 90s")
     return total

@@ -55,7 +55,7 @@ class RunRecord:
     versions: dict[str, str]
     config: dict[str, Any]
     split: dict[str, Any] | None = None
-    """What a step's time went to, in seconds, and the slowest rank (callbacks/step_split.py)."""
+    """What a step's time went to, in seconds, and the slowest rank (callbacks/speed.py)."""
     skipped_examples: int = 0
     """Over all ranks, where data.on_error=skip; since this start of the run."""
 

@@ -1,4 +1,4 @@
-"""Horovod's elastic loop for a program that keeps its state itself, and does everything anew after a reset."""
+"""Horovod's elastic loop for a program that keeps its own state and begins again after each reset."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class Resets(State):
-    """Calls a function again whenever ranks were lost or have joined, until it returns (every rank).
+    """Repeats a function after ranks were lost or joined, until it returns (every rank).
 
-    All ranks, those too that have just joined, then do the same from its beginning, so that no rank waits for a
-    message that another does not send. It may make optimizers, and check_host_updates within it (every rank)
-    begins it anew where ranks are about to join or to go.
+    All ranks, including new ones, start from the function's beginning, so that no rank waits in a collective that
+    another does not enter. The function may create optimizers. It calls check_host_updates (every rank), which
+    restarts it if ranks are joining or leaving.
     """
 
     def __init__(self) -> None:
         super().__init__(bcast_object=partial(hvd.broadcast_object, name="hvtrain.resets"), get_rank=hvd.rank)
 
     def run_with_restarts(self, func: Callable[[], T]) -> T:
-        """The result of func. Errors of Horovod's operations call it again; every other error is raised as it is."""
+        """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
         result: T = run(lambda _: func())(self)
         return result
 
@@ -35,6 +35,6 @@ class Resets(State):
         number_anew()
 
     def save(self) -> Any:
-        """Nothing is kept here."""
+        """Does nothing: the program keeps its own state."""
 
     restore = sync = save

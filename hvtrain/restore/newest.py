@@ -1,8 +1,7 @@
-"""Which checkpoint a run goes on from: the newest whole one of this run, on whichever host it lies.
+"""Finds the checkpoint to resume from: the newest one of this run, on whichever host, that can be read.
 
-Without a shared disk each host has its own, and rank 0 may be on another host than before. Each rank says what is
-the newest that it has; the first rank that has the newest of all reads it, and it travels to rank 0. resuming
-restores it.
+Without a shared disk each host has its own, and rank 0 may be on another host than before. Each rank reports the
+newest checkpoint that it has; the first rank with the newest of all (the root) reads it and sends it to rank 0.
 """
 
 from __future__ import annotations
@@ -11,24 +10,25 @@ import logging
 import os
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvtrain.checkpoint import notes, store
-from hvtrain.checkpoint.notes import Note, Noting, checked_run_id
+from hvtrain.checkpoint.notes import NoteKeeper, checked_run_id
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
 from hvtrain.errors import CheckpointError
-from hvtrain.restore.offers import Offer, check_notes, check_one_run, check_resume, this_runs
-from hvtrain.restore.resume import Found, RunState
-from hvtrain.restore.transfer import bring
+from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, check_resume, of_run
+from hvtrain.restore.resume import ResumePoint, RunState
+from hvtrain.restore.transfer import send_arrays
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
-# Without these, of these types, a checkpoint does not say how its run went.
+# The meta that a checkpoint needs to be resumed, with its types.
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "num_ranks": int,
     "batch_size": (int, list),
@@ -40,155 +40,151 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 
 def find(
     folder: Path, comm: Comm, run_state: RunState, resume: str = "auto", on_all_ranks: bool = False
-) -> Found | None:
-    """The newest whole checkpoint of this run, in memory or on the disk of any host; or None (every rank).
+) -> ResumePoint | None:
+    """Finds the newest readable checkpoint of this run, in memory or on the disk of any host (every rank).
 
     Args:
-        folder: the run folder.
-        comm: collectives.
         run_state: gets the run's identifier, this host's note, and with on_all_ranks the checkpoint.
         resume: see RunConfig.
         on_all_ranks: all ranks get the arrays, not the chief alone.
 
     Raises:
-        CheckpointError: hosts hold checkpoints of different runs; a newer one lies on a host that is not there;
-            or all that there are are damaged.
-        ConfigError: resume=never, and another host than rank 0's holds a checkpoint.
+        CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host, or all are damaged.
+        ConfigError: resume=never, and another host than rank 0's has a checkpoint.
     """
     search = _Search(folder, comm, run_state, on_all_ranks)
-    found = search.newest()
-    hosts = comm.gather(comm.topology.host)
+    saved = search.newest()
+    hosts, rank = comm.gather(comm.topology.host), comm.topology.rank
     if search.run_id is None:
-        check_resume(search.offers, resume, folder)
+        check_resume(search.candidates, resume, folder)
         if resume == "auto" and run_state.checkpoint is None:
-            check_notes(search.notes(), hosts, search.offers, folder)
-    whole = search.bring(found) if found else None
-    run_id = found and checked_run_id(found.meta.get("run_id"))
+            own = [notes.read(folder), notes.from_launcher(os.environ)]
+            known = [note for both in comm.gather(own) for note in both if note]
+            check_notes(known, hosts, search.candidates, folder)
+    checkpoint = search.send(saved) if saved else None
+    run_id = saved and checked_run_id(saved.meta.get("run_id"))
     run_state.run_id = run_id or search.run_id or comm.broadcast(uuid.uuid4().hex[:12])
-    rank = comm.topology.rank
+    run_state.note_keeper = NoteKeeper()
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
-        run_state.noting = _noting(folder, rank, hosts, run_state.run_id, found, resume)
-    else:
-        run_state.noting = Noting()
-    if on_all_ranks and whole:
-        run_state.checkpoint = whole
-    return replace(found, whole=whole) if found else None
+        # The first rank of each host with its own disk keeps the note; rank 0's host has the checkpoints themselves.
+        notes.forget(folder, None if resume == "available" else run_state.run_id)
+        if saved and saved.host not in ("", hosts[rank]):
+            NoteKeeper(folder, saved.host, run_state.run_id).note(saved.step)
+        run_state.note_keeper = NoteKeeper(folder if rank else None, hosts[0], run_state.run_id)
+    if on_all_ranks and checkpoint:
+        run_state.checkpoint = checkpoint
+    return replace(saved, checkpoint=checkpoint) if saved else None
 
 
 class _Search:
-    """What all ranks have, round by round, until the newest of it is found whole."""
+    """Gathers every rank's candidate until the newest of them can be read."""
 
     def __init__(self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool) -> None:
         self.folder = folder
+        self.checkpoints = folder / "checkpoints"
         self.comm = comm
         self.run_state = run_state
-        self.on_all_ranks = on_all_ranks
-        self.offers: list[Offer] = []
-        # Of a run that has begun already, whose ranks are others now.
+        self.wanted = on_all_ranks or comm.topology.is_chief
+        self.candidates: list[Candidate] = []
+        # Set if the run has begun already, on ranks that have changed since.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
         self.has_own_disk = _has_own_disk(folder, comm)
         self._damaged: dict[Path, str] = {}
-        self._whole: Checkpoint | None = None
+        self._checkpoint: Checkpoint | None = None
         self._root = 0
 
-    def newest(self) -> Found | None:
-        """Every rank. It is read, checked, and kept on one rank, the root."""
-        found = None
-        while found is None:
-            everyone = self.comm.gather(self.comm.all_or_raise(self._own))
-            self.offers = this_runs([offer for offer in everyone if offer], self.run_id)
-            if not self.offers:
+    def newest(self) -> ResumePoint | None:
+        """Finds the checkpoint, and reads it on the root (every rank)."""
+        saved = None
+        while saved is None:
+            everyone = self.comm.gather(self.comm.all_or_raise(self._candidate))
+            self.candidates = of_run([candidate for candidate in everyone if candidate], self.run_id)
+            if not self.candidates:
                 break
-            chosen = max(self.offers, key=lambda offer: (offer.step, -offer.rank))
-            self._root = chosen.rank
-            found = self.comm.on_rank(self._root, self._read)
-        if found and self.run_id is None:
-            check_one_run(self.offers, self._root, self.folder)
-        self._tell_damaged(found)
-        return found
+            newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))
+            self._root = newest.rank
+            saved = self.comm.on_rank(self._root, partial(self._read, newest))
+        if saved and self.run_id is None:
+            check_one_run(self.candidates, newest, self.folder)
+        self._report_damaged(saved)
+        return saved
 
-    def notes(self) -> list[Note]:
-        """What the hosts, and the launcher, know of the newest checkpoint (every rank)."""
-        own = [notes.read(self.folder), notes.from_launcher(os.environ)]
-        return [note for notes in self.comm.gather(own) for note in notes if note]
-
-    def bring(self, found: Found) -> Checkpoint | None:
-        """Sends it to the ranks that need it; None on the others (every rank)."""
+    def send(self, saved: ResumePoint) -> Checkpoint | None:
+        """Sends the checkpoint to the ranks that need it; returns None on the others (every rank)."""
         committed = self.run_state.checkpoint
-        has_it = self._whole is not None or (committed is not None and committed.step == found.step)
-        if self._whole is None and has_it:
-            self._whole = committed
-        wanted = self.comm.topology.is_chief or self.on_all_ranks
-        if any(self.comm.gather(wanted and not has_it)):
-            arrays = bring(self._whole.arrays if self._whole else None, self._root, self.comm, wanted and not has_it)
-            if arrays is not None:
-                self._whole = Checkpoint(Path(store.name_of(found.step)), found.step, dict(found.meta), arrays)
-        if self._root and found.host:
-            self._bring_records()
-        return self._whole if wanted else None
-
-    def _own(self) -> Offer | None:
-        """The newest that this rank has, but for those that it found damaged."""
-        topology, checkpoints = self.comm.topology, self.folder / "checkpoints"
-        if checkpoints.is_symlink():
-            raise CheckpointError(
-                f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
+        if self._checkpoint is None and committed is not None and committed.step == saved.step:
+            self._checkpoint = committed
+        is_missing = self.wanted and self._checkpoint is None
+        if any(self.comm.gather(is_missing)):
+            arrays = send_arrays(
+                self._checkpoint.arrays if self._checkpoint else None, self._root, self.comm, is_missing
             )
-        paths = store.listed(checkpoints) if self.has_own_disk else []
+            if arrays is not None:
+                self._checkpoint = Checkpoint(Path(store.name_of(saved.step)), saved.step, dict(saved.meta), arrays)
+        if self._root and saved.host:
+            self._send_records()
+        return self._checkpoint if self.wanted else None
+
+    def _candidate(self) -> Candidate | None:
+        """The newest checkpoint of this rank, apart from those that it knows to be damaged."""
+        topology = self.comm.topology
+        if self.checkpoints.is_symlink():
+            raise CheckpointError(
+                f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
+            )
+        paths = store.listed(self.checkpoints) if self.has_own_disk else []
         paths = [path for path in paths if path not in self._damaged]
         committed = self.run_state.checkpoint
         step = store.step_of(paths[-1]) if paths else -1
         seen = max([step, *map(store.step_of, self._damaged)])
         if committed is not None and committed.step >= step:
-            return Offer(topology.rank, topology.host, committed.step, self.run_state.run_id, None, seen)
+            return Candidate(topology.rank, topology.host, committed.step, self.run_state.run_id, None, seen)
         if not paths:
             return None
         run_ids = (store.run_id(path) for path in reversed(paths))
-        return Offer(topology.rank, topology.host, step, next(filter(None, run_ids), None), paths[-1], seen)
+        return Candidate(topology.rank, topology.host, step, next(filter(None, run_ids), None), paths[-1], seen)
 
-    def _read(self) -> Found | None:
-        """The root's offer, whole; None where it is damaged (root only)."""
-        offer = next(offer for offer in self.offers if offer.rank == self.comm.topology.rank)
-        where = f" on {offer.host}" if offer.rank else ""
-        if offer.path is None:
+    def _read(self, candidate: Candidate) -> ResumePoint | None:
+        """Reads the root's candidate; returns None if it is damaged (root only)."""
+        where = f" on {candidate.host}" if candidate.rank else ""
+        if candidate.path is None:
             assert self.run_state.checkpoint is not None
-            newest, where = self.run_state.checkpoint, f" in memory{where}"
+            checkpoint, where = self.run_state.checkpoint, f" in memory{where}"
         else:
             try:
-                newest = store.read(offer.path)
+                checkpoint = store.read(candidate.path)
             except CheckpointError as error:
-                self._damaged[offer.path] = str(error)
+                self._damaged[candidate.path] = str(error)
                 return None
-        missing = [name for name, kind in _NEEDED.items() if not isinstance(newest.meta.get(name), kind)]
+        name, meta = checkpoint.path.name, checkpoint.meta
+        missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if missing:
             raise CheckpointError(
-                f"checkpoint {newest.path.name} lacks {', '.join(missing)} and so is of no run; choose another run.dir"
+                f"checkpoint {name} lacks {', '.join(missing)} and cannot be resumed; choose another run.dir"
             )
-        self._whole = newest
-        return Found(newest.path.name + where, newest.step, newest.meta, host=offer.host if offer.path else "")
+        self._checkpoint = checkpoint
+        return ResumePoint(name + where, checkpoint.step, meta, host=candidate.host if candidate.path else "")
 
-    def _tell_damaged(self, found: Found | None) -> None:
-        """Sets aside what was damaged, and says so; raises CheckpointError where nothing else is there (every rank)."""
+    def _report_damaged(self, saved: ResumePoint | None) -> None:
+        """Sets damaged checkpoints aside and logs them; raises CheckpointError if there are no others (every rank)."""
         place = self.comm.topology
         where = "" if place.is_chief else f"host {place.host}: "
-        if found:
-            own = [store.passed_over(path, line, found.step) for path, line in self._damaged.items()]
-        else:
-            own = list(self._damaged.values())
+        own = list(self._damaged.values())
+        if saved:
+            own = [store.passed_over(path, line, saved.step) for path, line in self._damaged.items()]
         lines = [line for lines in self.comm.gather([f"{where}{line}" for line in own]) for line in lines]
-        if lines and not found:
+        if lines and not saved:
             raise CheckpointError(
-                f"{lines[0]}; no other checkpoint in {self.folder / 'checkpoints'} is whole; "
-                "choose another run.dir to start anew"
+                f"{lines[0]}; no other checkpoint in {self.checkpoints} is whole; choose another run.dir to start anew"
             )
         for line in lines if place.is_chief else ():
             log.warning("%s", line)
 
-    def _bring_records(self) -> None:
-        """The rows of the history, and which checkpoint was the best, from the root to the chief (every rank)."""
+    def _send_records(self) -> None:
+        """Sends the history and the name of the best checkpoint from the root to the chief (every rank)."""
 
         def read() -> tuple[Any, Any, str]:
-            return read_history(self.folder), read_best(self.folder / "checkpoints"), self.comm.topology.host
+            return read_history(self.folder), read_best(self.checkpoints), self.comm.topology.host
 
         rows, best, host = self.comm.on_rank(self._root, read)
 
@@ -196,26 +192,15 @@ class _Search:
             if rows:
                 write_history(self.folder, rows)
             if best:
-                there = best.get("host", host)
-                place = {} if there == self.comm.topology.host else {"host": there}
-                mark_best(self.folder / "checkpoints", best["step"], best["metric"], best["value"], **place)
+                best_host = best.get("host", host)
+                place = {} if best_host == self.comm.topology.host else {"host": best_host}
+                mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **place)
 
         self.comm.on_chief(write)
 
 
-def _noting(folder: Path, rank: int, hosts: list[str], run_id: str, found: Found | None, resume: str) -> Noting:
-    """Notes on this host where the checkpoint lies that the run goes on from; returns what notes those that follow.
-
-    By the first rank of each host that has a disk of its own; rank 0's host needs no note of what rank 0 writes.
-    """
-    notes.forget(folder, None if resume == "available" else run_id)
-    if found and found.host not in ("", hosts[rank]):
-        Noting(folder, found.host, run_id).note(found.step)
-    return Noting(folder if rank else None, hosts[0], run_id)
-
-
 def _has_own_disk(folder: Path, comm: Comm) -> bool:
-    """False on a rank that sees the run folder of the chief, by what that wrote into its lock (every rank)."""
+    """False on a rank that shares the chief's run folder, judging by the contents of its lock (every rank)."""
     try:
         seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
     except OSError:

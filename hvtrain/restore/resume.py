@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint that newest found: what must be as it was, and each rank's own state."""
+"""Resumes a run from a checkpoint: checks that it fits, restores the model, and gives each rank its own state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.callback_records import saved_state
-from hvtrain.checkpoint.notes import Noting
+from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
@@ -24,35 +24,44 @@ RankState = dict[str, np.ndarray]
 
 @dataclass
 class RunState:
-    """What a run keeps in memory from leg to leg. checkpoint: of the last commit, where ranks come and go."""
+    """State that survives a restart of the ranks.
+
+    Attributes:
+        began: time.monotonic() at the beginning of the run.
+        folder: the run folder.
+        lock: its lock.
+        signals: those received so far.
+        checkpoint: the last commit to memory, in an elastic job.
+        run_id: the same in all checkpoints of the run, over all of its starts.
+        note_keeper: notes on this host where the newest checkpoint is.
+    """
 
     began: float
-    """time.monotonic() at the beginning of the run."""
     folder: Path | None = None
     lock: RunLock = field(default_factory=RunLock)
     signals: list[int] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
     run_id: str | None = None
-    """What all checkpoints of the run have in common, over all of its starts."""
-    noting: Noting = field(default_factory=Noting)
+    note_keeper: NoteKeeper = field(default_factory=NoteKeeper)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The checkpoint that a run goes on from: what it says, on every rank, and all of it on the chief alone, or on
-    every rank where ranks come and go."""
+class ResumePoint:
+    """The checkpoint to resume from: its meta on every rank, its arrays on the chief, or everywhere if elastic.
+
+    host is the one whose disk it is on; empty if it was in memory.
+    """
 
     name: str
     step: int
     meta: dict[str, Any]
-    whole: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     host: str = ""
-    """On whose disk it lies; empty where it was in memory."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at nothing, or at a checkpoint that num_ranks ranks wrote, by a plan made for plan_ranks.
+    """Where a run begins: at step 0, or at a checkpoint that num_ranks ranks wrote, with a plan for plan_ranks.
 
     rank_state is this rank's own.
     """
@@ -67,27 +76,27 @@ class Start:
 
 
 def resume(
-    found: Found | None,
+    saved: ResumePoint | None,
     model: keras.Model,
     plan: StepPlan,
     meta: dict[str, Any],
     refuse_other_data: bool,
     comm: Comm,
 ) -> Start:
-    """Restores on the chief; returns, on every rank, where the run stands. meta is what it will say of itself."""
+    """Restores the chief's model, and returns the run's start (every rank). meta is that of the run's checkpoints."""
 
     def restore() -> tuple[Start, list[RankState]]:
-        if found is None or found.whole is None:
+        if saved is None or saved.checkpoint is None:
             return Start(), [{}] * plan.size
-        whole = found.whole
-        check_unchanged(found.name, whole.meta.get("data"), meta["data"], refuse_other_data)
-        _refuse_other_plan(whole, meta)
-        store.restore(whole, model)
-        ended, plan_ranks = whole.meta.get("ended", False), whole.meta["num_ranks"]
-        num_ranks = whole.meta.get("world_size", plan_ranks)
-        callbacks = saved_state(whole.meta, whole.arrays)
-        start = Start(found.name, whole.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
-        return start, states_on(plan.size, [whole.rank_state(rank) for rank in range(num_ranks)])
+        checkpoint = saved.checkpoint
+        check_unchanged(saved.name, checkpoint.meta.get("data"), meta["data"], refuse_other_data)
+        _check_plan(checkpoint, meta)
+        store.restore(checkpoint, model)
+        ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
+        num_ranks = checkpoint.meta.get("world_size", plan_ranks)
+        callbacks = saved_state(checkpoint.meta, checkpoint.arrays)
+        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
+        return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
     start, states = comm.on_chief(restore)
     start = replace(start, rank_state=states[comm.topology.rank])
@@ -96,29 +105,26 @@ def resume(
 
 
 def states_on(size: int, states: list[RankState]) -> list[RankState]:
-    """The ranks' states, for another number of ranks: each rank keeps its own.
+    """Distributes the ranks' states over another number of ranks: each rank keeps its own.
 
-    The metrics of the epoch begun are sums: the chief takes those of the ranks that are gone. A new rank has
-    counted nothing, has seeds of its own, and the chief's learning rate.
+    The metrics of an unfinished epoch are sums: the chief adds those of the ranks that left. A new rank starts with
+    no counts, its own seeds, and the chief's learning rate.
     """
     kept = states[:size]
     for gone in states[size:]:
-        added = {name: value + gone[name] for name, value in kept[0].items() if name.startswith("metric/")}
-        kept[0] = {**kept[0], **added}
+        sums = {name: value + gone[name] for name, value in kept[0].items() if name.startswith("metric/")}
+        kept[0] = {**kept[0], **sums}
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 
 
-def _refuse_other_plan(saved: Checkpoint, meta: dict[str, Any]) -> None:
-    # With another number of ranks in its plan, the run is to have another plan.
-    names = ("batch_sizes", "steps_per_epoch") if saved.meta["num_ranks"] == meta["num_ranks"] else ()
-    different = [
-        f"{name} {saved.meta.get(name)}, now {meta[name]}"
-        for name in (*names, "uneven")
-        if saved.meta.get(name) != meta[name]
-    ]
+def _check_plan(checkpoint: Checkpoint, meta: dict[str, Any]) -> None:
+    # A plan for another number of ranks is meant to differ.
+    names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
+    pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
+    different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
     if different:
         raise CheckpointError(
-            f"checkpoint {saved.path.name} was made with {'; '.join(different)}; "
+            f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
             "start with the same numbers, or choose another run.dir"
         )

@@ -1,1 +1,1 @@
-"""How ranks work together. The runner knows the verbs of base.Strategy and nothing else."""
+"""Strategies of cooperation between ranks. The runner uses the interface of base.Strategy alone."""

@@ -1,4 +1,4 @@
-"""How ranks work together. The base class is the single process, so the runner never asks which strategy it has."""
+"""Interface of strategies. The base class is the single process, so the runner never asks which strategy it has."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hvtrain.errors import UserError
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.evaluation import evaluate
-from hvtrain.strategies.loop import Calls, train
+from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.strategies.parts import Guards, Membership, Timeline
 from hvtrain.watchdog import Watch
 
 
 class Strategy:
-    """One process on its own: no other rank, nothing to exchange.
+    """One process on its own, without communication.
 
-    The verbs are start, scope, distribute, fit, evaluate and stop. Everything else stands in parts, which do nothing
-    here: comm (collectives), watchdog, timeline, guards (proof that ranks train together), membership (ranks that
-    leave and join). A method is collective (every rank) unless its docstring says otherwise.
+    The verbs are start, scope, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives),
+    watchdog, timeline, guards (proof that ranks train together), membership (ranks that leave and join). A method is
+    collective (every rank) unless its docstring says otherwise.
     """
 
     marks: StepMarks
-    """Steps of this process, and what they spent their time on. Made by start."""
+    """Counts and times of this process's steps. Made by start."""
 
     def __init__(self) -> None:
         self.comm = Comm()
@@ -40,30 +40,30 @@ class Strategy:
 
     @property
     def topology(self) -> Topology:
-        """This rank's place; that of a single process before start."""
+        """This rank's place among the ranks; before start, that of a single process."""
         return self.comm.topology
 
     def start(self) -> Topology:
-        """Joins the other ranks, and pins this rank's device before TensorFlow touches one."""
+        """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
         self.marks = StepMarks()
         return self.topology
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        """Watches the ranks from now on, in place of an earlier watchdog. 0: does not."""
+        """Starts to watch the ranks, in place of an earlier watchdog."""
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The context in which the model is built. Not collective."""
+        """Returns the context in which the model is built. Not collective."""
         return nullcontext()
 
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        """The optimizer that steps on the mean of all ranks' gradients. Not collective.
+        """Returns an optimizer that steps on the mean of all ranks' gradients. Not collective.
 
         Args:
-            optimizer: of one process.
+            optimizer: that of one process.
             check_finite: a gradient that is not finite on any rank stops the step on all of them.
-            divide_losses: the step passes its loss through the optimizer's scale_loss, where the mean may be taken.
+            divide_losses: the step passes its loss through the optimizer's scale_loss, so the mean may be taken there.
         """
         return optimizer
 
@@ -82,19 +82,19 @@ class Strategy:
 
         Args:
             model: compiled, with an optimizer that distribute returned.
-            batches_from: this rank's stream of batches, from a step of the run on.
+            batches_from: returns this rank's stream of batches, from a step of the run on.
             plan: the steps of the run.
-            start_step: steps that are done.
+            start_step: steps already done.
             callbacks: see strategies.loop.train.
-            verbose: Keras's.
+            verbose: as in Keras's fit.
             steps_per_call: steps in one call of the graph; None: chosen by timing.
             intervals: step intervals that a call must not cross.
         """
-        calls = Calls(steps_per_call, intervals, self.comm.broadcast)
-        train(model, batches_from, plan, start_step, callbacks, verbose, calls, self.marks)
+        call_steps = CallSteps(steps_per_call, intervals, self.comm.broadcast)
+        train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
 
     def evaluate(self, model: keras.Model, dataset: tf.data.Dataset) -> dict[str, float]:
-        """Metrics over all ranks' shards, which may differ in size."""
+        """Returns the metrics over all ranks' shards, which may differ in size."""
         return evaluate(model, dataset, self.comm)
 
     def stop(self) -> None:
@@ -104,16 +104,16 @@ class Strategy:
         """Prepares for restart; call it before start. Not collective."""
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves the other ranks and joins them again, with other settings of the reduction."""
+        """Leaves and rejoins the other ranks, with new settings of the reduction."""
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        """What happened to another rank, if the error comes from that. Not collective."""
+        """Returns the failure of another rank that caused the error, if any. Not collective."""
         return None
 
     def devices(self) -> list[str]:
-        """The device of each rank, by rank. After start; not collective."""
+        """Returns the device of each rank, by rank, after start. Not collective."""
         return []
 
     def description(self) -> str:
-        """How the ranks exchange, in a few words, for the run's summary. Not collective."""
+        """Names the means of communication, for the run's summary. Not collective."""
         return "one process"

@@ -1,4 +1,4 @@
-"""Collectives: what ranks tell each other. `strategy.comm` offers them; with one process each is an identity."""
+"""Collectives between ranks: `strategy.comm`. With one process each is an identity."""
 
 from __future__ import annotations
 
@@ -17,27 +17,22 @@ T = TypeVar("T")
 
 
 class Comm:
-    """Collectives of one process. Every rank must enter each of them.
+    """Collectives of one process, whose watchdog learns when it waits. Every rank must enter each of them."""
 
-    Args:
-        topology: this rank's place.
-        watchdog: is told while this rank waits for others.
-    """
-
-    def __init__(self, topology: Topology | None = None, watchdog: Watch | None = None) -> None:
+    def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology()
-        self.watchdog = watchdog or Watch()
+        self.watchdog = Watch()
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank."""
+        """Returns the root's value on every rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, by rank, on every rank."""
+        """Returns all ranks' values, by rank, on every rank."""
         return [value]
 
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Element-wise sums over the ranks, as float64."""
+        """Returns element-wise sums over the ranks, as float64."""
         return [np.asarray(array, np.float64) for array in arrays]
 
     def broadcast_model(self, model: keras.Model) -> None:
@@ -48,7 +43,7 @@ class Comm:
         return self.on_rank(0, action)
 
     def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Does the same on another rank, which the error then names."""
+        """Does the same on any rank, which an error names unless it is the chief."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.rank == root:
             with self.watchdog.phase(CHECKPOINT):
@@ -62,10 +57,10 @@ class Comm:
         """Runs the action on every rank and returns its own result; if it fails on one rank, all raise that error."""
         value, error = _attempt(action)
         errors = self.gather(error and (error, self.topology.host))
-        failed = [rank for rank, found in enumerate(errors) if found]
-        if failed:
-            first, host = errors[failed[0]]
-            where = "" if len(failed) == len(errors) else f"rank {failed[0]} on {host}: "
+        rank = next((rank for rank, failed in enumerate(errors) if failed), None)
+        if rank is not None:
+            first, host = errors[rank]
+            where = "" if all(errors) else f"rank {rank} on {host}: "
             raise type(first)(f"{where}{first}")
         return value
 

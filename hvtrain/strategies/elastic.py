@@ -1,4 +1,4 @@
-"""Horovod with ranks that leave and join while a run goes on."""
+"""Horovod with ranks that leave and join during a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class ElasticMembership(Membership):
     """Horovod's elastic membership.
 
-    The watchdog over the ranks before a restart stays on until there is one over those after it: a restart may hang.
+    A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
     """
 
     def __init__(self, commit_steps: int) -> None:
@@ -33,13 +33,13 @@ class ElasticMembership(Membership):
 
 
 class ElasticStrategy(HorovodStrategy):
-    """For `horovodrun --gloo --min-np ... --host-discovery-script ...`; with one rank and no launcher too.
+    """Strategy for `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a launcher.
 
-    Every rank holds the state in memory, committed now and then. After a loss the first remaining rank restores its
-    last commit, or a newer checkpoint, and the run continues as it would be resumed on another number of ranks.
+    Every rank commits the state to memory periodically. After a loss the first remaining rank restores its last
+    commit, or a newer checkpoint, and the run continues like one resumed on another number of ranks.
 
     Args:
-        commit_steps: commit after so many steps, and at the end of each epoch; a loss costs fewer steps than that.
+        commit_steps: steps between commits, besides those at the end of each epoch; a loss costs fewer steps than that.
         compression, share_gpus, bucket_mib, pin_cores: as in HorovodStrategy.
     """
 

@@ -1,13 +1,10 @@
 """Metrics over all ranks: sum of values over sum of counts, never a mean of means.
 
-The state of a Keras metric is sums (total and count of a mean, the counts of an AUC), so the sums over the
-ranks are the state that one process would have on all the data, and its result is exact also where shards
-differ in size.
+The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their sums over the ranks are
+the state of one process on all the data, so the result is exact even if shards differ in size.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,7 +15,7 @@ from hvtrain.watchdog.progress import VALIDATION
 
 
 def metrics_over_ranks(model: keras.Model, comm: Comm) -> dict[str, float]:
-    """Results of the model's metrics over all ranks (every rank); their own state stays as it is."""
+    """Returns the model's metrics over all ranks, and keeps their own state (every rank)."""
     own = [variable.numpy() for variable in model.metrics_variables]
     for variable, total in zip(model.metrics_variables, comm.sum_arrays(own)):
         variable.assign(total.astype(variable.dtype))
@@ -29,16 +26,17 @@ def metrics_over_ranks(model: keras.Model, comm: Comm) -> dict[str, float]:
 
 
 def evaluate(model: keras.Model, dataset: tf.data.Dataset, comm: Comm) -> dict[str, float]:
-    """Metrics on all ranks' shards together (every rank); shards may differ in size, and some be empty.
+    """Returns metrics over all ranks' shards, which may differ in size or be empty (every rank).
 
-    The state of the training metrics of an epoch that has begun is left as it was.
+    The training metrics of an unfinished epoch keep their state.
     """
     training = [variable.numpy() for variable in model.metrics_variables]
     if int(dataset.cardinality().numpy()) == 0:
         build_metrics(model, dataset)
     else:
         with comm.watchdog.phase(VALIDATION):
-            model.evaluate(dataset, verbose=0, callbacks=[_Heartbeat(comm)])
+            beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: comm.watchdog.progress.beat())
+            model.evaluate(dataset, verbose=0, callbacks=[beat])
     results = metrics_over_ranks(model, comm)
     for variable, value in zip(model.metrics_variables, training):
         variable.assign(value)
@@ -46,19 +44,8 @@ def evaluate(model: keras.Model, dataset: tf.data.Dataset, comm: Comm) -> dict[s
 
 
 def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
-    """Makes the state of the model's metrics, which Keras defers to the first batch; they count nothing yet."""
+    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it."""
     images, labels = dataset.element_spec[:2]
     blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
     model.evaluate(*blank, verbose=0)
     model.reset_metrics()
-
-
-class _Heartbeat(keras.callbacks.Callback):
-    """Tells the watchdog that each batch of an evaluation is progress (every rank)."""
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__()
-        self.comm = comm
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.comm.watchdog.progress.beat()

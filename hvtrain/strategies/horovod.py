@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives; the watchdog knows while this rank waits in one."""
+    """Horovod's collectives. The watchdog learns when this rank waits in one."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         with self.watchdog.phase(EXCHANGE):
@@ -89,9 +89,9 @@ class HorovodStrategy(Strategy):
 
     Args:
         compression: "none" or "fp16", the type of gradients on the wire.
-        bucket_mib: gradients are reduced in messages of about so many MiB, while others are computed; 0: all in one.
-        share_gpus: let several ranks of a host use one GPU (for trying things out).
-        pin_cores: without GPUs, keep each rank of a host on its own share of the cores.
+        bucket_mib: size of the messages in which gradients are reduced while others are computed; 0: all in one.
+        share_gpus: let several ranks of a host use one GPU (for experiments).
+        pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
     def __init__(
@@ -101,7 +101,9 @@ class HorovodStrategy(Strategy):
         if compression not in ("none", "fp16"):
             raise ConfigError(f"strategy.compression={compression} is not one of none, fp16")
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
-            raise ConfigError(f"strategy.bucket_mib={bucket_mib} came; a number of MiB is needed, or 0 for one message")
+            raise ConfigError(
+                f"strategy.bucket_mib={bucket_mib} is out of range; give a size in MiB, or 0 for one message"
+            )
         self.compression = getattr(hvd.Compression, compression)
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
@@ -121,7 +123,7 @@ class HorovodStrategy(Strategy):
 
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
-        self.watchdog.stop()  # In an elastic job it watched the ranks before, of whom this one may be the last.
+        self.watchdog.stop()  # In an elastic job it watched the earlier ranks, of which this one may be the last.
         self.watchdog = self.comm.watchdog = watchdog.Watch()
         if place.size == 1:
             return
@@ -157,7 +159,7 @@ class HorovodStrategy(Strategy):
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         self.bucket_bytes = int(bucket_mib * MIB)
         if hvd.size() > 1:
-            self.comm.gather(None)  # No rank leaves before all are ready to.
+            self.comm.gather(None)  # No rank leaves before all are ready.
             hvd.shutdown()
             os.environ.update(environment)
             hvd.init()
@@ -179,8 +181,8 @@ class HorovodStrategy(Strategy):
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
 
 
-class _WatchedWeightCheck(KerasWeightCheck):
-    """Tells the watchdog while it waits for the other ranks."""
+class _WatchedWeightCheck(KerasWeightCheck, WeightCheck):
+    """Tells the watchdog when it waits for the other ranks."""
 
     def __init__(self, model: keras.Model, enabled: bool, comm: Comm) -> None:
         super().__init__(model, enabled)
@@ -196,7 +198,7 @@ class _WatchedWeightCheck(KerasWeightCheck):
 
 
 class _StopTogether(hvd.StopTogetherCallback):
-    """Tells the watchdog while it waits for the other ranks."""
+    """Tells the watchdog when it waits for the other ranks."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Batches that differ in size between ranks, trained on as if they were one: each rank's gradient gets its weight.
+"""Weights of ranks whose batches differ in size, so that a step equals one on the joint batch.
 
-The mean over ranks of their mean gradients is that of the joint batch only where batches are equal. Otherwise a
-rank with n of the step's N examples must count n x ranks / N. Its batch carries that weight, and the loss applies
-it to the gradient alone, so that losses and metrics keep counting examples.
+The mean over ranks of their mean gradients is the joint batch's only if batches are equal. Otherwise a rank with n of
+the step's N examples needs the weight n x ranks / N. Its batch carries that weight, and the loss applies it to the
+gradient alone, so that losses and metrics still count examples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 
 
-def weigh(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
-    """(images, labels) from start_step on as (images, labels, weights float32 [batch])."""
+def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
+    """Turns (images, labels), from start_step on, into (images, labels, weights float32 [batch])."""
     steps = tf.data.Dataset.range(start_step, 2**62)
 
     def add(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -28,7 +28,7 @@ def weigh(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) 
 
 
 class RankWeighted(keras.losses.Loss):
-    """A loss whose value is the mean over the batch, and whose gradient is that times the batch's weight."""
+    """The mean of a loss over the batch, with its gradient multiplied by the batch's weight."""
 
     def __init__(self, loss: keras.losses.Loss) -> None:
         super().__init__(name=loss.name)

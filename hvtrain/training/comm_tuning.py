@@ -1,9 +1,9 @@
-"""comm.tune=true: finds the settings of the reduction with which this model trains fastest on these ranks.
+"""comm.tune=true: finds the reduction settings with which this model trains fastest on these ranks.
 
-Horovod's own autotuner knows no cycle under 1 ms and no buckets, and tunes while it trains. This one takes some steps
-of a copy of the model before the training begins, and keeps what it found in the run folder, for runs that go on. The
-size of Horovod's fusion buffer is left alone: buckets say how large messages are, and Horovod 0.28.1 crashes when it is
-started anew with both that size and a cycle.
+Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training. This one times some
+steps of a copy of the model before the training, and keeps the result in the run folder for resumed runs. It leaves
+Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.28.1 crashes when it is restarted with
+both a fusion threshold and a cycle time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,9 +32,11 @@ from hvtrain.training.run import Run
 log = logging.getLogger(__name__)
 
 FILE = "comm.json"
+CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
+BUCKETS_MIB = (25.0, 4.0)
 ROUNDS, STEPS = 3, 10
 SECONDS_FOR_STEPS = 3.0
-# Less than this may be noise; the default is what is known.
+# A smaller gain may be noise; then the well-known default stays.
 WORTHWHILE = 0.97
 
 
@@ -46,18 +47,22 @@ class CommSettings:
     cycle_ms: float = 1.0
     bucket_mib: float = 25.0
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What Horovod reads when it starts."""
-        return {CYCLE: f"{self.cycle_ms:g}"}
+    def __str__(self) -> str:
+        """Describes the settings for the log.
+
+        >>> print(CommSettings(), CommSettings(0.2, 0.0), sep="; ")
+        cycle 1 ms, buckets of 25 MiB; cycle 0.2 ms, one bucket
+        """
+        buckets = f"buckets of {self.bucket_mib:g} MiB" if self.bucket_mib else "one bucket"
+        return f"cycle {self.cycle_ms:g} ms, {buckets}"
+
+    def apply(self, strategy: Strategy) -> None:
+        """Restarts communication with these settings (every rank)."""
+        strategy.restart({CYCLE: f"{self.cycle_ms:g}"}, self.bucket_mib)
 
 
-CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
-BUCKETS_MIB = (25.0, 4.0)
-
-
-def settings_of(config: RunConfig) -> CommSettings:
-    """The settings that the run has without comm.tune."""
+def default_settings(config: RunConfig) -> CommSettings:
+    """The settings of the run without comm.tune."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
@@ -67,99 +72,75 @@ def settings_of(config: RunConfig) -> CommSettings:
 
 
 def tune(run: Run, build: Callable[[], keras.Model]) -> None:
-    """Restarts the exchange between the ranks with the fastest settings (every rank).
+    """Restarts communication with the fastest settings (every rank).
 
-    build makes a compiled model whose optimizer reduces by the strategy's settings of that moment.
+    build makes a compiled model whose optimizer reduces by the strategy's current settings.
     """
-    strategy, folder, default = run.strategy, run.folder, settings_of(run.config)
-    ranks = strategy.comm.gather(strategy.topology.host)
-    found = strategy.comm.on_chief(lambda: _read(folder, ranks))
-    if found is None:
+    comm, default = run.strategy.comm, default_settings(run.config)
+    hosts = comm.gather(comm.topology.host)
+    best = comm.on_chief(lambda: _read(run.folder, hosts))
+    if best is None:
         began = time.monotonic()
-        found, default, seconds = _search(strategy, build, run.batches_from(0), default)
-        gain = seconds[default] / seconds[found]
-        outcome = f"comm.tune: {in_words(found)}, {gain:.2f} times as fast as {in_words(default)}"
-        log.info("%s (%d tried in %.0f s)\n", outcome, len(seconds), time.monotonic() - began)
-        strategy.comm.on_chief(lambda: _write(folder, ranks, found, seconds))
+        best, default, seconds = _search(run, build, default)
+        outcome = f"{best}, {seconds[default] / seconds[best]:.2f} times as fast as {default}"
+        log.info("comm.tune: %s (%d tried in %.0f s)\n", outcome, len(seconds), time.monotonic() - began)
+        tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
+        content = json.dumps({"comm": asdict(best), "hosts": hosts, "tried": tried}, indent=1)
+        comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
     else:
-        log.info("comm.tune: %s, from %s\n", in_words(found), folder / FILE)
-    strategy.restart(found.environment, found.bucket_mib)
+        log.info("comm.tune: %s, from %s\n", best, run.folder / FILE)
+    best.apply(run.strategy)
 
 
 def _search(
-    strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset, default: CommSettings
+    run: Run, build: Callable[[], keras.Model], default: CommSettings
 ) -> tuple[CommSettings, CommSettings, dict[CommSettings, float]]:
-    """The fastest, the default, and the seconds of a step of all that were tried (the same on every rank)."""
+    """Finds the fastest settings; returns them, the default, and the step seconds of all (the same on every rank)."""
+    strategy, batches = run.strategy, run.batches_from(0)
     seconds = dict[CommSettings, float]()
     mib = sum(v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables) / (1 << 20)
-    # Larger ones would hold all gradients, and so be one, as 0 says.
+    # A larger bucket would contain all gradients; 0 means that.
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
     best = default = replace(default, bucket_mib=default.bucket_mib if default.bucket_mib < mib else 0.0)
-    # One setting after the other; each goes on from the best of those before it.
+    # One setting after the other, each starting from the best so far.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
         tried = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
-        rounds: dict[CommSettings, list[float]] = {comm: [] for comm in tried}
-        trials = dict(_trials(tried, strategy, build, batches))
+        trials: dict[float, Callable[[], float]] = {}  # Settings with the same buckets share a model.
+        for settings in tried:
+            if settings.bucket_mib not in trials:
+                settings.apply(strategy)
+                trials[settings.bucket_mib] = _trial(build(), strategy, batches)
+        rounds: dict[CommSettings, list[float]] = {settings: [] for settings in tried}
         for number in range(ROUNDS):
-            for comm in tried if number % 2 == 0 else reversed(tried):
-                strategy.restart(comm.environment, comm.bucket_mib)
-                rounds[comm].append(max(strategy.comm.gather(trials[comm]())))
-        seconds |= {comm: median(found) for comm, found in rounds.items()}
-        fastest = min(tried, key=lambda comm: seconds[comm])
+            for settings in tried if number % 2 == 0 else reversed(tried):
+                settings.apply(strategy)
+                rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
+        seconds |= {settings: median(times) for settings, times in rounds.items()}
+        fastest = min(tried, key=lambda settings: seconds[settings])
         best = fastest if seconds[fastest] < WORTHWHILE * seconds[best] else best
     return best, default, seconds
 
 
-def _trials(
-    tried: list[CommSettings], strategy: Strategy, build: Callable[[], keras.Model], batches: tf.data.Dataset
-) -> Iterator[tuple[CommSettings, Callable[[], float]]]:
-    """For each, what takes some steps and returns a step's seconds; those with the same buckets share a model."""
-    made: dict[float, Callable[[], float]] = {}
-    for comm in tried:
-        if comm.bucket_mib not in made:
-            strategy.restart(comm.environment, comm.bucket_mib)
-            made[comm.bucket_mib] = _trial(build(), strategy, batches)
-        yield comm, made[comm.bucket_mib]
-
-
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
+    """Makes a function that runs some steps and returns the seconds of one (every rank)."""
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
-    steps(1)  # Slower than the others.
-    began = time.perf_counter()
-    steps(1)
-    once = max(strategy.comm.gather(time.perf_counter() - began))
-    number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / once)))
 
-    def run() -> float:
-        steps(1)  # The first one after a start fills Horovod's cache.
+    def seconds(number: int) -> float:
+        steps(1)  # The first step after a start is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(number)
         return (time.perf_counter() - began) / number
 
-    return run
+    slowest = max(strategy.comm.gather(seconds(1)))
+    number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / slowest)))
+    return lambda: seconds(number)
 
 
-def in_words(comm: CommSettings) -> str:
-    """Short.
-
-    >>> in_words(CommSettings()), in_words(CommSettings(0.2, 0.0))
-    ('cycle 1 ms, buckets of 25 MiB', 'cycle 0.2 ms, one bucket')
-    """
-    buckets = f"buckets of {comm.bucket_mib:g} MiB" if comm.bucket_mib else "one bucket"
-    return f"cycle {comm.cycle_ms:g} ms, {buckets}"
-
-
-def _read(folder: Path, ranks: list[str]) -> CommSettings | None:
-    """What was found before for these ranks; a file that says nothing is written anew (chief only)."""
+def _read(folder: Path, hosts: list[str]) -> CommSettings | None:
+    """The earlier result for the same hosts; None if there is none, or the file is damaged (chief only)."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        kept: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if kept["hosts"] == ranks:
-            return CommSettings(**kept["comm"])
+        earlier = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if earlier["hosts"] == hosts:
+            return CommSettings(**earlier["comm"])
     return None
-
-
-def _write(folder: Path, ranks: list[str], found: CommSettings, seconds: dict[CommSettings, float]) -> None:
-    tried = [{**asdict(comm), "step_seconds": round(value, 7)} for comm, value in seconds.items()]
-    content = {"comm": asdict(found), "hosts": ranks, "tried": tried}
-    write_atomic(folder / FILE, json.dumps(content, indent=1) + "\n")

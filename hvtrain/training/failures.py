@@ -1,4 +1,4 @@
-"""When a run fails on a rank: the others are told why, and an error out of TensorFlow becomes one that helps."""
+"""Failure of a rank: reports it to the other ranks, and explains errors that come from TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from hvtrain.training.callbacks.position import Position
 from hvtrain.training.run import Run
 
 
-def leave(strategy: Strategy, error: BaseException) -> None:
+def report_failure(strategy: Strategy, error: BaseException) -> None:
     """Tells the other ranks why this one fails, so that none waits for it; gives up after two seconds."""
     strategy.watchdog.fail(error)
-    farewell = threading.Thread(target=strategy.stop, daemon=True)
-    farewell.start()
-    farewell.join(timeout=2.0)
+    stopping = threading.Thread(target=strategy.stop, daemon=True)
+    stopping.start()
+    stopping.join(timeout=2.0)
 
 
 @contextmanager
-def explained(run: Run, model: keras.Model, position: Position) -> Iterator[None]:
-    """Turns TensorFlow's error about unreadable data, or a gradient that is not finite, into one that helps."""
+def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator[None]:
+    """Explains TensorFlow's errors about unreadable data and gradients that are not finite."""
     strategy = run.strategy
-    before = strategy.marks()[3]
+    steps_before = strategy.marks()[3]
     try:
         yield
     except tf.errors.OpError as error:
         ranks = strategy.guards.ranks_at_fault(error, model.optimizer)
         if ranks:
-            # Not position.step: that was before a call of several steps.
-            step = position.start_step + strategy.marks()[3] - before + 1
+            # Not position.step: a call of the graph that failed may have done some steps.
+            step = position.start_step + strategy.marks()[3] - steps_before + 1
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}; "
                 f"nothing of it reached the weights; {ADVICE}"
             ) from error
-        # Horovod's errors come as OpErrors too; a search through all files would find nothing.
+        # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
         cause = error if "orovod" in str(error) else run.source.explain(error)
         if cause is error:
             raise
         place = strategy.topology
         where = f"rank {place.rank} on {place.host}: " if place.size > 1 else ""
         unreadable = DataError(f"{where}{cause}")
-        unreadable.spokesman = place.rank  # No other rank reads this.
+        unreadable.spokesman = place.rank  # No other rank reads this file.
         raise unreadable from error

@@ -1,4 +1,4 @@
-"""A pure schedule as a Keras optimizer's learning rate: computed inside the graph, without a host round trip."""
+"""Makes a pure schedule the learning rate of a Keras optimizer, computed in the graph without a host round trip."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hvtrain.core.schedule import Schedule
 class LearningRate:
     """The rate of `schedule` at the optimizer's step, times a factor that callbacks may change.
 
-    Keras calls a learning rate that is callable, and sets one with `assign`. So callbacks that set the rate, such
-    as ReduceLROnPlateau, work: what they set is the rate of this moment, and the schedule goes on from there.
-    A LearningRateSchedule of Keras's own cannot be set.
+    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
+    ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
+    own LearningRateSchedule cannot be set.
 
     Args:
-        shift: steps of the optimizer that the schedule does not count: see plan.StepPlan.
+        schedule: the rate by step.
+        shift: optimizer steps that the schedule does not count; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:
@@ -27,15 +28,15 @@ class LearningRate:
         self._optimizer: Any = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Reads the step from this optimizer, which must be the one that has this rate."""
+        """Takes the step from this optimizer, whose learning rate this is."""
         self._optimizer = optimizer
 
     def __call__(self) -> Any:
-        # Keras's schedules count batches, those too that only accumulate; its public counter does not.
+        # As in Keras's schedules, batches that only accumulate count too; the public counter leaves them out.
         step = keras.ops.cast(self._optimizer._iterations, "float32") if self._optimizer is not None else 0.0
         return self.schedule(step - self.shift, ops=keras.ops) * self.factor
 
     def assign(self, value: Any) -> None:
-        """Makes `value` the rate of this step, by the factor."""
-        planned = self() / self.factor
-        self.factor.assign(keras.ops.where(planned > 0, value / planned, 1.0))
+        """Sets the factor so that the rate of this step is `value`."""
+        scheduled = self() / self.factor
+        self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))

@@ -1,4 +1,4 @@
-"""A run as a value: what is settled before its model is built. Everything after takes it."""
+"""A run as a value: everything that is decided before its model is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvtrain.data.pipeline.regroup import regrouped
 from hvtrain.data.source import Source
 from hvtrain.restore.resume import RunState
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.batch_weights import weigh
+from hvtrain.training.batch_weights import with_rank_weights
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Run:
     """One attempt at a run.
 
     Attributes:
-        config: as the user gave it.
-        strategy: how the ranks work together; started.
-        topology: this rank's place, with the weights by which the data are dealt.
+        config: the user's settings.
+        strategy: started; the ranks' cooperation.
+        topology: this rank's place, with the weights by which the data are sharded.
         source: the opened data set.
         plan: the run's steps, batches and learning rate.
         folder: the run folder.
-        meta: what every checkpoint of the run says about it.
-        state: what survives a restart of the ranks.
+        meta: facts about the run in each of its checkpoints.
+        state: state that survives a restart of the ranks.
     """
 
     config: RunConfig
@@ -43,12 +43,12 @@ class Run:
     state: RunState
 
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """This rank's endless stream of batches, from a step of the run on; weighted where ranks have unlike ones."""
+        """This rank's endless stream of batches, from a step of the run on; weighted if batches differ in size."""
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
-        return batches if self.plan.is_even else weigh(batches, self.plan, self.topology.rank, step)
+        return batches if self.plan.is_even else with_rank_weights(batches, self.plan, self.topology.rank, step)
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
-        """This rank's part of a split, of known length; None when no rank has any."""
+        """This rank's shard of a split, of known length; None if the split is empty."""
         if not self.source.num_examples(split):
             return None
         batch_size = self.config.train.evaluation_batch_size
@@ -56,7 +56,7 @@ class Run:
         num_batches = -(-shard_sizes[self.topology.rank] // batch_size)
         dataset = self.source.evaluation(split, self.topology, batch_size)
         if num_batches and self.source.on_error == "skip":
-            return dataset  # It may have fewer batches.
+            return dataset  # Its length is unknown: it may have fewer batches.
         return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
@@ -66,8 +66,8 @@ def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: i
     def stream_of(rank: int) -> tf.data.Dataset:
         share = plan.shares[rank]
         place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
-        cut = {} if share.is_full else {"num_examples": share.num_examples}
-        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **cut)
+        part = {} if share.is_full else {"num_examples": share.num_examples}
+        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **part)
 
     if plan.is_cut_anew:
         return regrouped(stream_of, plan, topology, step - plan.shift)

@@ -1,7 +1,7 @@
-"""The model that a run leaves: model.keras and model.json, which need nothing but Keras.
+"""The saved model of a run: model.keras and model.json, which need nothing but Keras.
 
-The saved model takes an example as the user's arrays or files hold it. What the input pipeline does on the way to the
-trained model is inside, as layers of Keras's own; see Source.preprocessing.
+The saved model takes examples as they are in the user's arrays or files. It contains the preprocessing of the input
+pipeline as Keras's own layers; see Source.preprocessing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NUM_CHECKED = 4
 
 
 def export(model: keras.Model, source: Source, topology: Topology, folder: Path) -> None:
-    """Writes the trained model with its preprocessing, and what goes in and out of it (chief only).
+    """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only).
 
-    The model is compiled anew: loss and metrics stay, and nothing of hvtrain's is in the file.
+    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain.
     """
     preprocessing = source.preprocessing()
     difference = check_preprocessing(preprocessing, source, topology)
@@ -47,9 +47,9 @@ def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> kera
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
-        # Keras cannot load a model that was compiled without an optimizer. This one has no slots, and is built,
-        # without which loading it warns. Under mixed_float16 Keras adds a loss scale by itself, but does not write that
-        # down: the file would not load under another policy.
+        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
+        # optimizer that is not built. Under mixed_float16 Keras adds a loss scale but does not save that it did, and
+        # the file would not load under another policy.
         optimizer = keras.optimizers.SGD()
         if one.dtype_policy.name == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -75,7 +75,7 @@ def description(source: Source, preprocessing: Preprocessing) -> dict[str, Any]:
 
 
 def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: Topology) -> str | None:
-    """How preprocessing() differs from the source's streams on raw examples; None where it does not."""
+    """The difference between preprocessing() and the source's streams on raw examples; None if they agree."""
     if source.on_error == "skip":
         return None  # The stream may leave out the first examples.
     split = "test" if source.num_examples("test") else "train"
@@ -84,16 +84,16 @@ def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: 
         if not raw:
             return None
         streamed, _ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
-    except (OSError, tf.errors.OpError):  # A run that has ended well does not fail for files that it no longer needs.
+    except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.
         return None
     for number, (example, expected) in enumerate(zip(raw, streamed)):
-        found = keras.ops.convert_to_numpy(preprocessing(np.asarray(example, np.float32)[np.newaxis]))[0]
-        if found.shape != expected.shape:
-            return f"preprocessing() of {source.name} gives {found.shape}, the model was trained on {expected.shape}"
-        gap = float(np.max(np.abs(found - expected), initial=0.0))
+        actual = keras.ops.convert_to_numpy(preprocessing(np.asarray(example, np.float32)[np.newaxis]))[0]
+        if actual.shape != expected.shape:
+            return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
+        gap = float(np.max(np.abs(actual - expected), initial=0.0))
         if not gap <= 1e-5 * max(1.0, float(np.abs(expected).max(initial=0.0))):
             return (
                 f"example {number} ({split}) differs by {gap:.2g} between preprocessing() of {source.name} and its "
-                "stream; let preprocessing() say what the stream does"
+                "stream; make preprocessing() do the same as the stream"
             )
     return None

@@ -1,4 +1,4 @@
-"""What stands before the first step: folder made, seeds set, data opened, model and callbacks built."""
+"""Setup of a run: its folder, seeds, data, plan and model."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from hvtrain.training.learning_rate import LearningRate
 
 
 def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
-    """Makes the run folder, or takes the one where this run has begun; sees that it can be written, and that no other
-    run is in it (chief only).
+    """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
 
-    What killed runs left there is removed.
+    begun is the folder in which an earlier attempt of this run began. Raises ConfigError if the folder cannot be
+    written or another run uses it.
     """
     folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink():
         raise ConfigError(
-            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or keep the "
-            "whole run where it leads and give that as run.dir"
+            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or set run.dir "
+            "to the folder that it leads to"
         )
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -52,17 +52,17 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None)
         raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
     if config.resume == "never" and not begun and store.listed(checkpoints):
         raise ConfigError(
-            f"run.dir={folder} holds checkpoints of an earlier run; go on with resume=auto or choose another run.dir"
+            f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
     return folder
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
-    """Makes what is built next have the names and random numbers that it would have in a new process.
+    """Resets Keras's names and random numbers to those of a new process.
 
-    Each rank has a seed of its own: weights are broadcast anyway, and dropout must differ between ranks.
+    Each rank has its own seed: weights are broadcast anyway, and dropout must differ between ranks.
     """
-    keras.utils.clear_session()  # Keras numbers layers; a checkpoint knows the numbers of a first model.
+    keras.utils.clear_session()  # Checkpoints contain the numbers by which Keras names the layers of a first model.
     keras.utils.set_random_seed(config.seed + rank)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -70,9 +70,9 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
 
 def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None) -> tuple[Source, StepPlan, Topology]:
-    """The data set, the plan that its size makes, and this rank's place with its share of the data (every rank).
+    """Opens the data set; returns it, the plan for its size, and this rank's place with its share (every rank).
 
-    saved is what the checkpoint says, if any, that the run continues from: its plan goes on.
+    saved is the meta of the checkpoint to resume, if any, whose plan continues.
     """
     source: Source = comm.all_or_raise(lambda: build("dataset", config.dataset))
     source.on_error = config.data.on_error
@@ -86,7 +86,7 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
-    """The compiled model with its optimizer built, so that its slots exist before restore and broadcast."""
+    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
     for layer in model._flatten_layers() if config.train.jit_compile else ():
         if not getattr(layer, "supports_jit", True):
@@ -104,7 +104,7 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
 
 
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
-    """The learning rate over the plan's own steps."""
+    """Builds the learning rate over the plan's own steps."""
     schedule: Schedule = build(
         "schedule",
         config.schedule,
@@ -117,10 +117,10 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
 
 
 def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
-    """The optimizer of one process, with the run's learning rate."""
+    """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
-    accumulated = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
-    optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulated)
+    accumulate = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
+    optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 
@@ -128,9 +128,9 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
 def compile_model(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False, weighted: bool = False
 ) -> None:
-    """Classification: logits against class indices; weighted: for batches that carry their rank's weight."""
+    """Compiles a classifier of logits against class indices; weighted: for batches that carry their rank's weight."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Never "auto", which is on where there is a GPU: what compiles with XLA is the user's to say.
+    # Never "auto", which is on if there is a GPU: the user decides about XLA.
     model.compile(
         optimizer=optimizer,
         loss=RankWeighted(loss) if weighted else loss,
@@ -142,7 +142,7 @@ def compile_model(
 def checkpoint_meta(
     config: RunConfig, plan: StepPlan, data: dict[str, Any], run_id: str | None = None
 ) -> dict[str, Any]:
-    """What every checkpoint of the run says about it: how its data are dealt, how many ranks work on it now.
+    """Facts about the run in each of its checkpoints: sharding of the data, number of ranks, settings.
 
     data is the data set's manifest; run_id is the same for all starts of a run.
     """

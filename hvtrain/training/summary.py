@@ -15,11 +15,11 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
     config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    sizes = plan.batch_sizes
-    same = len(set(sizes)) == 1
-    batch = f"{plan.size} x {sizes[0]}" if same else " + ".join(map(str, sizes))
-    times = plan.accumulate
-    accumulated = f"; {times} of them for each change of weights, {times * plan.global_batch} in all" * (times > 1)
+    sizes, accumulate = plan.batch_sizes, plan.accumulate
+    batch, by = " + ".join(map(str, sizes)), "by rank"
+    if len(set(sizes)) == 1:
+        batch, by = f"{plan.size} x {sizes[0]}", "ranks x batch"
+    joint = f"; {accumulate} of them for each change of weights, {accumulate * plan.global_batch} in all"
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
@@ -27,7 +27,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
-        "global batch": f"{batch} = {plan.global_batch} ({'ranks x batch' if same else 'by rank'}){accumulated}",
+        "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
@@ -40,27 +40,21 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
 
 
 def resized(start: Start, plan: StepPlan) -> str:
-    """What another number of ranks than before means for a resumed run; nothing where it is the same."""
-    here = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
-    batch = f"global batch {plan.global_batch}"
+    """Consequences of resuming on another number of ranks; empty for the same number."""
+    ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
+    batch, rate = f"global batch {plan.global_batch}", f"learning rate {plan.peak_learning_rate:g}"
     if start.plan_ranks != len(plan.shares):
-        epoch = plan.position(start.step)[0] + 1
-        return (
-            f"{here}: {batch} and learning rate {plan.peak_learning_rate:g} from epoch {epoch} on (train.resize=scale)"
-        )
+        return f"{ranks}: {batch} and {rate} from epoch {plan.position(start.step)[0] + 1} on (train.resize=scale)"
     if start.num_ranks == plan.size:
         return ""
     parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
     end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.hands_over else ""
-    return f"{here}: {batch} and learning rate as before{parts}{end}"
+    return f"{ranks}: {batch} and {rate} as before{parts}{end}"
 
 
 def device_map(devices: list[str]) -> str:
     """Ranks and their devices, the ranks of one device together: "0-3 s1 CPU"."""
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[str, list[str]] = {}
     for rank, device in enumerate(devices):
-        ranks.setdefault(device, []).append(rank)
-    return ", ".join(
-        f"{found[0]} {device}" if len(found) == 1 else f"{found[0]}-{found[-1]} {device}"
-        for device, found in ranks.items()
-    )
+        ranks.setdefault(device, []).append(str(rank))
+    return ", ".join(f"{'-'.join(dict.fromkeys([own[0], own[-1]]))} {device}" for device, own in ranks.items())

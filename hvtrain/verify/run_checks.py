@@ -10,7 +10,7 @@ from hvtrain.errors import RankError
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
-from hvtrain.training.failures import leave
+from hvtrain.training.failures import report_failure
 from hvtrain.verify.check import run_checks
 from hvtrain.verify.library import library_checks
 from hvtrain.verify.own_run import own_run_checks
@@ -31,6 +31,6 @@ def verify(config: RunConfig, own_run: bool) -> bool:
         passed = run_checks(checks, strategy)
         strategy.stop()
     except BaseException as error:
-        leave(strategy, error)
+        report_failure(strategy, error)
         raise
     return passed

@@ -50,7 +50,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"train": {"batch_size": -4}}, "train.batch_size=-4 is out of range"),
         ({"train": {"batch_size": [4, 0]}}, "train.batch_size=0 is out of range"),
         ({"train": {"batch_size": [4, "x"]}}, "train.batch_size=x is not a whole number"),
-        ({"train": {"max_time": "soon"}}, "train.max_time=soon is no duration; write it as 11h50m, 45m or 90s"),
+        ({"train": {"max_time": "soon"}}, "train.max_time=soon is not a duration; write it as 11h50m, 45m or 90s"),
         ({"data": {"uneven": "cut"}}, "data.uneven=cut is not one of trim, pad, error"),
         ({"dataset": {**GROUPS["dataset"], "uneven": "pad"}}, "dataset.uneven=pad: this setting is now data.uneven"),
         ({"dataset": {**GROUPS["dataset"], "on_error": "skip"}}, "dataset.on_error=skip: this setting is now data.on"),

@@ -186,7 +186,7 @@ def test_the_host_that_has_the_checkpoints_fails_twice():
         assert code == 2, output
         steps = [int(step) for step in re.findall(r"from the newest checkpoint \(here: step-(\d+)\), on", output)]
         assert len(steps) == 2 and 0 < steps[0] <= 25 and steps[0] < steps[1] <= 50, output
-        refused = rf"step-{steps[1]:08d} of this run lies on host s1, which has no rank now, and there is none on s2; "
+        refused = rf"step-{steps[1]:08d} of this run is on host s1, which has no rank now, and there is none on s2; "
         assert len(re.findall(f"^hvtrain: .*{refused}", output, re.MULTILINE)) == 1, output
         assert not list(lab.of("s2").glob("run/checkpoints/step-*"))
         code, output = launch("s2:1,s1:1", "run")

@@ -17,7 +17,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState
-from hvtrain.restore.transfer import bring
+from hvtrain.restore.transfer import send_arrays
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.watchdog.ending import how_to_go_on
@@ -119,7 +119,7 @@ def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
         write(tmp_path, step)
         found = find(tmp_path, Comm(), in_memory(24))
         assert found.name == name
-        assert found.step == found.whole.step == found.meta["step"]
+        assert found.step == found.checkpoint.step == found.meta["step"]
     assert find(tmp_path, Comm(), RunState(0.0)).name == "step-00000028"
 
 
@@ -140,9 +140,9 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     run_states = [RunState(0.0) for _ in range(3)]
     first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
     assert {found.name for found in (first, second, third)} == {"step-00000016 on s2"}
-    assert_equal(first.whole.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
-    assert first.whole.meta == first.meta == third.meta and first.whole.step == 16
-    assert second.whole is None and third.whole is None
+    assert_equal(first.checkpoint.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
+    assert first.checkpoint.meta == first.meta == third.meta and first.checkpoint.step == 16
+    assert second.checkpoint is None and third.checkpoint is None
     assert {run_state.run_id for run_state in run_states} == {OURS}
     assert [row.step for row in read_history(tmp_path / "s1")] == [10]
     best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
@@ -150,7 +150,7 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     assert not (tmp_path / "s3" / "checkpoints").exists()
     written = [notes.read(tmp_path / host) for host in ("s1", "s2", "s3")]
     assert written == [notes.Note(16, "s2", OURS), None, notes.Note(16, "s2", OURS)]
-    message = "step-00000016 of this run lies on host s2, which has no rank now, and the newest on s1 is step-00000008"
+    message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
     assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
     assert how_to_go_on(tmp_path / "s1").endswith(" goes on from step-00000016 on s2, or a newer one")
     assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
@@ -212,9 +212,9 @@ def test_checkpoints_of_different_runs_are_refused(tmp_path, first, second, refu
     if not refused:
         assert [item.step for item in found] == [16, 16]
         return
-    shown = {OURS: f"run {OURS}", OTHER: f"run {OTHER}", None: "a run that is not known"}
+    shown = {OURS: f"run {OURS}", OTHER: f"run {OTHER}", None: "an unknown run"}
     assert the_error(found) == (
-        "the hosts hold checkpoints of different runs in RUN/checkpoints: "
+        "the hosts have checkpoints of different runs in RUN/checkpoints: "
         f"step-{first[0]:08d} of {shown[first[1]]} on s1, step-{second[0]:08d} of {shown[second[1]]} on s2; "
         "remove those of the other run, or choose another run.dir"
     )
@@ -232,7 +232,7 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
         assert [item.name for item in found] == ["step-00000008"] * 2
         assert len(readers) == 1
         for run_state in run_states:
-            run_state.noting.note(8)
+            run_state.note_keeper.note(8)
     assert not (tmp_path / notes.NOTE_FILE).exists(), "every host sees the checkpoints"
 
 
@@ -241,26 +241,26 @@ def test_a_run_begins_with_one_identifier_on_all_ranks(tmp_path):
     assert find_on(tmp_path, ["s1", "s2", "s2"], run_states) == [None] * 3
     assert len({run_state.run_id for run_state in run_states}) == 1 and notes.checked_run_id(run_states[0].run_id)
     for run_state in run_states:
-        run_state.noting.note(0)
+        run_state.note_keeper.note(0)
     written = [notes.read(tmp_path / host) for host in ("s1", "s2")]
     assert written == [None, notes.Note(0, "s1", run_states[0].run_id)]
 
 
 def note(folder, step, host, run_id=OURS):
     folder.mkdir(exist_ok=True)
-    notes.Noting(folder, host, run_id).note(step)
+    notes.NoteKeeper(folder, host, run_id).note(step)
 
 
 @pytest.mark.parametrize(
     ("step", "said"),
-    [(0, "this run's first checkpoints lie on host s1, "), (28, "checkpoint step-00000028 of this run lies on host")],
+    [(0, "this run's first checkpoints are on host s1, "), (28, "checkpoint step-00000028 of this run is on host")],
 )
 def test_nothing_is_begun_anew_where_another_host_has_checkpoints(tmp_path, step, said):
     note(tmp_path / "s2", step, "s1")
     message = the_error(find_on(tmp_path, ["s3", "s2"]))
     assert message.startswith(said)
     assert "which has no rank now, and there is none on s3, s2; start with that host too, copy " in message
-    assert message.endswith("or go on all the same with resume=available")
+    assert message.endswith("or continue without it with resume=available")
     assert find_on(tmp_path, ["s3", "s2"], resume="available") == [None, None]
     assert find_on(tmp_path, ["s1", "s2"]) == [None, None], "that host has lost them; there is nothing to wait for"
 
@@ -278,7 +278,7 @@ def test_a_stale_checkpoint_is_not_gone_on_from(tmp_path):
 
 def test_what_the_launcher_knows(tmp_path, monkeypatch):
     monkeypatch.setenv(notes.VARIABLE, "28@s1")
-    assert "step-00000028 of this run lies on host s1" in the_error(find_on(tmp_path, ["s2"]))
+    assert "step-00000028 of this run is on host s1" in the_error(find_on(tmp_path, ["s2"]))
     monkeypatch.setenv(notes.VARIABLE, "28@s2")
     assert find_on(tmp_path, ["s2"]) == [None]
 
@@ -301,7 +301,7 @@ def test_a_note_keeps_the_step_that_it_knows_until_there_is_another(tmp_path):
 def test_resume_never_looks_at_all_hosts(tmp_path):
     write(tmp_path / "s2", 8)
     found = find_on(tmp_path, ["s1", "s2"], resume="never")
-    assert "holds checkpoints of an earlier run on host s2; go on with resume=auto or" in the_error(found)
+    assert "holds checkpoints of an earlier run on host s2; use resume=auto or" in the_error(found)
 
 
 def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
@@ -339,7 +339,7 @@ def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_pat
 def test_arrays_arrive_as_they_left(message_bytes):
     def action(comm):
         rank = comm.topology.rank
-        return bring(ARRAYS if rank == 1 else None, 1, comm, wanted=rank != 2, message_bytes=message_bytes)
+        return send_arrays(ARRAYS if rank == 1 else None, 1, comm, wanted=rank != 2, message_bytes=message_bytes)
 
     first, _, third = on_ranks(["s1", "s2", "s3"], action)
     assert_equal(first, ARRAYS)

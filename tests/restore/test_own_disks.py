@@ -87,7 +87,7 @@ def test_the_host_with_the_checkpoints_is_not_there(cut):
     """The run would begin anew at step 0, or lose steps; it does on demand alone."""
     code, output = train(cut, ["s2"])
     assert code == 2, output
-    assert "checkpoint step-00000040 of this run lies on host s1, which has no rank now" in output
+    assert "checkpoint step-00000040 of this run is on host s1, which has no rank now" in output
     assert not checkpoints(cut, "s2")
     code, output = train(cut, ["s2"], "resume=available", "train.steps=2")
     assert code == 0, output

@@ -17,13 +17,13 @@ from hvtrain.plan.forecast import forecast
 from hvtrain.step_timing import StepMarks, StepTimes
 from hvtrain.strategies import loop
 from hvtrain.training import comm_tuning
-from hvtrain.training.callbacks import step_split, timeline
+from hvtrain.training.callbacks import speed, timeline
 
 X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arange(96) % 3
 PLAN = StepPlan((Share(4, 12),), 36, 0.1, 1.0)
 
 
-@pytest.mark.parametrize("module", [buckets, loop, step_split, timeline, comm_tuning])
+@pytest.mark.parametrize("module", [buckets, loop, speed, timeline, comm_tuning])
 def test_examples(module):
     failed, tried = doctest.testmod(module)
     assert tried and not failed
@@ -96,7 +96,7 @@ def test_it_is_what_fit_does():
     losses = expected.fit(batches(0), steps_per_epoch=12, epochs=3, shuffle=False, verbose=0).history["loss"]
     for size in (1, 5, 50):
         notes = Notes()
-        model, marks = trained(loop.Calls(size, [], lambda value: value), [notes])
+        model, marks = trained(loop.CallSteps(size, [], lambda value: value), [notes])
         assert [np.array_equal(a, b) for a, b in zip(model.get_weights(), expected.get_weights())] == [True] * 4
         assert [logs["loss"] for logs in notes.logs] == losses
         assert int(model.optimizer.iterations) == 36
@@ -117,7 +117,7 @@ def test_xla_compiles_forward_and_backward_and_changes_no_result(loss_scale):
             jit_compile=by_xla,
         )
         logs = Notes()
-        loop.train(model, batches, PLAN, 0, [logs], 0, loop.Calls(5, [], lambda value: value), StepMarks())
+        loop.train(model, batches, PLAN, 0, [logs], 0, loop.CallSteps(5, [], lambda value: value), StepMarks())
         assert optimizer.steps == 36
         weights[by_xla] = [*model.get_weights(), *([row[name] for name in ("loss", "accuracy")] for row in logs.logs)]
     for plain, compiled in zip(weights[False], weights[True], strict=True):
@@ -130,7 +130,7 @@ def test_what_xla_cannot_compile_is_told():
     model.add(UncompiledLayer())
     model.compile("sgd", model.loss, jit_compile=True)
     with pytest.raises(tf.errors.OpError, match=r"(?s)EagerPyFunc.*XLA"):
-        loop.train(model, batches, PLAN, 0, [], 0, loop.Calls(5, [], lambda value: value), StepMarks())
+        loop.train(model, batches, PLAN, 0, [], 0, loop.CallSteps(5, [], lambda value: value), StepMarks())
 
 
 def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
@@ -150,7 +150,7 @@ def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
 def test_callbacks_are_told_where_a_call_begins_and_ends():
     """5 steps to a call, something due after every 8 steps of the run, epochs of 12; from step 10 on."""
     notes = Notes()
-    trained(loop.Calls(5, [8], lambda value: value), [notes], start_step=10)
+    trained(loop.CallSteps(5, [8], lambda value: value), [notes], start_step=10)
     first = [("epoch", 0), ("begin", 10), ("end", 11)]
     second = [("epoch", 1), ("begin", 0), ("end", 3), ("begin", 4), ("end", 8), ("begin", 9), ("end", 11)]
     assert notes.told[:10] == first + second
@@ -158,19 +158,19 @@ def test_callbacks_are_told_where_a_call_begins_and_ends():
 
 def test_a_callback_stops_it():
     notes = Notes(stop_after=4)
-    model, _ = trained(loop.Calls(5, [], lambda value: value), [notes])
+    model, _ = trained(loop.CallSteps(5, [], lambda value: value), [notes])
     assert int(model.optimizer.iterations) == 5
     assert len(notes.logs) == 1, "the epoch that was begun is ended, for what must be saved"
 
 
 def test_the_chief_says_how_many_steps_a_call_takes():
     asked = []
-    calls = loop.Calls(None, [], lambda value: asked.append(value) or 7)
+    calls = loop.CallSteps(None, [], lambda value: asked.append(value) or 7)
     for _ in range(loop.FIRST_TIMED_STEP + loop.TIMED_STEPS):
         assert calls.next(0, 100) == 1
-        calls.took(0.01)
+        calls.record(0.01)
     assert asked == [20] and calls.next(0, 100) == 7
-    calls.took(0.01)
+    calls.record(0.01)
     assert len(asked) == 1
 
 
@@ -185,7 +185,7 @@ def test_marks_tell_data_from_compute():
     options.autotune.enabled = False  # Its tuner may add a prefetch, and so begin a batch while a step computes.
     model, marks = made(), StepMarks()
     data = batches(0).map(slow).with_options(options)
-    loop.train(model, lambda _: data, PLAN, 16, [], 0, loop.Calls(4, [], lambda value: value), marks)
+    loop.train(model, lambda _: data, PLAN, 16, [], 0, loop.CallSteps(4, [], lambda value: value), marks)
     times = marks.times().each()
     assert marks.times().steps == 20
     assert times.data >= 0.02 > times.compute > 0 and times.communication == 0
@@ -193,7 +193,7 @@ def test_marks_tell_data_from_compute():
 
 def test_split_names_the_rank_that_others_wait_for():
     ranks = [(StepTimes(1, 0.001, 0.010, 0.009), "s1"), (StepTimes(1, 0.001, 0.018, 0.001), "s2")]
-    split = step_split.Split.of(ranks)
+    split = speed.Split.of(ranks)
     assert split.efficiency == 0.75 and (split.slowest_rank, split.slowest_host) == (1, "s2")
     assert split.in_words(2) == (
         "a step: data 1.00 ms, compute 14.00 ms, communication 5.00 ms; efficiency 75%; slowest rank 1 on s2 "
@@ -212,7 +212,7 @@ def test_a_timeline_in_words(tmp_path):
                 events.append(f'{{"ph": "E", "ts": {end}, "pid": {pid}}}')
         events.append(f'{{"ph": "E", "ts": 900, "pid": {pid}}}')
     (tmp_path / "horovod.json").write_text("[\n" + ",\n".join(events) + ",\n")
-    lines = timeline.told(tmp_path, 2)
+    lines = timeline.time_by_operation(tmp_path, 2)
     assert [line.split(None, 2) for line in lines[1:]] == [
         ["0.200", "ms", "waiting until all ranks have their gradients"],
         ["0.150", "ms", "transfer and sum"],

@@ -57,7 +57,7 @@ def test_settings_that_differ_between_ranks(tmp_path):
     assert code == 2, output
     assert said(output) == [
         "hvtrain: ranks 0 and 2 were started with different settings: seed is 0 and 1; "
-        "start all ranks with the same line"
+        "start all ranks with the same command"
     ]
     assert "Traceback" not in output
 

@@ -1,1 +1,1 @@
-"""What happens around the steps of a training: one callback, one file, one effect. The order is the runner's."""
+"""Callbacks of a run, each with one effect. Their order is in order.py."""

@@ -1,4 +1,4 @@
-"""What callbacks remember (patience, best value) survives a resume, and the calls of fit that make up one run."""
+"""State of the user's callbacks (patience, best value), kept across resumes and the fits of one run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import numpy as np
 
 from hvtrain.checkpoint.callback_records import NUMBERS, Saved
 from hvtrain.checkpoint.store import rate_factor
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 
 
 class CallbackState(keras.callbacks.Callback):
-    """Keeps what the given callbacks know, and gives it back when training begins again (every rank).
+    """Saves the state of the given callbacks, and restores it when training begins again (every rank).
 
-    On all ranks the learning rate is then the chief's.
-
-    Numbers go into the checkpoint's meta and best_weights among its arrays; nothing else is kept. The factor on
-    the learning rate belongs to it, since callbacks set it. Put it after those callbacks.
+    Numbers go into the checkpoint's meta and best_weights among its arrays; nothing else is kept. Callbacks set the
+    factor of the learning rate, so all ranks get the chief's. Put it after those callbacks.
     """
 
-    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved, strategy: Strategy) -> None:
+    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved, comm: Comm) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._saved = saved
-        self._strategy = strategy
+        self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
         for name, values in self._saved.items():
@@ -35,25 +33,26 @@ class CallbackState(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         factor = rate_factor(self.model)
         if self._callbacks and factor is not None:
-            factor.assign(self._strategy.comm.broadcast(float(factor)))  # Ranks with other rates would drift apart.
-        self._saved = {name: {**state, **self._weights(name)} for name, state in self.numbers().items()}
+            factor.assign(self._comm.broadcast(float(factor)))  # Ranks with different rates would drift apart.
+        self._saved = {name: dict(numbers) for name, numbers in self.numbers().items()}
+        for name, weights in self._best_weights().items():
+            self._saved[name]["best_weights"] = weights
 
     def numbers(self) -> Saved:
-        """Callback's name -> its numbers."""
-        held = {name: vars(callback) for name, callback in self._callbacks.items()}
+        """The numbers of each callback, by its name."""
         return {
-            name: {key: float(values[key]) for key in NUMBERS if values.get(key) is not None}
-            for name, values in held.items()
+            name: {key: float(value) for key in NUMBERS if (value := vars(callback).get(key)) is not None}
+            for name, callback in self._callbacks.items()
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights that callbacks hold, by the keys that `saved_state` reads."""
+        """The best weights in callbacks, by the keys that `saved_state` reads."""
         return {
             f"callback/{name}/{index:04d}": weight
-            for name in self._callbacks
-            for index, weight in enumerate(self._weights(name).get("best_weights", []))
+            for name, weights in self._best_weights().items()
+            for index, weight in enumerate(weights)
         }
 
-    def _weights(self, name: str) -> dict[str, list[np.ndarray]]:
-        weights = getattr(self._callbacks[name], "best_weights", None)
-        return {"best_weights": weights} if weights else {}
+    def _best_weights(self) -> dict[str, list[np.ndarray]]:
+        found = {name: getattr(callback, "best_weights", None) for name, callback in self._callbacks.items()}
+        return {name: weights for name, weights in found.items() if weights}

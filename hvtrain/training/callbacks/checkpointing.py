@@ -1,11 +1,11 @@
-"""Writes checkpoints when they are due."""
+"""Saves the state of a run: checkpoints on disk, and commits to memory in elastic jobs."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
@@ -13,7 +13,7 @@ from hvtrain.checkpoint.writer import Writer
 from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.callback_state import CallbackState
 from hvtrain.training.callbacks.interruption import Interruption
-from hvtrain.training.callbacks.position import Position
+from hvtrain.training.callbacks.position import Position, RunCallback
 from hvtrain.training.callbacks.validation import Validation
 from hvtrain.training.run import Run
 
@@ -21,33 +21,45 @@ from hvtrain.training.run import Run
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
-class Checkpointing(keras.callbacks.Callback):
-    """Writes a checkpoint when one is due and at the end (state of all ranks gathered, written by the chief;
-    other hosts note where it lies).
+class _Saving(RunCallback):
+    """The state that checkpoints and commits copy."""
 
-    Training waits while the state is copied; the writer does the rest in the background, and the end waits for it.
+    def __init__(self, run: Run, position: Position, weights: WeightCheck, callback_state: CallbackState) -> None:
+        super().__init__(run, position)
+        self.weights = weights
+        self.callback_state = callback_state
+
+    def checkpoint(self, states: list[dict[str, np.ndarray]], **meta: Any) -> store.Checkpoint:
+        """Copies the state of this moment. states are those of all ranks."""
+        step = self.position.step
+        epoch, step_in_epoch = self.position.plan.position(step)
+        callbacks = self.callback_state.numbers()
+        meta = {**self.run.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "callbacks": callbacks, **meta}
+        arrays = store.snapshot(self.model, states, self.callback_state.arrays())
+        return store.Checkpoint(Path(store.name_of(step)), step, meta, arrays)
+
+
+class Checkpointing(_Saving):
+    """Writes a checkpoint when one is due and at the end (every rank).
+
+    The chief gathers the state of all ranks and writes it; other hosts note where it is. Training waits while the
+    state is copied; the writer does the rest in the background, and the end waits for it.
     """
 
     def __init__(
         self,
         run: Run,
-        writer: Writer,
         position: Position,
-        validation: Validation | None,
         weights: WeightCheck,
         callback_state: CallbackState,
+        writer: Writer,
+        validation: Validation | None,
         interruption: Interruption,
     ) -> None:
-        super().__init__()
-        self.writer = writer
+        super().__init__(run, position, weights, callback_state)
         self.config = run.config.checkpoint
-        self.meta = run.meta
-        self.comm = run.strategy.comm
-        self.noting = run.state.noting
-        self.position = position
+        self.writer = writer
         self.validation = validation
-        self.weights = weights
-        self.callback_state = callback_state
         self.interruption = interruption
         self._last_seconds = time.monotonic()
 
@@ -59,26 +71,22 @@ class Checkpointing(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
-        if self.position.ends_epoch:
-            return
-        every_steps = self.config.every_steps
-        if (every_steps and self.position.step % every_steps == 0) or self._minutes_due():
-            self._save(self.validation.latest if self._validated_now() and self.validation else {})
+        if self.position.in_epoch and (self.position.is_multiple_of(self.config.every_steps) or self._minutes_due()):
+            self._save(self.validation.latest if self.validation and self._validated_now() else {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        config, step = self.config, self.position.step
         if self.model.stop_training:
-            self.interruption.settle()
-        last = step == self.position.plan.num_steps
-        by_epochs = config.every_epochs and (epoch + 1) % config.every_epochs == 0
-        by_steps = config.every_steps and step % config.every_steps == 0
-        if last or by_epochs or by_steps or self.model.stop_training or self._minutes_due():
-            metrics = {name: float(value) for name, value in (logs or {}).items()}
+            self.interruption.agree_on_reason()
+        is_end = self.position.is_last or self.model.stop_training
+        by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
+        by_steps = self.position.is_multiple_of(self.config.every_steps)
+        if is_end or by_epochs or by_steps or self._minutes_due():
+            kept = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
-                metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
-            self._save(metrics)
-        if last or self.model.stop_training:
-            self.noting.note(self.comm.on_chief(self._finish))
+                kept = {name: value for name, value in kept.items() if not name.startswith("val_")}
+            self._save(kept)
+        if is_end:
+            self.run.state.note_keeper.note(self.comm.on_chief(self._finish))
 
     def _finish(self) -> int:
         self.writer.finish()
@@ -91,28 +99,46 @@ class Checkpointing(keras.callbacks.Callback):
         """The chief's answer, for all (every rank)."""
         minutes = self.config.every_minutes
         steps = STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate
-        if not minutes or (self.position.step % steps and not self.position.ends_epoch):
+        if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
         return self.comm.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
 
     def _save(self, metrics: dict[str, float]) -> None:
         self.weights.average_untrained()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
-        # One exchange for both: the state of all ranks, and how the chief's write before this one ended.
+        # One exchange for both: the state of all ranks, and how the chief's previous write ended.
         outcome = self.writer.outcome()
-        found = self.comm.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
-        for _, error, _ in found:
+        gathered = self.comm.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
+        for _, error, _ in gathered:
             if error:
                 raise error
-        self.noting.note(found[0][2])
+        self.run.state.note_keeper.note(gathered[0][2])
         if self.comm.topology.is_chief:
-            self._begin_to_write([state for state, *_ in found], metrics)
+            ended = self.model.stop_training and not self.interruption.reason
+            saved = self.checkpoint([state for state, *_ in gathered], metrics=metrics, ended=ended)
+            self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_seconds = time.monotonic()
 
-    def _begin_to_write(self, states: list[dict[str, np.ndarray]], metrics: dict[str, float]) -> None:
-        step = self.position.step
-        epoch, step_in_epoch = self.position.plan.position(step)
-        meta = {**self.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "metrics": metrics}
-        meta["callbacks"] = self.callback_state.numbers()
-        meta["ended"] = self.model.stop_training and not self.interruption.reason
-        self.writer.submit(step, store.snapshot(self.model, states, self.callback_state.arrays()), meta)
+
+class MemoryCommit(_Saving):
+    """Commits the state to every rank's memory, after every membership.commit_steps steps and each epoch (every rank).
+
+    It then lets ranks join or leave; the next attempt continues from the commit, so nothing is lost. Put it last.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.position.is_multiple_of(self.run.strategy.membership.commit_steps) and self.position.in_epoch:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self.position.in_epoch:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self.model.stop_training:
+            return  # All ranks are leaving, with a checkpoint.
+        self.weights.average_untrained()
+        states = self.comm.gather(store.rank_state(self.model))
+        self.run.state.checkpoint = self.checkpoint(states, step=self.position.step)
+        if not self.position.is_last:
+            self.run.strategy.membership.check()

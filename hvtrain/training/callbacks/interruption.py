@@ -1,4 +1,4 @@
-"""Ends a training before its end, saved, so that it can go on later: by the clock, or by a signal to any rank."""
+"""Stops training early and saved, to be resumed later: after train.max_time, or on a signal to any rank."""
 
 from __future__ import annotations
 
@@ -10,45 +10,38 @@ from typing import Any
 import keras
 
 from hvtrain.config.validate import seconds
-from hvtrain.strategies.base import Strategy
 from hvtrain.system import console
+from hvtrain.training.run import Run
 
 
 class Interruption(keras.callbacks.Callback):
-    """Wishes to stop when train.max_time is over by the chief's clock, or when this rank got a signal (every rank).
+    """Requests a stop after train.max_time by the chief's clock, or after a signal to this rank (every rank).
 
-    The ranks then stop together, at the same step.
-
-    Args:
-        began: time.monotonic() at the beginning of the run.
-        signals: those that came so far, and all that come; one that came between two attempts counts too.
+    The ranks then stop together, after the same step. A signal that came between two attempts counts too.
     """
 
-    def __init__(self, max_time: str | None, began: float, strategy: Strategy, signals: list[int]) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.reason = ""
         self.by_signal = False
-        self._strategy = strategy
-        chief = strategy.topology.is_chief
-        self._deadline = began + seconds("train.max_time", max_time) if max_time and chief else float("inf")
-        self._max_time = max_time
-        self._signals = signals
+        self._comm = run.strategy.comm
+        self._limit = limit = run.config.train.max_time if run.topology.is_chief else None
+        self._deadline = run.state.began + seconds("train.max_time", limit) if limit else float("inf")
+        self._signals = run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._signals or time.monotonic() >= self._deadline:
             self.model.stop_training = True
 
-    def settle(self) -> None:
-        """Once training has stopped: why, the same on every rank; no reason of ours leaves it empty (every rank)."""
-        rank = self._strategy.topology.rank
+    def agree_on_reason(self) -> None:
+        """Sets the reason for which training has stopped, the same on all ranks; empty if it is not this callback's."""
         name = signal.Signals(self._signals[0]).name if self._signals else ""
-        mine = f"{name} to rank {rank} on {socket.gethostname()}" if name else ""
-        by_clock = f"train.max_time={self._max_time}" if time.monotonic() >= self._deadline else ""
-        found = self._strategy.comm.gather((mine, by_clock))
-        signals = [reason for reason, _ in found if reason]
-        self.by_signal = bool(signals)
-        self.reason = next(iter([*signals, *(reason for _, reason in found if reason)]), "")
+        by_signal = f"{name} to rank {self._comm.topology.rank} on {socket.gethostname()}" if name else ""
+        by_clock = f"train.max_time={self._limit}" if time.monotonic() >= self._deadline else ""
+        signals, clocks = zip(*self._comm.gather((by_signal, by_clock)))
+        self.by_signal = any(signals)
+        self.reason = next(filter(None, [*signals, *clocks]), "")
 
     def _take_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)

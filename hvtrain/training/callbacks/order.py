@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import keras
+from keras.callbacks import LambdaCallback
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
@@ -14,21 +15,16 @@ from hvtrain.restore.resume import Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.parts import WeightCheck
 from hvtrain.training.callbacks.callback_state import CallbackState
-from hvtrain.training.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_CHECKS, Checkpointing
-from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
+from hvtrain.training.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_CHECKS, Checkpointing, MemoryCommit
+from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs
 from hvtrain.training.callbacks.guard import Guard
-from hvtrain.training.callbacks.heartbeat import StepBegins, StepEnds
 from hvtrain.training.callbacks.interruption import Interruption
-from hvtrain.training.callbacks.memory_commit import MemoryCommit
 from hvtrain.training.callbacks.position import Position
 from hvtrain.training.callbacks.progress_bar import Progress, verbosity
 from hvtrain.training.callbacks.proof import Proof
 from hvtrain.training.callbacks.recording import Recording
-from hvtrain.training.callbacks.resumed_metrics import ResumedMetrics
-from hvtrain.training.callbacks.same_logs import SameLogs
 from hvtrain.training.callbacks.skipped import Skipped
-from hvtrain.training.callbacks.step_split import StepSplit
-from hvtrain.training.callbacks.throughput import Throughput
+from hvtrain.training.callbacks.speed import StepSplit, Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.validation import Validation
 from hvtrain.training.run import Run
@@ -36,7 +32,7 @@ from hvtrain.training.run import Run
 
 @dataclass(frozen=True)
 class Monitors:
-    """Callbacks, and parts of them, whose counts the end of a run reads."""
+    """Callbacks and their parts that are read at the end of a run."""
 
     position: Position
     split: StepSplit
@@ -48,72 +44,73 @@ class Monitors:
 
 
 def make_monitors(run: Run, model: keras.Model, start: Start) -> Monitors:
-    """Those of a run that begins at start."""
-    strategy, position = run.strategy, Position(run.plan, start.step)
-    weights = strategy.guards.weight_check(model, enabled=run.config.guard.every > 0)
-    accumulate = getattr(model.optimizer, "inner_optimizer", model.optimizer).gradient_accumulation_steps
+    """Makes the monitors of a run that begins at start."""
+    position = Position(run.plan, start.step)
+    weights = run.strategy.guards.weight_check(model, enabled=run.config.guard.every > 0)
     return Monitors(
         position,
-        StepSplit(strategy, Throughput(position)),
+        StepSplit(run, Throughput(position)),
         weights,
-        Proof(strategy, position, weights, accumulate or 1),
-        Interruption(run.config.train.max_time, run.state.began, strategy, run.state.signals),
-        Skipped(run.source, strategy),
+        Proof(run, position, weights),
+        Interruption(run),
+        Skipped(run),
         Writer(run.folder / "checkpoints", run.config.checkpoint),
     )
 
 
 def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.callbacks.Callback]:
-    """All callbacks, in this order: count the step; check that it was reduced; time it; make the epoch's metrics those
-    of all ranks, check them and validate, so that later callbacks read true logs; let the user's callbacks act, and
-    stop all ranks if one of them requests it; then record, save, and commit. A run that is killed continues from
-    what was saved: what was recorded later than that would be missing."""
+    """Makes all callbacks, in this order.
+
+    Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks, check them and
+    validate, so that later callbacks read true logs. Let the user's callbacks act, and stop all ranks if one requests
+    it. Then record, save, and commit. The record comes before the checkpoint: a run that is killed continues from the
+    checkpoint, and rows written after it would be missing.
+    """
     config, strategy, position, weights = run.config, run.strategy, monitors.position, monitors.weights
-    throughput = monitors.split.throughput
-    callbacks = [position, StepEnds(strategy, position), *strategy.guards.callbacks(), throughput, monitors.proof]
-    callbacks.append(EpochMetrics(strategy.comm))
-    callbacks.append(Guard(weights, config.guard.every, strategy, position))
-    if position.in_epoch:
-        callbacks.append(ResumedMetrics(start.rank_state))
-    validation = None
+    throughput, progress = monitors.split.throughput, strategy.watchdog.progress
+    # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
+    step_ends = LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step))
+    step_begins = LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step))
+
+    callbacks = [position, step_ends, *strategy.guards.callbacks(), throughput, monitors.proof]
+    resumed = start.rank_state if position.in_epoch else {}
+    callbacks += [EpochMetrics(strategy.comm, resumed), Guard(run, position, weights)]
     dataset = run.evaluation_data("validation")
-    if dataset is not None:
-        every = (config.train.validate_every_epochs, config.train.validate_every_steps)
-        validation = Validation(dataset, strategy, position, *every, weights)
+    validation = Validation(run, position, weights, dataset) if dataset is not None else None
+    if validation:
         callbacks.append(validation)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, dataset is not None))
-    state = CallbackState(own, start.callbacks, strategy)
-    callbacks += [SameLogs(strategy), *own.values(), monitors.interruption, state, *strategy.guards.stop_callbacks()]
-    callbacks.append(monitors.split)
-    callbacks.append(Recording(run.folder, strategy, position, throughput, config.checkpoint.on_error))
-    callbacks.append(Checkpointing(run, monitors.writer, position, validation, weights, state, monitors.interruption))
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, validation is not None))
+    state = CallbackState(own, start.callbacks, strategy.comm)
+    callbacks += [SameLogs(strategy.comm), *own.values(), monitors.interruption, state]
+    callbacks += [*strategy.guards.stop_callbacks(), monitors.split, Recording(run, position, throughput)]
+    callbacks.append(Checkpointing(run, position, weights, state, monitors.writer, validation, monitors.interruption))
     if verbosity(run.topology.is_chief) == 2:
         callbacks.append(Progress(position))
     callbacks.append(monitors.skipped)
     if config.profile.timeline:
-        callbacks.append(TimelineTrace(strategy, position, run.folder, config.profile))
+        callbacks.append(TimelineTrace(run, position))
     if strategy.membership.commit_steps:
         callbacks.append(MemoryCommit(run, position, weights, state))
-    return [*callbacks, StepBegins(strategy, position)]
+    return [*callbacks, step_begins]
 
 
 def step_intervals(config: RunConfig, strategy: Strategy) -> list[int]:
-    """Step intervals that a call of the graph must not cross, since something is due after each of them."""
+    """Step intervals that a call of the graph must not cross, because a callback acts after each of them."""
     clock = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate if config.checkpoint.every_minutes else None
     traced = config.profile.steps if config.profile.timeline else None
-    found = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
-    return [number for number in (*found, strategy.membership.commit_steps, clock, traced) if number]
+    configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
+    return [steps for steps in (*configured, strategy.membership.commit_steps, clock, traced) if steps]
 
 
 def steps_per_call(config: RunConfig, callbacks: list[keras.callbacks.Callback]) -> int | None:
-    """train.steps_per_execution; 1 where it is not set and a callback that is not ours or Keras's looks at steps."""
-    hooks = [f"on_{kind}batch_{when}" for kind in ("", "train_") for when in ("begin", "end")]
-    others = [type(item) for item in callbacks if type(item).__module__.split(".")[0] not in ("hvtrain", "keras")]
-    looks = any(getattr(item, hook) is not getattr(keras.callbacks.Callback, hook) for item in others for hook in hooks)
-    return config.train.steps_per_execution or (1 if looks else None)
+    """train.steps_per_execution; if it is not set, 1 for a user's callback that acts on batches, else None."""
+    hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
+    own = [type(item) for item in callbacks if type(item).__module__.split(".")[0] not in ("hvtrain", "keras")]
+    by_batch = any(getattr(kind, hook) is not getattr(keras.callbacks.Callback, hook) for kind in own for hook in hooks)
+    return config.train.steps_per_execution or (1 if by_batch else None)
 
 
-# They only write, and ranks would write over each other.
+# They only write, and ranks would overwrite each other's files.
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -124,7 +121,7 @@ _WRITERS = (
 
 
 def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
-    """The user's callbacks by name: on every rank, but those of Keras's that only write on the chief alone."""
+    """The user's callbacks by name, on every rank; those of Keras that only write are on the chief alone."""
     built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
     for name, callback in built.items():
         if not isinstance(callback, keras.callbacks.Callback):
@@ -135,4 +132,4 @@ def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[st
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
                 f"training data (dataset.num_validation=N) or choose callbacks.{name}.monitor={monitor[4:]}"
             )
-    return {name: built[name] for name in built if is_chief or not isinstance(built[name], _WRITERS)}
+    return {name: callback for name, callback in built.items() if is_chief or not isinstance(callback, _WRITERS)}

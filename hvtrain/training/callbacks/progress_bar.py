@@ -1,4 +1,4 @@
-"""Keras's progress on the chief's console, readable also where the console is a pipe or a file."""
+"""Keras's progress on the chief's console, readable also if the console is a pipe or a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ SECONDS_BETWEEN_LINES = 30.0
 def verbosity(is_chief: bool) -> int:
     """Keras's verbose: a moving bar on a terminal, one line an epoch elsewhere, nothing on other ranks.
 
-    A launcher puts a mark before each line, which a moving bar does not survive (mpirun gives its ranks
-    terminals all the same).
+    A launcher prefixes each line, which breaks a moving bar; mpirun gives its ranks terminals nevertheless.
     """
     if not is_chief:
         return 0
@@ -29,7 +28,7 @@ def verbosity(is_chief: bool) -> int:
 
 
 class Progress(keras.callbacks.Callback):
-    """A line every 30 seconds within long epochs where Keras shows no moving bar (chief only)."""
+    """Logs a line every 30 seconds within long epochs if Keras shows no moving bar (chief only)."""
 
     def __init__(self, position: Position) -> None:
         super().__init__()
@@ -41,8 +40,7 @@ class Progress(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         now = time.monotonic()
-        if now - self._last < SECONDS_BETWEEN_LINES or self.position.ends_epoch:
-            return
-        self._last = now
-        numbers = " - ".join(f"{name}: {value:.4g}" for name, value in (logs or {}).items())
-        log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)
+        if self.position.in_epoch and now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            numbers = " - ".join(f"{name}: {value:.4g}" for name, value in (logs or {}).items())
+            log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)

@@ -1,4 +1,4 @@
-"""profile.timeline=true: traces some steps, Horovod's operations and TensorFlow's, and says where their time went."""
+"""profile.timeline=true: traces Horovod's and TensorFlow's operations in some steps, and sums up their time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from hvtrain.config.schema import ProfileConfig
-from hvtrain.strategies.base import Strategy
-from hvtrain.training.callbacks.position import Position
+from hvtrain.training.callbacks.position import Position, RunCallback
+from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
 FOLDER, REDUCTIONS = "profile", "horovod.json"
 NUM_OPERATIONS = 6
-# Horovod's names of activities, by their ends and beginnings (its docs/timeline.rst).
+# Horovod's activities (its docs/timeline.rst), by the beginnings of their names.
 _KINDS = {
     "NEGOTIATE_": "waiting until all ranks have their gradients",
     "MEMCPY_IN_": "copies into the fusion buffer",
@@ -29,90 +27,80 @@ _KINDS = {
 _TRANSFER = "transfer and sum"
 
 
-class TimelineTrace(keras.callbacks.Callback):
+class TimelineTrace(RunCallback):
     """Traces profile.steps steps or more, from profile.first_step of this start on (every rank; the chief writes).
 
-    In the run folder, profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and what is beside it for
+    In the run folder, profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and the rest of profile/ for
     TensorBoard's profiler.
     """
 
-    def __init__(self, strategy: Strategy, position: Position, folder: Path, config: ProfileConfig) -> None:
-        super().__init__()
-        self.strategy = strategy
-        self.position = position
-        self.folder = folder / FOLDER
-        self.first = position.start_step + config.first_step
-        self.last = self.first + config.steps
-        self._began: int | None = None
+    def __init__(self, run: Run, position: Position) -> None:
+        super().__init__(run, position)
+        self.folder = run.folder / FOLDER
+        self.first = position.start_step + run.config.profile.first_step
+        self._begin: int | None = None
         self._ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._began is None and self.position.step >= self.first:
-            self._began = self.position.step
-            self.strategy.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
-            self.strategy.timeline.start(self.folder / REDUCTIONS)
-            if self.strategy.topology.is_chief:
-                # 3: single operations too.
+        if self._begin is None and self.position.step >= self.first:
+            self._begin = self.position.step
+            self.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
+            self.run.strategy.timeline.start(self.folder / REDUCTIONS)
+            if self.run.topology.is_chief:
+                # Level 3 includes single operations.
                 options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
                 tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._began is not None and not self._ended and self.position.step >= self.last:
-            self._end(self._began)
+        if self.position.step >= self.first + self.run.config.profile.steps:
+            self._end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._began is None:
+        if self._begin is None:
             log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first + 1:,}")
-        elif not self._ended:
-            self._end(self._began)
+        self._end()
 
-    def _end(self, began: int) -> None:
+    def _end(self) -> None:
+        if self._begin is None or self._ended:
+            return
         self._ended = True
-        self.strategy.timeline.stop()
-        if self.strategy.topology.is_chief:
+        self.run.strategy.timeline.stop()
+        if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
-            steps = self.position.step - began
-            for line in time_by_operation(self.folder, steps):
+            for line in time_by_operation(self.folder, self.position.step - self._begin):
                 log.info("%s", line)
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
-    """Lines that say where the time of the traced steps went."""
-    lines = [f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):"]
-    parts = reductions(folder / REDUCTIONS) if (folder / REDUCTIONS).exists() else {}
-    for name, seconds in parts.items():
-        lines.append(f"  {1000 * seconds / steps:9.3f} ms  {name}")
-    for name, seconds in sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]:
-        lines.append(f"  {1000 * seconds / steps:9.3f} ms  {name}")
-    return lines
+    """Lines with the time of each kind of operation in a traced step."""
+    horovod = reductions(folder / REDUCTIONS) if (folder / REDUCTIONS).exists() else {}
+    tensorflow = sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
+    return [
+        f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
+        *(f"  {1000 * seconds / steps:9.3f} ms  {name}" for name, seconds in (*horovod.items(), *tensorflow)),
+    ]
 
 
 def reductions(path: Path) -> dict[str, float]:
-    """Seconds in which Horovod did each kind of thing for at least one gradient."""
+    """Seconds in which Horovod did each kind of activity for at least one gradient."""
     text = path.read_text(encoding="utf-8").strip()
     events = json.loads(text if text.endswith("]") else text.rstrip(",") + "]")
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    under_way: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "B":
-            under_way[event["pid"]].append((event["name"], event["ts"]))
-        elif event["ph"] == "E" and under_way[event["pid"]]:
-            name, begin = under_way[event["pid"]].pop()
-            if kind := _kind(name):
+            open_events[event["pid"]].append((event["name"], event["ts"]))
+        elif event["ph"] == "E" and open_events[event["pid"]]:
+            name, begin = open_events[event["pid"]].pop()
+            # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
+            transfer = _TRANSFER if "_ALL" in name else None
+            if kind := next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), transfer):
                 spans[kind].append((begin, event["ts"]))
     return {kind: covered(spans[kind]) / 1e6 for kind in (*_KINDS.values(), _TRANSFER) if spans[kind]}
 
 
-def _kind(name: str) -> str | None:
-    for beginning, kind in _KINDS.items():
-        if name.startswith(beginning):
-            return kind
-    # MPI_ALLREDUCE, GLOO_ALLREDUCE, NCCL_ALLREDUCE; ALLREDUCE itself is all of it.
-    return _TRANSFER if "_ALL" in name else None
-
-
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union.
+    """Length of the union of spans.
 
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
@@ -130,15 +118,13 @@ def operations(folder: Path) -> dict[str, float]:
 
     seconds: dict[str, float] = defaultdict(float)
     for path in folder.rglob("*.xplane.pb"):
-        space = xplane_pb2.XSpace()
-        space.ParseFromString(path.read_bytes())
+        space = xplane_pb2.XSpace.FromString(path.read_bytes())
         for plane in space.planes:
-            for line in plane.lines:
-                for event in line.events:
-                    # NAME:TYPE is an operation; all else is what TensorFlow does around them.
-                    name = plane.event_metadata[event.metadata_id].name
-                    _, colon, kind = name.rpartition(":")
-                    if colon and kind.isidentifier() and "::" not in name:
-                        # On some processors oneDNN's operations stand in for TensorFlow's, with a mark before the name.
-                        seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += event.duration_ps / 1e12
+            for event in (event for line in plane.lines for event in line.events):
+                # NAME:TYPE is an operation; other names are TensorFlow's own overhead.
+                name = plane.event_metadata[event.metadata_id].name
+                _, colon, kind = name.rpartition(":")
+                if colon and kind.isidentifier() and "::" not in name:
+                    # On some processors oneDNN's operations, with a prefix, replace TensorFlow's.
+                    seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += event.duration_ps / 1e12
     return seconds

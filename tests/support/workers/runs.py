@@ -25,7 +25,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.training.batch_weights import weigh
+from hvtrain.training.batch_weights import with_rank_weights
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
@@ -83,7 +83,7 @@ def against_the_joint_batches(config):
         if first is None:
             first = model.get_weights()
         model.set_weights(first)
-        batches = weigh(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
+        batches = with_rank_weights(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
         model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
         one = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
         one.set_weights(first)
