@@ -73,18 +73,19 @@ def _say(error: BaseException, rank: int) -> int:
     # The rank that failed speaks first.
     is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman
     wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_told_why or is_repeated else 0.0
-    console.say_error(" ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why)
+    console.say_error(
+        " ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why, culprit=error.culprit
+    )
     return error.exit_code
 
 
 def _say_failure(error: BaseException, rank: int) -> None:
     """A defect: its traceback. On ranks that only lost the others, one line, after those had time to speak."""
     if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
-        console.say_error(
-            "stopped because another rank did; its message stands above", rank, console.SECONDS_FOR_ANOTHER_RANK
-        )
+        text = "stopped because another rank did; its message stands above"
+        console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
         return
     traceback.print_exc()
     summary = str(error).strip().partition("\n")[0]
-    place = f"rank {rank} on {socket.gethostname()}"
-    sys.stderr.write(f"hvtrain: {place} failed: {type(error).__name__}: {summary}; its traceback stands above\n")
+    what = f"{type(error).__name__}: {summary}; its traceback stands above"
+    console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)

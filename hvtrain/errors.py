@@ -1,26 +1,31 @@
-"""The errors that a user can meet. Each message says what came, what was needed and what to do.
+"""The errors that a user can cause. Each message says what came, what was needed and what to do.
 
-The door (`python -m hvtrain`) prints the message of a UserError as one line and no traceback;
-anything else is a defect of ours, or of the user's own code, and is shown whole.
+Every command prints the message of a UserError as one line, without a traceback. Any other exception is a defect, in
+hvtrain or in the user's own code, and is shown in full.
 """
 
 from __future__ import annotations
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
+THIS_RANK = -1
 
 
 class UserError(Exception):
-    """An error whose message is enough to mend it. Where all ranks meet it, rank `spokesman` says it first."""
+    """An error that a user can fix by its message alone.
+
+    spokesman: the rank that speaks first where all ranks raise it. culprit: the rank at fault; None: nobody knows.
+    """
 
     exit_code = 2
     spokesman = 0
+    culprit: int | None = THIS_RANK
     # Before that of RuntimeError and the like: TensorFlow keeps the class of an error out of a traced function only
     # if this is its __init__.
     __init__ = Exception.__init__
 
 
 class ConfigError(UserError, ValueError):
-    """A setting that cannot be: unknown, of the wrong type, out of range, or at odds with another."""
+    """A setting that is unknown, of the wrong type, out of range, or in conflict with another."""
 
 
 class DataError(UserError, ValueError):
@@ -28,11 +33,11 @@ class DataError(UserError, ValueError):
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written, or does not fit the model that is to go on from it."""
+    """A checkpoint that cannot be written, or does not fit the model that is to continue from it."""
 
 
 class TrainingError(UserError, ArithmeticError):
-    """A training that cannot go on: a loss or gradient that is not finite."""
+    """A training that cannot continue: a loss or gradient is not finite."""
 
 
 class StorageError(UserError, RuntimeError):
@@ -44,25 +49,27 @@ class RankError(UserError, RuntimeError):
 
 
 class LostRankError(UserError, RuntimeError):
-    """A rank is gone or makes no progress, through no fault of the run's settings: the same line may go on."""
+    """A rank is gone or makes no progress. The run's settings are not the cause, so a restart may help."""
 
     exit_code = RESTART_HELPS
+    culprit = None
 
 
 class BusyError(UserError, RuntimeError):
-    """Something that another run is using, and will leave."""
+    """Another run uses something, and will release it."""
 
     exit_code = RESTART_HELPS
 
 
 class FailedRankError(UserError, RuntimeError):
-    """Another rank failed, and said why; this one stops because of it."""
+    """Another rank failed and said why; this one stops because of it."""
 
     exit_code = 1
+    culprit = None
 
 
 class Preempted(SystemExit):
-    """A run that a signal told to make room: saved, and worth the same line again. Exit code RESTART_HELPS."""
+    """A run that a signal asked to make room. It is saved, and can be started again. Exit code RESTART_HELPS."""
 
     def __init__(self) -> None:
         super().__init__(RESTART_HELPS)

@@ -25,7 +25,7 @@ from hvtrain.config.help import help_text
 from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
-from hvtrain.launch.exit_code import failed_rank
+from hvtrain.launch.first_failure import failed_rank
 from hvtrain.system import console
 from hvtrain.system.imports import without
 

@@ -1,1 +1,1 @@
-"""What is wrong with a cluster, before a run finds out: facts from each host, judged together."""
+"""Finds what is wrong with a cluster before a run does: collects facts from each host and judges them together."""

@@ -9,7 +9,7 @@ from typing import Any
 from hvtrain.cli import Parser, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.doctor.diagnose import Plan, diagnose
+from hvtrain.doctor.diagnose import Checkup, diagnose
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.ssh import Ssh
 
@@ -53,10 +53,10 @@ def look() -> int:
         if not trees:
             return 0
         places = _places(trees[0])
-    plan = Plan(
+    checkup = Checkup(
         hosts, Ssh(options.port, options.identity_file), options.network_interfaces, links=options.links, **places
     )
-    return 0 if diagnose(plan, options.json) else 1
+    return 0 if diagnose(checkup, options.json) else 1
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

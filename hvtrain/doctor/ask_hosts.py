@@ -1,37 +1,24 @@
-"""Sends the probe to hosts, to all at once, and takes their answers. This host runs it without ssh."""
+"""Sends the probe to all hosts at once and takes their answers. This host runs it without ssh."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from hvtrain.doctor import probe, probe_files, probe_machine, probe_network
 from hvtrain.errors import RankError
+from hvtrain.launch import remote
 from hvtrain.launch.reach import is_local
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.ssh import SSH_FAILED, Ssh
+from hvtrain.system import host_facts, interfaces
 
-MOST_AT_ONCE = 64
-# The probe, with its parts before it. Of hvtrain itself nothing is needed there.
-_PARTS = ("probe_software", "probe_machine", "probe_network", "probe_files", "probe")
-_PACKAGE = "hvtrain.doctor"
-# Makes the modules that are sent, under their own names, whatever hvtrain is or is not installed there.
-_LOADER = f"""
-import json, sys, types
-given = json.load(sys.stdin)
-for name, text in given["modules"]:
-    module = sys.modules[name] = types.ModuleType(name)
-    parent, _, leaf = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], leaf, module)
-    exec(compile(text, name, "exec"), module.__dict__)
-print(json.dumps(sys.modules["{_PACKAGE}.probe"].answer(given["request"])))
-"""
+MAX_AT_ONCE = 64
+_PROBE = (host_facts, interfaces, probe_machine, probe_network, probe_files, probe)
 # Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its time by much.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
@@ -42,13 +29,12 @@ _SCRIPT = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back from one host.
+    """One host's answer.
 
     Args:
-        facts: what the probe found; None where it did not run.
+        facts: what the probe found; None if it did not run.
         trouble: why not, in one line with what to do.
-        clock: seconds that the host's clock is ahead of this one's, and by how much that may be wrong: half of the
-            time that was under way.
+        clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
     """
 
     facts: dict[str, Any] | None = None
@@ -60,21 +46,14 @@ def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> 
     """Each host's answer to its request, within about so many seconds."""
     if not requests:
         return {}
-    modules = _modules()
-    with ThreadPoolExecutor(min(MOST_AT_ONCE, len(requests))) as pool:
-        texts = {host: json.dumps({"modules": modules, "request": request}) for host, request in requests.items()}
-        answers = pool.map(lambda host: _ask(host, texts[host], ssh, seconds), texts)
-        return dict(zip(texts, answers))
+    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(requests))) as pool:
+        answers = pool.map(lambda host: _ask(host, requests[host], ssh, seconds), requests)
+        return dict(zip(requests, answers))
 
 
-def _modules() -> list[tuple[str, str]]:
-    folder = Path(__file__).parent
-    parts = [(f"{_PACKAGE}.{part}", (folder / f"{part}.py").read_text(encoding="utf-8")) for part in _PARTS]
-    return [("hvtrain", ""), (_PACKAGE, ""), *parts]
-
-
-def _ask(host: str, text: str, ssh: Ssh, seconds: float) -> Answer:
-    words = ["sh", "-c", _SCRIPT, sys.executable, _LOADER, f"{seconds:.0f}"]
+def _ask(host: str, request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
+    text = remote.request(_PROBE, "answer", request)
+    words = ["sh", "-c", _SCRIPT, sys.executable, remote.LOADER, f"{seconds:.0f}"]
     began = time.time()
     try:
         local = is_local(host)
@@ -91,11 +70,10 @@ def _ask(host: str, text: str, ssh: Ssh, seconds: float) -> Answer:
         return Answer(trouble=f"host {host} was not done in {seconds:.0f} s; look at its load, disks and DNS")
     if done.returncode == 86:
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
-    if done.returncode == 255 and not local:
+    if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
-    try:
-        facts = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
+    facts = remote.answer(done.stdout)
+    if facts is None:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")
     return Answer(facts, "", _clock(began, facts["began"], facts["ended"], ended))

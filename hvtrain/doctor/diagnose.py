@@ -1,4 +1,4 @@
-"""The story of a diagnosis: ask all hosts, judge, try their ports, measure their links; a table or JSON."""
+"""A diagnosis: asks all hosts, judges, tries their ports, measures their links; prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.doctor import ask_hosts as probe
+from hvtrain.doctor.ask_hosts import Answer, ask
 from hvtrain.doctor.judge_links import judge_links
 from hvtrain.doctor.judge_machine import clock_differences, judge_clocks, judge_machines
 from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
@@ -24,21 +24,21 @@ from hvtrain.launch.ssh import Ssh
 
 FACTS_SECONDS = 30.0
 PORTS_SECONDS = 10.0
-# Without these, ranks would not start, or wait for each other.
+# If one of these fails, ranks would not start, or would wait for each other.
 _BEFORE_LINKS = ("ssh", "folder", "python", "packages", "code", "horovod", "names", "interface", "ports")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is looked at.
+class Checkup:
+    """The scope of a diagnosis.
 
     Args:
         hosts: those of -H.
         ssh: how they are reached.
-        interfaces: names of the interfaces that the user chose.
+        interfaces: names that the user chose.
         run_dir: the run folder, relative to the working folder or not.
-        dataset: the data set's folder or file, likewise; None where a run has none.
-        links: measure how fast hosts reduce together.
+        dataset: the data set's folder or file, likewise; None if the run has none.
+        links: measure how fast the hosts reduce together.
     """
 
     hosts: tuple[Host, ...]
@@ -58,7 +58,7 @@ class Plan:
 
 
 class Table:
-    """Rows as they come: printed at once, or kept for one JSON object."""
+    """Prints rows as they come, or keeps them for one JSON object."""
 
     def __init__(self, as_json: bool) -> None:
         self._began = time.monotonic()
@@ -70,7 +70,7 @@ class Table:
         return not self.failed()
 
     def failed(self) -> list[str]:
-        """The checks that failed, each once."""
+        """The failed checks, each once."""
         return list(dict.fromkeys(row.check for row in self.rows if row.status == "FAIL"))
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -80,7 +80,7 @@ class Table:
                 print(row.text(), flush=True)
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """The last line, or all of the JSON."""
+        """Prints the last line, or all of the JSON."""
         if self._as_json:
             rows = [row.as_dict() for row in self.rows]
             print(json.dumps({"passed": self.passed, "rows": rows, "facts": facts}))
@@ -91,41 +91,41 @@ class Table:
         print(f"{outcome} in {seconds:.0f} s", flush=True)
 
 
-def diagnose(plan: Plan, as_json: bool = False) -> bool:
-    """True when no check failed."""
+def diagnose(checkup: Checkup, as_json: bool = False) -> bool:
+    """True if no check failed."""
     table = Table(as_json)
-    answers = probe.ask(dict.fromkeys(plan.names, _request(plan)), plan.ssh, FACTS_SECONDS)
+    answers = ask(dict.fromkeys(checkup.names, _request(checkup)), checkup.ssh, FACTS_SECONDS)
     cluster = {host: answer.facts for host, answer in answers.items() if answer.facts}
     facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
     table.add(_reached(answers))
     if cluster:
         table.add(judge_software(cluster))
-        table.add(judge_machines(cluster, plan.slots))
-        table.add(judge_names(cluster, plan.names))
-        rows, ways = judge_interfaces(cluster, plan.names, plan.interfaces)
+        table.add(judge_machines(cluster, checkup.slots))
+        table.add(judge_names(cluster, checkup.names))
+        rows, ways = judge_interfaces(cluster, checkup.names, checkup.interfaces)
         table.add(rows)
-        facts["ports"] = _try_ports(plan, ways, {host: found["port"] for host, found in cluster.items()}, table)
+        facts["ports"] = _try_ports(checkup, ways, {host: found["port"] for host, found in cluster.items()}, table)
         facts["clocks"] = clock_differences({host: answers[host].clock for host in cluster}, facts["ports"])
         table.add(judge_clocks(facts["clocks"]))
-        facts["links"] = _measure_links(plan, table)
+        facts["links"] = _measure_links(checkup, table)
     table.end(facts)
     return table.passed
 
 
-def _request(plan: Plan) -> dict[str, Any]:
+def _request(checkup: Checkup) -> dict[str, Any]:
     return {
         "work": "facts",
         "folder": str(Path.cwd()),
-        # Ranks get it from the launcher, whatever the host's own login sets.
+        # Ranks get it from the launcher, whatever a login on the host sets.
         "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
         "python": sys.executable,
-        "names": plan.names,
-        "run_dir": plan.run_dir,
-        "dataset": plan.dataset,
+        "names": checkup.names,
+        "run_dir": checkup.run_dir,
+        "dataset": checkup.dataset,
     }
 
 
-def _reached(answers: Mapping[str, probe.Answer]) -> list[Row]:
+def _reached(answers: Mapping[str, Answer]) -> list[Row]:
     rows = []
     for host, answer in answers.items():
         if answer.facts is None:
@@ -135,10 +135,10 @@ def _reached(answers: Mapping[str, probe.Answer]) -> list[Row]:
     return rows or [Row("ssh", "PASS", f"reached: {', '.join(answers)}")]
 
 
-def _try_ports(plan: Plan, ways: Mapping[str, Way], ports: Mapping[str, int], table: Table) -> dict[str, Any]:
-    """All hosts at once listen and connect; what each one reached."""
+def _try_ports(checkup: Checkup, ways: Mapping[str, Way], ports: Mapping[str, int], table: Table) -> dict[str, Any]:
+    """Has all hosts listen and connect at once. Returns what each one reached."""
     if len(ways) < 2:
-        table.add([skip("ports", "one host" if len(plan.hosts) < 2 else "no two hosts answer in a common network")])
+        table.add([skip("ports", "one host" if len(checkup.hosts) < 2 else "no two hosts answer in a common network")])
         return {}
     token = secrets.token_hex(8)
     requests = {
@@ -152,23 +152,23 @@ def _try_ports(plan: Plan, ways: Mapping[str, Way], ports: Mapping[str, int], ta
         }
         for host in ways
     }
-    answers = {host: answer.facts for host, answer in probe.ask(requests, plan.ssh, PORTS_SECONDS + 10).items()}
+    answers = {host: answer.facts for host, answer in ask(requests, checkup.ssh, PORTS_SECONDS + 10).items()}
     table.add(judge_ports(answers, ways, ports))
     return dict(answers)
 
 
-def _measure_links(plan: Plan, table: Table) -> dict[str, Any] | None:
-    in_the_way = [check for check in table.failed() if check in _BEFORE_LINKS]
-    if len(plan.hosts) < 2:
+def _measure_links(checkup: Checkup, table: Table) -> dict[str, Any] | None:
+    failed = [check for check in table.failed() if check in _BEFORE_LINKS]
+    if len(checkup.hosts) < 2:
         reason = "one host"
-    elif not plan.links:
+    elif not checkup.links:
         reason = "--no-links"
-    elif in_the_way:
-        reason = f"mend this first: {', '.join(in_the_way)}"
+    elif failed:
+        reason = f"fix this first: {', '.join(failed)}"
     else:
-        result = measure(plan.names, plan.ssh, plan.interfaces)
+        result = measure(checkup.names, checkup.ssh, checkup.interfaces)
         if result.measured:
-            table.add(judge_links(result.measured, plan.names))
+            table.add(judge_links(result.measured, checkup.names))
         else:
             found = f"the ranks did not reduce; {result.said}"
             table.add([fail("allreduce", None, found, f"look at all that they say: {result.line}")])

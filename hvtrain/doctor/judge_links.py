@@ -1,7 +1,7 @@
-"""How fast hosts reduce together, and which host or link is slow. Rows from what the worker measured. Pure.
+"""Judges how fast hosts reduce together, and which host or link is slow. Pure.
 
-Algorithm bandwidth is bytes / seconds. Bus bandwidth is that times 2 (n - 1) / n, what a ring sends over each link:
-it compares with the link's own speed whatever the number of hosts n. Both are in Gbit/s.
+Algorithm bandwidth is bytes / seconds. Bus bandwidth is that times 2 (n - 1) / n, what a ring sends over each link;
+it compares with the link's own speed for any number of hosts n. Both are in Gbit/s.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 
 
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
-    """A link is slow at under a third of what hosts usually reach; a host whose every link is slow is named itself.
+    """A link is slow below a third of what hosts usually reach. A host whose links are all slow is named itself.
 
-    measured: what links.py prints. What a host reaches is its best link: so one slow host among three does not make
-    the others look slow.
+    measured: what link_worker prints. A host reaches what its best link does, so that one slow host among three does
+    not make the others look slow.
     """
     times = measured["all"]
     algorithm, bus = bandwidths(times["bytes"], times["seconds"], len(hosts))

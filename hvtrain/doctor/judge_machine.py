@@ -1,4 +1,4 @@
-"""Is each host fit for its ranks: clock, memory, files, disk, GPUs? Rows from the probes' facts. Pure."""
+"""Judges whether each host is fit for its ranks: clock, memory, files, disk, GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, fail, size, skip
 
 CLOCK_SECONDS = 1.0
 SHARED_MEMORY_BYTES = 64 << 20
-"""For each slot: what MPI's and NCCL's ranks of one host pass to each other lies there."""
+"""For each slot: MPI and NCCL pass data between ranks of one host there."""
 DISK_BYTES = 1 << 30
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """Rows on what a host has. slots: of all hosts, those that did not answer too."""
+    """Rows on what hosts have. slots: of all hosts, also those that did not answer."""
     return [
         *_shared_memory(cluster, slots),
         *_open_files(cluster, sum(slots.values())),
@@ -29,8 +29,8 @@ def clock_differences(
 ) -> dict[str, tuple[float, float]]:
     """Seconds that each host's clock is ahead of the first one's, and the error of that.
 
-    by_ssh: seconds ahead of this host's clock, and the error: half of the time that ssh was under way. by_port: what
-    hosts answered after they called each other; the first one's calls took far less time, where they got through.
+    by_ssh: seconds ahead of this host's clock, and the error: half of the time that ssh was under way. by_port: the
+    answers of hosts that called each other; the first one's calls took far less time, if they got through.
 
     >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {})
     {'s1': (0.0, 0.0), 's2': (2.5, 0.35)}
@@ -48,7 +48,7 @@ def clock_differences(
 
 
 def judge_clocks(differences: Mapping[str, tuple[float, float]]) -> list[Row]:
-    """Fails only for what is surely more: the time under way is no fault of the clock."""
+    """Fails only for what is certainly more: the time under way is not the clock's."""
     first, *others = differences
     rows = []
     for host in others:
@@ -74,7 +74,7 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 
 def files_needed(num_ranks: int) -> int:
-    """Files that a rank may have open: 256 of its own, and for each other rank connections and pipes.
+    """Files that a rank may have open: 256 of its own, and connections and pipes for each other rank.
 
     >>> files_needed(16), files_needed(512)
     (1024, 4352)
@@ -90,7 +90,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
             "open files",
             host,
             f"a process may open {limit}; {num_ranks} ranks need {need}",
-            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in anew (or ulimit -n 65536 "
+            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again (or ulimit -n 65536 "
             "before sshd starts)",
         )
         for host, limit in limits.items()
@@ -101,7 +101,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
 
 
 def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """The run folder is on the host of rank 0, which alone writes."""
+    """Only rank 0 writes to the run folder."""
     host = next(iter(slots))
     if host not in cluster:
         return [skip("run folder", "the host of rank 0 does not answer", host)]

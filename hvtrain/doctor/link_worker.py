@@ -1,4 +1,4 @@
-"""The worker that measures how fast hosts reduce together: one rank a host, started by run through horovodrun.
+"""Measures how fast hosts reduce together: one rank per host, started by measure_links.
 
 Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs": [[rank, rank, TIMES], ...]}, where TIMES is
 {"bytes", "seconds", "latency_seconds"}: the best time of an allreduce of so many bytes, and of one of 4 KiB.
@@ -21,17 +21,17 @@ from hvtrain.doctor.measure_links import MARK, most_seconds
 from hvtrain.keras.process import launched_size
 
 ALL_BYTES = 64 << 20
-# Less for a pair: there are many, and over a link of 50 Mbit/s this takes over a second.
+# There are many pairs, and over a link of 50 Mbit/s this takes more than a second.
 PAIR_BYTES = 8 << 20
 SMALL_BYTES = 4 << 10
 MOST_HOSTS_FOR_ALL_PAIRS = 16
 REPEATS = 5
-# After a first measurement as slow as this a second one tells nothing new.
+# After a measurement as slow as this another one tells nothing new.
 SLOW_SECONDS = 0.5
 
 
 def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that are measured: all, or with many hosts the ring's neighbours.
+    """The pairs of ranks to measure: all, or the ring's neighbours if there are many hosts.
 
     >>> pairs_of(3)
     [(0, 1), (0, 2), (1, 2)]
@@ -42,7 +42,7 @@ def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
 
 
 def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
-    """The best times of one process set. Every rank of the set must enter; all get the same numbers."""
+    """The best times of one process set (every rank of the set). All get the same numbers."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value: tf.Tensor) -> tf.Tensor:
@@ -56,19 +56,19 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
             began = time.perf_counter()
             reduce(value).numpy()
             own = time.perf_counter() - began
-            # The slowest rank's time: a rank that came late found the others waiting.
+            # The slowest rank's time: a late rank finds the others waiting.
             agreed = float(hvd.allreduce(own, name=f"{name}.time", op=hvd.Max, process_set=process_set))
             slowest = min(slowest, agreed)
             if agreed > SLOW_SECONDS:
                 break
         return slowest
 
-    best(SMALL_BYTES)  # Connections and the graph come into being.
+    best(SMALL_BYTES)  # Makes connections and the graph.
     return {"bytes": num_bytes, "seconds": best(num_bytes), "latency_seconds": best(SMALL_BYTES)}
 
 
 def main() -> None:
-    """Measures all hosts together, then each pair, while the other ranks wait."""
+    """Measures all hosts together, then each pair while the other ranks wait."""
     last_resort = threading.Timer(most_seconds(launched_size() or 1), os._exit, [1])
     last_resort.daemon = True
     last_resort.start()
@@ -78,20 +78,20 @@ def main() -> None:
     found = {pair: _measure_pair(pair, "first") for pair in pairs_of(hvd.size())}
     quickest = min(times["seconds"] for times in found.values())
     for pair, times in found.items():
-        # What looks slow gets a second chance: a host may have been busy just then.
+        # A slow pair is measured again: a host may have been busy just then.
         if times["seconds"] > 2 * quickest:
             again = _measure_pair(pair, "again")
             found[pair] = {name: min(value, again[name]) for name, value in times.items()}
     if hvd.rank() == 0:
         measured = {"all": together, "pairs": [[*pair, times] for pair, times in found.items()]}
-        # One write: the launcher puts its mark before each piece.
+        # In one write, for the launcher puts its mark before each piece.
         sys.stdout.write(f"{MARK} {json.dumps(measured)}\n")
         sys.stdout.flush()
     hvd.shutdown()
 
 
 def _measure_pair(pair: tuple[int, int], attempt: str) -> dict[str, float]:
-    """The pair's times, known to all ranks. The set is there only meanwhile: each one slows Horovod's loop a little."""
+    """The pair's times (every rank). Its process set is removed again: each one slows Horovod's loop a little."""
     name = f"hvtrain.links.{pair[0]}.{pair[1]}.{attempt}"
     if hvd.size() == 2:
         return measure(PAIR_BYTES, hvd.global_process_set, name)

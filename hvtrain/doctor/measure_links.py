@@ -1,4 +1,4 @@
-"""Starts links.py on one rank of each host, by Horovod's launcher on Gloo, and takes what it measured."""
+"""Starts link_worker on one rank per host, by Horovod's launcher on Gloo, and takes what it measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_FOR_A_PAIR = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the worker printed; where it printed nothing, what the ranks said last and the line that started them."""
+    """The worker's result; if there is none, the ranks' last words and the line that started them."""
 
     measured: dict[str, Any] | None
     said: str = ""
@@ -33,7 +33,7 @@ class Measurement:
 
 
 def measure(hosts: Sequence[str], ssh: Ssh, interfaces: str | None) -> Measurement:
-    """Measures the links between the hosts; ends in bounded time."""
+    """Measures the links between the hosts, in limited time."""
     job = Job(("python", "-m", WORKER), len(hosts), tuple(Host(name, 1) for name in hosts))
     line = start_line(job, Way(ssh, interfaces=interfaces))
     # Sets of two ranks come and go while the job runs.
@@ -50,12 +50,12 @@ def measure(hosts: Sequence[str], ssh: Ssh, interfaces: str | None) -> Measureme
 
 
 def most_seconds(num_hosts: int) -> int:
-    """How long a measurement may take. The workers, too, end by then: a launcher that is killed cannot end them."""
+    """How long a measurement may take. The workers also end by then: a killed launcher cannot end them."""
     return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts**2 // 2
 
 
 def _last_words(output: str) -> str:
-    """What the rank that failed said last, and then what the launcher made of it."""
+    """The last line of the rank that failed, then the launcher's."""
     texts = [text.strip() for text in output.splitlines() if text.strip()]
     failed = re.search(r"FIRST FAILURE rank (\d+)", texts[-1]) if texts else None
     of_rank = [text for text in texts if failed and text.startswith(f"[{failed[1]}]<std")]
@@ -63,7 +63,7 @@ def _last_words(output: str) -> str:
 
 
 def _run(line: list[str], variables: dict[str, str], seconds: float) -> tuple[str, bool]:
-    """All that the line printed, and whether it ended by itself."""
+    """The line's whole output, and whether it ended by itself."""
     with subprocess.Popen(
         line,
         env={**variables, "PYTHONUNBUFFERED": "1"},
@@ -84,7 +84,7 @@ def _run(line: list[str], variables: dict[str, str], seconds: float) -> tuple[st
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Ends the launcher, which ends its ranks on the other hosts where it still can."""
+    """Ends the launcher, which ends its ranks on other hosts if it still can."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(process.pid, number)
         try:

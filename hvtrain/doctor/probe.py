@@ -1,6 +1,6 @@
-"""What hosts.py runs on each host by that host's own Python, whatever is installed there: a request in, facts out.
+"""Collects one host's facts. ask_hosts runs it with that host's own Python, whatever is installed there.
 
-Only the probe's own files are sent: the standard library, as Python 3.9 has it, must do.
+The probe's modules need nothing but the standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvtrain.doctor import probe_files, probe_machine, probe_network, probe_software
+from hvtrain.doctor import probe_files, probe_machine, probe_network
+from hvtrain.system import host_facts, interfaces
 
 DATASET_SECONDS = 12.0
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the host answers to {"work": "facts" or "ports", ...}, and its clock before and after.
+    """The answer to {"work": "facts" or "ports", ...}, with the host's clock before and after.
 
-    Raises OSError, in "ports", where the port was taken meanwhile.
+    Raises OSError in "ports" if the port was taken meanwhile.
     """
     began = time.time()
     works: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"facts": _facts, "ports": _ports}
@@ -29,23 +30,20 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is looked at on one host.
-
-    folder: where ranks are started, which Python then searches first; python_path: what it searches next.
-    """
+    """request: folder, in which ranks start and Python searches first; python_path, which it searches next; ..."""
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
     folder = Path(request["folder"])
     return {
         "hostname": socket.gethostname(),
         "working_folder": str(folder),
         "folder_exists": folder.is_dir() and os.access(folder, os.X_OK),
-        "python": probe_software.python_facts(request["python"]),
-        "packages": probe_software.package_versions(),
-        "cuda": probe_software.cuda_versions(),
-        "code": probe_software.code_facts(),
-        "horovod": probe_software.horovod_facts(),
+        "python": host_facts.python_facts(request["python"]),
+        "packages": host_facts.package_versions(),
+        "cuda": host_facts.cuda_versions(),
+        "code": host_facts.code_facts(),
+        "horovod": host_facts.horovod_facts(),
         "addresses": probe_network.addresses(request["names"]),
-        "interfaces": probe_network.all_interfaces(),
+        "interfaces": interfaces.all_interfaces(),
         "port": probe_network.free_port(),
         "shared_memory": probe_machine.shared_memory(),
         "open_files": probe_machine.open_files(),

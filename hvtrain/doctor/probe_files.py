@@ -1,4 +1,4 @@
-"""A data set as few numbers that can be compared between hosts. Part of the probe: standard library."""
+"""Sums a data set up, to compare it between hosts. Part of the probe: standard library."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 END_BYTES = 64 << 10
-# Of so many files the ends are read; of all others the name and the size count.
-MOST_FILES_READ = 256
-# Of more files than these not each is told, but each folder.
-MOST_ENTRIES = 5_000
+# The ends of so many files are read; of all others the name and the size count.
+MAX_FILES_READ = 256
+# With more files than these, entries stand for folders.
+MAX_ENTRIES = 5_000
 
 
 def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
     """The data set at a path, a folder or a file: {"path", "num_files", "num_bytes", "entries", "error", "too_large"}.
 
-    entries: a checksum for each file, or for each folder where files are too many. It covers relative names, sizes,
-    and the first and last 64 KiB of files chosen evenly. error says what is missing or cannot be read, and too_large
-    that the seconds did not do.
+    entries: a checksum of each file, or of each folder if there are too many files. It covers relative names, sizes,
+    and the first and last 64 KiB of files chosen evenly. error says what is missing or cannot be read, too_large that
+    the time was too short.
     """
     deadline = time.monotonic() + seconds
     found: dict[str, Any] = {"path": str(path), "num_files": 0, "num_bytes": 0, "entries": {}}
@@ -28,13 +28,13 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
     try:
         sizes = _sizes(path, deadline)
         names = sorted(sizes)
-        ends = {name: _ends(path / name, deadline) for name in names[:: max(1, -(-len(names) // MOST_FILES_READ))]}
+        ends = {name: _ends(path / name, deadline) for name in names[:: max(1, -(-len(names) // MAX_FILES_READ))]}
     except TimeoutError:
         return {**found, "too_large": f"it cannot be listed in {seconds:.0f} s"}
     except OSError as error:
         return {**found, "error": f"{error.filename or path}: {error.strerror}"}
-    told = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
-    return {**found, "num_files": len(names), "num_bytes": sum(sizes.values()), "entries": _entries(told)}
+    texts = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
+    return {**found, "num_files": len(names), "num_bytes": sum(sizes.values()), "entries": _entries(texts)}
 
 
 def _sizes(path: Path, deadline: float) -> dict[str, int]:
@@ -62,13 +62,13 @@ def _ends(file: Path, deadline: float) -> str:
         return hashlib.sha256(first + opened.read(END_BYTES)).hexdigest()
 
 
-def _entries(told: dict[str, str]) -> dict[str, str]:
-    """A short checksum of what is told of each file, or of each folder's files together."""
-    texts: dict[str, str] = {}
-    for name, text in told.items():
-        key = name if len(told) <= MOST_ENTRIES else f"{os.path.dirname(name)}/"  # noqa: PTH120
-        texts[key] = texts.get(key, "") + text
-    return {key: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for key, text in texts.items()}
+def _entries(texts: dict[str, str]) -> dict[str, str]:
+    """A short checksum of each file's text, or of each folder's files together."""
+    joined: dict[str, str] = {}
+    for name, text in texts.items():
+        key = name if len(texts) <= MAX_ENTRIES else f"{os.path.dirname(name)}/"  # noqa: PTH120
+        joined[key] = joined.get(key, "") + text
+    return {key: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for key, text in joined.items()}
 
 
 def _check(deadline: float) -> None:

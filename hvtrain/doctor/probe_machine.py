@@ -1,4 +1,4 @@
-"""What a host has: shared memory, open files, disk, GPUs. Part of the probe: standard library."""
+"""A host's shared memory, open files, disk and GPUs. Part of the probe: standard library."""
 
 from __future__ import annotations
 
@@ -13,36 +13,29 @@ NVIDIA_SMI_SECONDS = 15
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Bytes of /dev/shm, free and in all; None where there is none."""
+    """Bytes of /dev/shm, free and in all; None if there is none."""
     try:
-        status = os.statvfs("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")
     except OSError:
         return None
-    return {"free": status.f_bavail * status.f_frsize, "total": status.f_blocks * status.f_frsize}
+    return {"free": usage.free, "total": usage.total}
 
 
 def open_files() -> dict[str, int]:
-    """How many files a process may open, and up to where it may raise that itself; -1 is without limit."""
+    """How many files a process may open, and how far it may raise that itself; -1: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"soft": soft, "hard": hard}
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """Free bytes where the folder is, or would be made, and whether this user may write there."""
+    """Free bytes where the folder is or would be made, and whether this user may write there."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    status = os.statvfs(there)
-    return {
-        "folder": str(folder),
-        "free": status.f_bavail * status.f_frsize,
-        "writable": there.is_dir() and os.access(there, os.W_OK),
-    }
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    return {"folder": str(folder), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def gpus() -> dict[str, Any]:
-    """Names of the GPUs, and the driver, as nvidia-smi says; no names where there is no nvidia-smi.
-
-    error is what it said when it failed.
-    """
+    """Names of the GPUs and the driver according to nvidia-smi, or its error; no names if there is no nvidia-smi."""
     found: dict[str, Any] = {"names": [], "driver": None, "error": None}
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
     if program is None:

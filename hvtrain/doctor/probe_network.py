@@ -1,29 +1,22 @@
-"""A host among hosts: names, interfaces, and whether free ports can be reached. Part of the probe: standard library."""
+"""Which addresses and free ports of other hosts this one finds and reaches. Part of the probe: standard library."""
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
-import ipaddress
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B  # linux/sockios.h
-_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
-
 LOOKUP_SECONDS = 6.0
 CONNECT_SECONDS = 2.0
-# Once one way between two hosts works, both are there: the other way must work soon, or does not.
+# Once one direction between two hosts works, both are there: the other one works soon or not at all.
 GRACE_SECONDS = 3.0
 
 
 def addresses(names: Sequence[str]) -> dict[str, str | None]:
-    """The IPv4 address that each name has here; None for a name without one, or one that is not found in time."""
+    """The IPv4 address that each name has here; None for a name without one, or not found in time."""
     found: dict[str, str | None] = dict.fromkeys(names)
 
     def look(name: str) -> None:
@@ -39,26 +32,8 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     return dict(found)
 
 
-def all_interfaces() -> list[dict[str, str]]:
-    """Name, address and network of each IPv4 address of this host, second addresses of an interface too."""
-    size = 64 * 1024
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        room = array.array("B", bytes(size))
-        asked = struct.pack("iL", size, room.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, asked))[0]
-        found = []
-        for start in range(0, used, _IFREQ_BYTES):
-            request = room[start : start + _IFREQ_BYTES].tobytes()
-            # The request holds name and address, so the mask is that of this address.
-            mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
-            address = socket.inet_ntoa(request[20:24])
-            network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
-            found.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
-        return found
-
-
 def free_port() -> int:
-    """A port above 1023 that nothing listens at, chosen as Horovod and MPI have theirs chosen: by the kernel."""
+    """A port above 1023 that is free. The kernel chooses it, as it does for Horovod and MPI."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -70,7 +45,7 @@ class Exchange:
     Args:
         me: this host's name.
         port: where it listens.
-        token: known to these hosts alone; who does not say it does not count.
+        token: known to these hosts alone; a caller that does not send it does not count.
         others: address and port of each other host.
     """
 
@@ -85,9 +60,9 @@ class Exchange:
         self._server = socket.create_server(("", port), backlog=len(others) + 8)
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """The hosts that were reached, and for each missing one why. Ends within the seconds.
+        """The hosts that were reached, and why each other one was not, within so many seconds.
 
-        clocks: seconds that a host's clock is ahead of this one's, and the error of that, half of the call's time.
+        clocks: seconds that a host's clock is ahead of this one's, and the error: half of the call's time.
         """
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:

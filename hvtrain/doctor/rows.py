@@ -1,4 +1,4 @@
-"""What a check says: one row, for all hosts or for the one at fault. Pure."""
+"""One row of the doctor's table, for all hosts or for the one at fault. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Row:
     Args:
         check: its name.
         status: PASS, FAIL or SKIP.
-        found: what was found, or why it was not looked at.
-        host: the host at fault; None where a row speaks of all.
-        fix: what to do, and where it is a command, what to type.
+        found: what was found, or why it was skipped.
+        host: the one at fault; None for a row on all of them.
+        fix: what to do, as a command to type where possible.
     """
 
     check: str
@@ -34,7 +34,7 @@ class Row:
         return asdict(self)
 
     def text(self) -> str:
-        """The row as it is printed; the fix stands below."""
+        """The row as printed, with the fix below."""
         first = f"{self.status}  {self.check:<13} {f'{self.host}: ' if self.host else ''}{self.found}"
         return f"{first}\n{'':<20}fix: {self.fix}" if self.fix else first
 
@@ -48,19 +48,19 @@ def skip(check: str, reason: str, host: str | None = None) -> Row:
 
 
 def all_or(failures: list[Row], check: str, found: str) -> list[Row]:
-    """The failures; where there are none, one row that passes."""
+    """The failures; if there are none, one row that passes."""
     return failures or [Row(check, "PASS", found)]
 
 
 def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
-    """What makes a folder, or a file, of a host that of the first one. delete: also what the first has not."""
+    """The command that copies a folder or a file from the first host. delete: remove what the first does not have."""
     slash = "" if is_file else "/"
     options = ["--delete"] if delete and not is_file else []
     return f"on {first}: {shlex.join(['rsync', '-a', *options, f'{path}{slash}', f'{host}:{path}{slash}'])}"
 
 
 def environment(facts: Mapping[str, Any]) -> str:
-    """The folder of the Python environment that ranks are started with."""
+    """The folder of the Python environment that starts ranks."""
     return str(Path(facts["python"]["wanted"]).parents[1])
 
 

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvtrain.launch.relay import Relay
+from hvtrain.launch.output import Relay
 from hvtrain.launch.signals import Signals
-from hvtrain.launch.start import start
+from hvtrain.launch.start import Launch
 from hvtrain.system import console
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
     line = [sys.executable, "-m", "hvtrain.horovodrun", *sys.argv[1:]]
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
-        ending = start(line, os.environ, Relay(), Signals(), Path(folder))
-    if ending.failure and not ending.failure.is_told:
+        ending = Launch(line, os.environ, Relay(), Path(folder)).run(Signals())
+    if ending.failure and not ending.failure.is_shown:
         console.say_error(str(ending.failure), 0)
     sys.exit(ending.code)

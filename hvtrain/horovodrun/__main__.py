@@ -30,10 +30,11 @@ from hvtrain.errors import UserError
 from hvtrain.horovodrun import changes
 from hvtrain.launch import on_host, reach, reached
 from hvtrain.launch.environment import of_this_environment
-from hvtrain.launch.exit_code import failed_rank, of_shell
+from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
 from hvtrain.launch.reached import URI_FILE, Reached
 from hvtrain.launch.ssh import Ssh
+from hvtrain.system.verdict import Verdict
 
 
 def main() -> None:
@@ -57,9 +58,8 @@ def main() -> None:
         if failed is None:
             sys.exit(f"horovodrun: {' '.join(str(error).split())}")
         name, code = failed
-        # In one piece: the parent takes it out of the output.
-        sys.stderr.write(f"horovodrun: rank {name or '?'} ended with exit code {code}\n")
-        sys.exit(of_shell(code))
+        sys.stderr.write(Verdict(name or "?", code=code).line())
+        sys.exit(shell_code(code))
     except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
     finally:
@@ -109,7 +109,7 @@ def _look_at_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
         words = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
         words += ["-mca", "plm_rsh_args", " ".join(ssh.options), *reach.MPI_NOTICES_CUTS]
     else:
-        words = reach.mpi_options(paths, ssh)
+        words = reach.mpi_options(paths.network, ",".join(paths.interfaces), ssh)
         driver_service.get_common_interfaces = lambda *args: [paths.interface] if by_gloo else []
     if not by_gloo:
         args.mpi_args = f"{shlex.join(words)} {args.mpi_args or ''}"

@@ -1,4 +1,4 @@
-"""Which of the launcher's variables travel to the ranks: by a list of what is allowed, so that no secret does."""
+"""Chooses the launcher's variables that travel to the ranks: by an allow-list, so that no secret does."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 
 from hvtrain.errors import ConfigError
 
-# What a rank needs to find its code, and what tunes the libraries under it.
+# They let a rank find its code, and tune the libraries under it.
 _ALLOWED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
-# A place in another launch, or which GPUs this one host shows: no other rank's business.
+# They describe a place in another launch, or this host's GPUs.
 _LEFT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
 _SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_", re.IGNORECASE)
-# What programs on this host need, ssh among them; another host has its own.
+# Needed by programs on this host, such as ssh; another host has its own.
 _OF_THIS_HOST = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
 )
-# Names of more variables that horovodrun lets travel, with commas between them.
+# More names for horovodrun to let travel, separated by commas.
 MORE = "HVTRAIN_ENV"
 # An address with a password in it: postgres://me:secret@host/.
 _WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that ranks get over ssh: the allowed ones, and those asked for.
+    """The variables that ranks get over ssh: those allowed, and those asked for.
 
     >>> sorted(for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "TF_SECRET": "x", "HOME": "/root"}).keys() - {"OPAL_PREFIX"})
     ['PATH', 'TF_NUM_INTRAOP_THREADS']
@@ -39,12 +39,12 @@ def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str
     chosen = {name: value for name, value in environ.items() if travels(name, environ)}
     chosen.update(of_this_environment(chosen.get("PATH", "")))
     asked = asked_for(environ, words)
-    # horovodrun could not tell them from the launcher's own.
+    # horovodrun cannot tell them from the launcher's own otherwise.
     return {**chosen, **asked, **({MORE: ",".join(asked)} if asked else {})}
 
 
 def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
-    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for one that is not set, or no name.
+    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for one that is not set or not a name.
 
     >>> asked_for({"MINE": "yes"}, ["MINE", "MORE=a=b"])
     {'MINE': 'yes', 'MORE': 'a=b'}
@@ -53,7 +53,7 @@ def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str
     for word in words:
         name, given, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(f"--env {word}: {name!r} is no name of an environment variable; write --env NAME=VALUE")
+            raise ConfigError(f"--env {word}: {name!r} is not a variable's name; write --env NAME=VALUE")
         if not given and name not in environ:
             raise ConfigError(f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE")
         chosen[name] = value if given else environ[name]
@@ -61,9 +61,9 @@ def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str
 
 
 def of_this_environment(path: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """PATH with this Python's programs first, and where Open MPI lies when it is part of this environment.
+    """PATH with this Python's programs first, and Open MPI's place if it is part of this environment.
 
-    So nobody needs to have activated it. Open MPI looks for its parts on other hosts where it was built.
+    So nobody needs to activate it. On other hosts Open MPI looks for its parts where it was built.
     """
     programs = f"{prefix}/bin"
     found = {"PATH": path if programs in path.split(":") else f"{programs}:{path or os.defpath}"}
@@ -73,16 +73,16 @@ def of_this_environment(path: str, prefix: str = sys.prefix) -> dict[str, str]:
 
 
 def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's own variables: the ranks', and those that belong to this host."""
+    """The launcher's own variables: the ranks' and this host's."""
     return {**{name: value for name, value in environ.items() if is_of_this_host(name)}, **ranks}
 
 
 def is_of_this_host(name: str) -> bool:
-    """True for a variable that means something on the host that has it, and nowhere else."""
+    """True for a variable that has a meaning only on the host that sets it."""
     return bool(_OF_THIS_HOST.fullmatch(name))
 
 
 def travels(name: str, environ: Mapping[str, str]) -> bool:
-    """True for a variable that other hosts may have: of those allowed, and neither name nor value looks secret."""
+    """True for a variable that other hosts may have: it is allowed, and neither its name nor its value looks secret."""
     is_known = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
     return is_known and not _SECRET.search(name) and not _WITH_PASSWORD.search(environ.get(name, ""))

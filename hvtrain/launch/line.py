@@ -1,4 +1,4 @@
-"""The command line that starts a job over ssh: Horovod's launcher on Gloo or MPI, or MPI's own. Pure."""
+"""The command line that starts a job over ssh, by Horovod's launcher on Gloo or MPI or by MPI's own. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvtrain.launch.job import Job, hosts_word
 from hvtrain.launch.on_host import MARK
-from hvtrain.launch.reach import MPI_NOTICES_CUTS, Paths, mpi_options
+from hvtrain.launch.reach import Paths, mpi_options
 from hvtrain.launch.reached import URI_FILE
 from hvtrain.launch.ssh import Ssh
 
@@ -22,7 +22,7 @@ class Way:
         ssh: how hosts are reached.
         mpirun: MPI's own launcher instead of Horovod's.
         interfaces: names joined by commas, instead of those found.
-        discovery_script: prints the hosts that there are, for an elastic job.
+        discovery_script: prints the available hosts, for an elastic job.
     """
 
     ssh: Ssh = field(default_factory=Ssh)
@@ -32,11 +32,11 @@ class Way:
 
 
 def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | None = None) -> list[str]:
-    """The words that start the job's ranks from this host.
+    """The words of the command that starts the job's ranks from this host.
 
     Args:
-        paths: the way between the hosts, for mpirun; horovodrun finds it by itself.
-        folder: of the launch, as start() takes it; None: the line watches over itself, if it can.
+        paths: the way between the hosts, for mpirun; horovodrun finds it itself.
+        folder: the launch's, as start() takes it; None: nobody supervises the line from outside.
     """
     ssh = way.ssh
     first, *rest = job.command
@@ -44,7 +44,7 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
     if way.mpirun:
         watched = ["--report-uri", str(folder / URI_FILE), "-x", MARK] if folder else []
         return [*_mpirun(job, ssh, paths, way.interfaces), *watched, *command]
-    # Whoever has a folder for it watches over the launch; else horovodrun does.
+    # Without a supervisor outside, horovodrun supervises itself.
     line = [sys.executable, "-m", "hvtrain.horovodrun"] if folder else [f"{sys.prefix}/bin/horovodrun"]
     line += [f"--{job.controller}", "-np", str(job.num_ranks)]
     if job.min_ranks:
@@ -63,17 +63,14 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
 
 def _mpirun(job: Job, ssh: Ssh, paths: Paths | None, interfaces: str | None) -> list[str]:
     line = [f"{sys.prefix}/bin/mpirun", "-np", str(job.num_ranks), "-H", hosts_word(job.hosts), "--tag-output"]
-    # As Horovod starts it: its background thread must not share one core with the rank's others.
+    # As Horovod does: its background thread must not share one core with the rank's others.
     line += ["--bind-to", "none", "--map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     line += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     if interfaces:
-        line += ["--prefix", sys.prefix]
-        line += ["-mca", "btl_tcp_if_include", interfaces, "-mca", "oob_tcp_if_include", interfaces]
-        line += MPI_NOTICES_CUTS
-        line += ["-x", f"NCCL_SOCKET_IFNAME={interfaces}"]
+        line += mpi_options(interfaces, interfaces, ssh)
     elif paths:
-        line += mpi_options(paths, ssh)
-    # Each host is reached from this one; above 64 Open MPI would go from host to host, for which none has a key.
+        line += mpi_options(paths.network, ",".join(paths.interfaces), ssh)
+    # Above 64 hosts Open MPI would go from host to host, for which none has a key.
     line += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_num_concurrent", str(len(job.hosts))]
     for name in sorted(job.environment):
         line += ["-x", name]

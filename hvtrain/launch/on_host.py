@@ -1,43 +1,58 @@
-"""A launch on one host: asks its ranks to stop, ends what is left of it. Its text runs on hosts by ssh, so it needs
-nothing but the standard library.
+"""A launch on one host: asks its ranks to stop, ends what is left of it.
 
-python on_host.py ask|clear MARK [JOB]    prints ANSWER and what came of it, as JSON
+Standard library only: launch/remote.py runs this text on other hosts.
 
-A launch is known by its mark, a variable that all its processes have; an Open MPI job by its number besides.
+All processes of a launch have its mark, a variable; those of an Open MPI job are also known by the job's number.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypedDict
+
+from hvtrain.system import host_facts, interfaces
 
 MARK = "HVTRAIN_LAUNCH"
-ANSWER = "hvtrain-host:"
 SECONDS_TO_GO = 3.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
-def ask(mark: str) -> int:
-    """Sends SIGUSR1 to the launch's ranks on this host; how many there were."""
+class Answer(TypedDict):
+    """How many processes were asked or ended, and oom_kills() then."""
+
+    count: int
+    oom_kills: int | None
+
+
+def look(address: str) -> dict[str, Any]:
+    """The interface towards an address, None if there is no way; oom_kills(); versions."""
+    try:
+        interface = interfaces.interface_of(interfaces.address_towards(address))
+    except OSError:
+        interface = None
+    return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions()}
+
+
+def ask(mark: str) -> Answer:
+    """Sends SIGUSR1 to the launch's ranks on this host."""
     ranks = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
-    # What a rank started itself has its variables too, and is not asked.
+    # A process that a rank started has its variables too, and is not asked.
     first = [process for process, parent in ranks.items() if parent not in ranks]
     for process in first:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)
-    return len(first)
+    return {"count": len(first), "oom_kills": oom_kills()}
 
 
-def clear(mark: str, job: int | None = None) -> int:
-    """Ends by force all that is left of the launch on this host, and removes what it left in memory; how many.
+def clear(mark: str, job: int | None = None) -> Answer:
+    """Kills all that is left of the launch on this host and frees its shared memory.
 
     Python's trackers of semaphores and shared memory clean up once all others are gone, so they go last.
     """
@@ -55,11 +70,11 @@ def clear(mark: str, job: int | None = None) -> int:
         time.sleep(0.02)
     if job is not None:
         _remove_files(job)
-    return len(ended)
+    return {"count": len(ended), "oom_kills": oom_kills()}
 
 
 def oom_kills() -> int | None:
-    """How many processes this host's kernel has killed for lack of memory since it started; None: it does not say."""
+    """How many processes this host's kernel has killed for lack of memory since boot; None if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -68,7 +83,7 @@ def oom_kills() -> int | None:
 
 
 def _remove_files(job: int) -> None:
-    """What Open MPI leaves when it is killed: its ranks' shared memory, and its own folder."""
+    """Removes what a killed Open MPI leaves: its ranks' shared memory, and its own folder."""
     for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):  # The ranks are the job after the launcher's own.
         with suppress(OSError):
             path.unlink()
@@ -116,9 +131,3 @@ def _is_tracker(process: int) -> bool:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-if __name__ == "__main__":
-    _what, _mark, *_job = sys.argv[1:]
-    _count = ask(_mark) if _what == "ask" else clear(_mark, int(_job[0]) if _job else None)
-    print(ANSWER, json.dumps({"count": _count, "oom_kills": oom_kills()}))

@@ -1,31 +1,33 @@
-"""What ranks print, told apart: rank 0's goes to the console as it is, every rank's into a file of its own."""
+"""Passes a launch's output on, rank by rank; the listener learns from it which rank failed first."""
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.listen import Listener
+from hvtrain.launch.first_failure import RULER, Listener
+from hvtrain.system import verdict
 
 # horovodrun --gloo marks lines [3]<stdout>:, mpirun [1,3]<stdout>: (job, rank).
-MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+_MARK_BEGUN = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?$")
 # Said by the launchers about ranks that say it better themselves.
 _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
 # A shell about a rank that a signal ended.
-_OF_SHELL = ("Killed\n", "Terminated\n")
+_BY_SHELL = ("Killed\n", "Terminated\n")
 
 
 class RankOutput:
-    """Takes a launcher's lines. Files: folder/rank-0003-s2.log, of standard and error output together.
+    """Both outputs of a launcher. Each rank's lines go to folder/rank-0003-s2.log.
 
-    Rank 0's lines go on without their mark; those of other ranks, which speak only when something is wrong,
-    with their rank and host before them; so does what no rank said, but for what the listener keeps.
-    Raises ConfigError where the folder cannot be written.
+    On the console, rank 0's lines stand without their mark; those of other ranks, which speak only when something is
+    wrong, with rank and host before them. Raises ConfigError if the folder cannot be written.
     """
 
     merged = True
@@ -54,37 +56,84 @@ class RankOutput:
         """Passes on all lines until their end."""
         for line in lines:
             # mpirun marks each piece that a rank writes, so a mark may stand in the middle of a line.
-            own, *marked = MARK.split(line)
+            own, *marked = _MARK.split(line)
             if own.strip() and not _NOISE.match(own):
-                _say(sys.stderr, self.listener.launcher(own if own.endswith("\n") else f"{own}\n"))
+                _write(sys.stderr, self.listener.launcher(own if own.endswith("\n") else f"{own}\n"))
             for rank, stream, text in zip(marked[::3], marked[1::3], marked[2::3]):
                 self._take(int(rank), stream, text)
-        _say(sys.stderr, self.listener.rest())
+        _write(sys.stderr, self.listener.rest())
         for (rank, stream), text in list(self._begun.items()):
             self._take(rank, stream, "\n" if text else "")
         for file in self._files.values():
             file.close()
 
     def _take(self, rank: int, stream: str, text: str) -> None:
-        """Holds what a rank wrote back until its line is whole."""
+        """Holds a rank's text back until its line is whole."""
         text = self._begun.pop((rank, stream), "") + text
         if not text.endswith("\n"):
             self._begun[rank, stream] = text
+            return
+        if stream == "stderr" and self.listener.rank(rank, text):
             return
         if rank not in self._files:
             self._files[rank] = self.path(rank).open("a", encoding="utf-8")
         self._files[rank].write(text)
         self._files[rank].flush()
-        if stream == "stderr":
-            self.listener.rank(rank, text)
-        if rank == 0 and text not in _OF_SHELL:
-            _say(sys.stdout if stream == "stdout" else sys.stderr, text)
-        elif text.strip() and text not in _OF_SHELL:
+        if rank == 0 and text not in _BY_SHELL:
+            _write(sys.stdout if stream == "stdout" else sys.stderr, text)
+        elif text.strip() and text not in _BY_SHELL:
             host = f" {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            _say(sys.stderr, f"[rank {rank}{host}] {text}")
+            _write(sys.stderr, f"[rank {rank}{host}] {text}")
 
 
-def _say(stream: TextIO, text: str) -> None:
+class Relay:
+    """A launcher's error output, passed through as it comes; the launcher writes its standard output itself."""
+
+    merged = False
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+        self._begun = ""
+        self._begun_by: dict[str, str] = {}
+        self._shown = 0
+
+    def take(self, stream: IO[str]) -> None:
+        """Passes on all of the stream until its end."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while data := os.read(stream.fileno(), 65536):
+            _write(sys.stderr, self.text(decoder.decode(data)))
+        _write(sys.stderr, self._begun[self._shown :] + self.listener.rest())
+
+    def text(self, text: str) -> str:
+        """The text to show now: whole lines, and a begun one that can become neither a ruler nor a verdict."""
+        *lines, begun = (self._begun + text).split("\n")
+        shown = []
+        for line in lines:
+            shown.append(self._line(f"{line}\n")[self._shown :])
+            self._shown = 0
+        self._begun = begun
+        last = _MARK.split(begun)[-1][: len(verdict.PREFIX)]
+        is_held = RULER.startswith(begun) or verdict.PREFIX.startswith(last) or _MARK_BEGUN.search(begun)
+        if not is_held and not self.listener.is_holding:
+            shown.append(begun[self._shown :])
+            self._shown = len(begun)
+        return "".join(shown)
+
+    def _line(self, line: str) -> str:
+        own, *marked = _MARK.split(line)
+        if not marked:
+            return self.listener.launcher(own)
+        for rank, text in zip(marked[::3], marked[2::3]):
+            whole = self._begun_by.pop(rank, "") + text
+            if not whole.endswith("\n"):
+                self._begun_by[rank] = whole
+            elif self.listener.rank(int(rank), whole):
+                before = line[: [found.start() for found in _MARK.finditer(line)][-1]]
+                line = f"{before}\n" if before else ""
+        return line
+
+
+def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()

@@ -1,9 +1,7 @@
-"""Before any rank starts: is every host there, does it hold this environment, and over which interface?"""
+"""Checks before any rank starts: each host is there and has this environment; finds the interface that joins them."""
 
 from __future__ import annotations
 
-import json
-import re
 import socket
 import subprocess
 import sys
@@ -11,33 +9,28 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvtrain.errors import RankError
-from hvtrain.launch import host_versions
+from hvtrain.launch import remote
+from hvtrain.launch.reached import ON_HOST
 from hvtrain.launch.ssh import Ssh
-from hvtrain.system import interfaces
+from hvtrain.system import host_facts, interfaces
+
+Versions = Mapping[str, "str | None"]
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The way between the hosts: this host's interface, every host's, and the network they share.
+    """The way between the hosts: this host's interface, every host's, and the network that they share.
 
-    oom_kills: the other hosts, with the processes that each one's kernel has killed for lack of memory so far.
+    oom_kills: what on_host.oom_kills() says on the other hosts so far.
     """
 
     interface: str
     interfaces: tuple[str, ...]
     network: str
     oom_kills: Mapping[str, int | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a look at a host finds: its interface on the way here, its on_host.oom_kills(), its versions."""
-
-    interface: str
-    oom_kills: int | None
-    versions: Mapping[str, str]
 
 
 def is_local(host: str) -> bool:
@@ -54,21 +47,20 @@ def is_local(host: str) -> bool:
     return True
 
 
-def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths | None:
-    """The way between this host and the others; None where all of them are this one.
+def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
+    """The way between this host and the others; None if all of them are this one.
 
     Raises RankError in one line for the first host that cannot take part.
     """
     with ThreadPoolExecutor(32) as pool:
-        remote = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
-        if not remote:
+        others = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
+        if not others:
             return None
-        found = list(pool.map(lambda host: _look(host, ssh, python), remote))
-    # This host's own count where it has a rank; a host that only launches may be another kind of machine.
-    of_ranks = {host: seen.versions for host, seen in zip(remote, found)}
-    here = {host: host_versions.versions() for host in hosts if host not in of_ranks}
-    _compare({**here, **of_ranks})
-    mine = {interfaces.interface_of(_address_towards(host)) for host in remote}
+        found = dict(zip(others, pool.map(lambda host: _look(host, ssh), others)))
+    # This host's own versions count if it has a rank; a host that only launches may be another kind of machine.
+    here = {host: host_facts.versions() for host in hosts if host not in found}
+    _compare({**here, **{host: facts["versions"] for host, facts in found.items()}})
+    mine = {interfaces.interface_of(_address_towards(host)) for host in others}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
         raise RankError(
@@ -76,18 +68,18 @@ def check(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> Paths
             "--network-interfaces NAME"
         )
     interface = str(mine.pop())
-    names = tuple(sorted({interface, *(seen.interface for seen in found)}))
-    kills = {host: seen.oom_kills for host, seen in zip(remote, found)}
+    names = tuple(sorted({interface, *(facts["interface"] for facts in found.values())}))
+    kills = {host: facts["oom_kills"] for host, facts in found.items()}
     return Paths(interface, names, interfaces.network_of(interface), kills)
 
 
-def absent(hosts: Sequence[str], ssh: Ssh, python: str = sys.executable) -> dict[str, str]:
+def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
     """The hosts that cannot take part, and why."""
 
     def reason(host: str) -> str:
         try:
             if not is_local(host):
-                _look(host, ssh, python)
+                _look(host, ssh)
         except RankError as error:
             return str(error)
         return ""
@@ -103,29 +95,31 @@ def _address_towards(host: str) -> str:
         raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
 
 
-def _compare(found: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises RankError where a host's Python or a package of it has another version than the first one's."""
+def _compare(found: Mapping[str, Versions]) -> None:
+    """Raises RankError if a host has another Python or package version than the first one."""
     first, *others = found
     for host in others:
         for name, version in found[first].items():
-            if found[host].get(name) != version:
+            other = found[host].get(name)
+            if other != version:
                 raise RankError(
-                    f"host {host} has {name} {found[host].get(name)} in {sys.prefix} and host {first} has {version}; "
-                    "make the environment there anew from this folder: scripts/run true"
+                    f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
+                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
                 )
 
 
-def _look(host: str, ssh: Ssh, python: str) -> _Seen:
-    """What a host's own Python says of it."""
-    script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; grep "^oom_kill " /proc/vmstat; exec "$0" - "$2"'
-    text = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (interfaces, host_versions))
+def _look(host: str, ssh: Ssh) -> dict[str, Any]:
+    """Another host's on_host.look()."""
+    script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" -c "$2"'
+    text = remote.request(ON_HOST, "look", _address_towards(host))
     try:
-        done = ssh.run(host, ["sh", "-c", script, python, str(Path.cwd()), _address_towards(host)], text)
+        done = ssh.run(host, ["sh", "-c", script, sys.executable, str(Path.cwd()), remote.LOADER], text)
     except subprocess.TimeoutExpired:
         raise RankError(f"host {host} let us in by ssh but did not answer within a minute; look at its load") from None
     if done.returncode == 86:
         raise RankError(
-            f"host {host} has no {python}; put hvtrain there, at the same path as here, and run its scripts/run once"
+            f"host {host} has no {sys.executable}; put hvtrain there, at the same path as here, and run its "
+            "scripts/run once"
         )
     if done.returncode == 87:
         raise RankError(
@@ -134,21 +128,18 @@ def _look(host: str, ssh: Ssh, python: str) -> _Seen:
         )
     if done.returncode:
         raise RankError(ssh.trouble(host, done.stderr))
-    # A greeting of the login shell may stand before it.
-    said = re.search(rf"^{interfaces.MARK} (\S+)$", done.stdout, re.MULTILINE)
-    if not said:
+    facts: dict[str, Any] | None = remote.answer(done.stdout)
+    if facts is None:
         raise RankError(
             f"host {host} let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
         )
-    if said[1] == "-":
+    if facts["interface"] is None:
         raise RankError(f"host {host} has no IPv4 way to this host; Horovod needs one")
-    kills = re.search(r"^oom_kill (\d+)$", done.stdout, re.MULTILINE)
-    its_versions = re.search(rf"^{host_versions.MARK} (.*)$", done.stdout, re.MULTILINE)
-    return _Seen(said[1], int(kills[1]) if kills else None, json.loads(its_versions[1]) if its_versions else {})
+    return facts
 
 
-# A host that vanished, or a cut network, is noticed after 40 to 45 s: after the ranks' own watch, which says it better.
-# Without, mpirun waits for that host for a quarter of an hour.
+# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which says it better. By
+# default mpirun waits for that host for a quarter of an hour.
 MPI_NOTICES_CUTS = [
     *("-mca", "oob_tcp_keepalive_time", "5"),
     *("-mca", "oob_tcp_keepalive_intvl", "1"),
@@ -156,17 +147,17 @@ MPI_NOTICES_CUTS = [
 ]
 
 
-def mpi_options(paths: Paths, ssh: Ssh, prefix: str = sys.prefix) -> list[str]:
-    """What Open MPI must be told to start and to talk between those hosts.
+def mpi_options(network: str, interfaces: str, ssh: Ssh) -> list[str]:
+    """Open MPI's options to start and talk between those hosts.
 
-    The network instead of an interface's name: names may differ from host to host, and Open MPI would try an
-    interface that has the same address everywhere (docker0) and wait for ever.
+    network: rather than an interface, for names may differ from host to host, and Open MPI would try an interface that
+    has the same address everywhere (docker0) and wait forever.
     """
     return [
-        *("--prefix", prefix),
-        *("-mca", "btl_tcp_if_include", paths.network),
-        *("-mca", "oob_tcp_if_include", paths.network),
+        *("--prefix", sys.prefix),
+        *("-mca", "btl_tcp_if_include", network),
+        *("-mca", "oob_tcp_if_include", network),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={','.join(paths.interfaces)}"),
+        *("-x", f"NCCL_SOCKET_IFNAME={interfaces}"),
     ]

@@ -1,40 +1,33 @@
-"""What a launch knows of its hosts, and what is done on all of them: each rank's, how they are reached."""
+"""The hosts of a launch, and calls on all of them."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
-from hvtrain.launch import on_host
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch import on_host, remote
+from hvtrain.launch.on_host import Answer
+from hvtrain.launch.ssh import SSH_FAILED, Ssh
+from hvtrain.system import host_facts, interfaces
 
-URI_FILE = "uri"  # Where mpirun is told to write its address, which begins with the number of its job.
+URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
 _FILE = "hosts.json"
-_SSH_FAILED = 255
-
-
-class Answer(TypedDict):
-    """Of a host: how many processes were asked or ended, and its on_host.oom_kills() then."""
-
-    count: int
-    oom_kills: int | None
+ON_HOST = (host_facts, interfaces, on_host)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Known to who starts the ranks, needed by who watches over them; those may be two processes.
+    """Whoever starts the ranks knows it, and whoever supervises them needs it; those may be two processes.
 
     Args:
         places: each rank's host, by the name that -H gives it.
-        remote: hosts but this one, with what on_host.oom_kills() said of them before the start.
+        remote: all hosts but this one, with their on_host.oom_kills() before the start.
     """
 
     places: tuple[str, ...] = ()
@@ -46,28 +39,24 @@ class Reached:
         (folder / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def clear(self, mark: str, job: int | None = None) -> dict[str, Answer | None]:
-        """on_host.clear() on all hosts, this one first; the others' answers, None where ssh did not get there."""
+        """Calls on_host.clear on all hosts. The answers of the others; None if ssh did not get there."""
         on_host.clear(mark, job)
         with ThreadPoolExecutor(32) as pool:
-            return dict(zip(self.remote, pool.map(lambda host: self.there(host, "clear", mark, job), self.remote)))
+            return dict(zip(self.remote, pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)))
 
-    def there(self, host: str, what: str, mark: str, job: int | None = None) -> Answer | None:
-        """Does it on another host. None: ssh did not get there."""
-        words = [sys.executable, "-", what, mark, *([] if job is None else [str(job)])]
-        text = Path(on_host.__file__).read_text(encoding="utf-8")
+    def call(self, host: str, function: str, mark: str, *arguments: int | None) -> Answer | None:
+        """Calls a function of on_host on another host. None if ssh did not get there."""
+        text = remote.request(ON_HOST, function, mark, *arguments)
         try:
-            done = self.ssh.run(host, words, text, SECONDS_FOR_A_HOST)
+            done = self.ssh.run(host, [sys.executable, "-c", remote.LOADER], text, SECONDS_FOR_A_HOST)
         except subprocess.TimeoutExpired:
             return None
-        found = re.search(rf"^{on_host.ANSWER} (.*)$", done.stdout, re.MULTILINE)
-        if found:
-            answer: Answer = json.loads(found[1])
-            return answer
-        return None if done.returncode == _SSH_FAILED else Answer(count=0, oom_kills=None)
+        answer: Answer | None = remote.answer(done.stdout)
+        return answer or (None if done.returncode == SSH_FAILED else Answer(count=0, oom_kills=None))
 
 
 def job(folder: Path) -> int | None:
-    """The number of mpirun's own job, where mpirun runs."""
+    """The number of mpirun's own job, if mpirun runs."""
     try:
         return int((folder / URI_FILE).read_text(encoding="utf-8").partition(".")[0])
     except (OSError, ValueError):
@@ -75,7 +64,7 @@ def job(folder: Path) -> int | None:
 
 
 def read(folder: Path) -> Reached:
-    """What the other process wrote; nothing where it did not get that far."""
+    """Reads what the other process wrote; nothing if it did not get that far."""
     try:
         tree = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     except OSError:

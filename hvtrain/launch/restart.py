@@ -1,4 +1,4 @@
-"""Starts a job over ssh, and again from its newest checkpoint when what ended it can heal."""
+"""Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.reached import Reached
 from hvtrain.launch.signals import Signals
-from hvtrain.launch.start import Ending, start
+from hvtrain.launch.start import Ending, Launch
 from hvtrain.system import console
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -29,7 +29,7 @@ FAILURES_OF_A_BAD_HOST = 2
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often to start again, and with how many ranks at least; None: with all of them."""
+    """How often to restart, and with how many ranks at least; None: with all of them."""
 
     most: int = 0
     min_ranks: int | None = None
@@ -43,14 +43,14 @@ def run(job: Job, way: Way, logs: Path, run_dir: str | None, restarts: Restarts)
     for attempt in range(restarts.most + 1):
         if attempt:
             found = _after_pause(attempt, job, way, run_dir, restarts, failed, signals)
-            if signals.told is not None:
-                return 128 + signals.told if signals.told in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
+            if signals.first is not None:
+                return 128 + signals.first if signals.first in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
             if found is None:
                 continue
             now = found
         ending = _once(now, way, _folder(logs) if restarts.most else logs, signals)
         code = ending.code
-        if code != RESTART_HELPS or signals.told is not None:
+        if code != RESTART_HELPS or signals.first is not None:
             break
         if ending.failure:
             failed[ending.failure.host] += 1
@@ -60,9 +60,9 @@ def run(job: Job, way: Way, logs: Path, run_dir: str | None, restarts: Restarts)
 def chosen(
     hosts: Sequence[Host], num_ranks: int, min_ranks: int, failed: Mapping[str, int], absent: Collection[str]
 ) -> tuple[tuple[Host, ...], int] | None:
-    """The hosts to go on with, and how many ranks; None where too few are there.
+    """The hosts and the number of ranks to go on with; None if too few hosts are there.
 
-    A host that has failed often is left out where enough remain without it.
+    A host that has failed often is left out if enough remain without it.
 
     >>> chosen([Host("s1", 2), Host("s2", 2), Host("s3", 2)], 4, 4, {"s2": 2}, [])
     ((Host(name='s1', slots=2), Host(name='s3', slots=2)), 4)
@@ -79,7 +79,7 @@ def chosen(
 
 
 def pause_seconds(attempt: int) -> float:
-    """Before the first restart one second, then always twice as long, up to a minute.
+    """One second before the first restart, then twice as long each time, up to a minute.
 
     >>> [pause_seconds(attempt) for attempt in (1, 2, 3, 7)]
     [1.0, 2.0, 4.0, 60.0]
@@ -96,10 +96,10 @@ def _after_pause(
     failed: Mapping[str, int],
     signals: Signals,
 ) -> Job | None:
-    """The job on the hosts that are left, once the pause is over; None where they are too few, or a signal came."""
+    """Waits, and returns the job on the hosts that are left; None if they are too few or a signal came."""
     absent = reach.absent([host.name for host in job.hosts], way.ssh)
     needed = restarts.min_ranks or job.num_ranks
-    # A discovery script finds the hosts of an elastic job anew.
+    # A discovery script finds an elastic job's hosts again.
     found = chosen(job.hosts, job.num_ranks, needed, failed, absent) if job.hosts else ((), job.num_ranks)
     seconds = pause_seconds(attempt)
     about = f"restart {attempt} of {restarts.most}"
@@ -108,42 +108,42 @@ def _after_pause(
         signals.wait(seconds)
         return None
     step = _newest_step_here(run_dir)
-    # Other hosts may hold a newer one: the run itself looks there, and says from which it goes on.
-    here, told = "", {}
+    # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
+    here, note = "", {}
     if step is not None:
-        here, told = f" (here: step-{step:08d})", notes.to_ranks(step, socket.gethostname())
-    now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **told})
+        here, note = f" (here: step-{step:08d})", notes.to_ranks(step, socket.gethostname())
+    now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **note})
     console.say_error(f"{about} in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}", 0)
     return None if signals.wait(seconds) else now
 
 
 def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
-    """One attempt; says at last what ended it."""
+    """One attempt; says at the end why it ended."""
     if not way.discovery_script and not job.is_elastic:
         job = replace(job, hosts=used_hosts(job))
     places = [] if way.discovery_script else [host for host, _ in rank_places(job)]
-    # horovodrun looks at the hosts itself.
+    # horovodrun checks the hosts itself.
     paths = reach.check([host.name for host in job.hosts], way.ssh) if way.mpirun else None
     known = Reached(tuple(places), paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
     output = RankOutput(logs, places)
     variables = environment.for_launcher(os.environ, job.environment)
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         line = start_line(job, way, paths, Path(folder))
-        ending = start(line, {**variables, "PYTHONUNBUFFERED": "1"}, output, signals, Path(folder), known)
+        ending = Launch(line, {**variables, "PYTHONUNBUFFERED": "1"}, output, Path(folder), known).run(signals)
     if ending.failure:
         console.say_error(f"what each rank said is in {output.folder}", 0)
-        if not ending.failure.is_told:
+        if not ending.failure.is_shown:
             console.say_error(str(ending.failure), 0)
     return ending
 
 
 def _folder(logs: Path) -> Path:
-    """A folder of its own for each attempt, also of those of earlier launches."""
+    """A folder for the next attempt, after those of earlier launches."""
     number = 1 + sum(1 for _ in logs.glob("attempt-*"))
     return logs / f"attempt-{number:04d}"
 
 
 def _newest_step_here(run_dir: str | None) -> int | None:
-    """The step of the newest checkpoint on this host, which is rank 0's more often than not; None without any."""
+    """The step of the newest checkpoint on this host, which usually is rank 0's; None without any."""
     names = [path.name for path in Path(run_dir).glob("checkpoints/step-*")] if run_dir else []
     return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)

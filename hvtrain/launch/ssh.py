@@ -1,4 +1,4 @@
-"""One command on another host by ssh, never asking anything, and what went wrong in one line."""
+"""Runs a command on another host by ssh without asking anything, and explains failures in one line."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import subprocess
 from dataclasses import dataclass
 
 CONNECT_SECONDS = 10
+SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached: what `-p` and `-i` of horovodrun say. Users and the rest are for ~/.ssh/config."""
+    """How hosts are reached: `-p` and `-i` of horovodrun. Users and the rest belong into ~/.ssh/config."""
 
     port: int | None = None
     identity_file: str | None = None
 
     @property
     def options(self) -> list[str]:
-        """Words between ssh and the host. A host that is new gets known; one whose key has changed is refused."""
-        words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
-        # A host that is gone is noticed within a minute, also in the middle of a run.
-        words += [
-            "-o",
-            f"ConnectTimeout={CONNECT_SECONDS}",
-            "-o",
-            "ServerAliveInterval=10",
-            "-o",
-            "ServerAliveCountMax=3",
-        ]
+        """Words between ssh and the host. A new host becomes known; one whose key has changed is refused."""
+        settings = ["BatchMode=yes", "StrictHostKeyChecking=accept-new", f"ConnectTimeout={CONNECT_SECONDS}"]
+        # A lost host is noticed within a minute, also in the middle of a run.
+        settings += ["ServerAliveInterval=10", "ServerAliveCountMax=3"]
+        words = [word for setting in settings for word in ("-o", setting)]
         words += ["-p", str(self.port)] if self.port else []
         return words + (["-i", self.identity_file] if self.identity_file else [])
 
@@ -41,7 +36,7 @@ class Ssh:
         return subprocess.run(line, input=given, capture_output=True, text=True, timeout=timeout, check=False)
 
     def trouble(self, host: str, said: str) -> str:
-        """Why ssh did not get there, in one line with what to do, from what it said."""
+        """Why ssh failed and what to do, in one line, from what it said."""
         reason = next((line for line in reversed(said.strip().splitlines()) if line.strip()), "it said nothing").strip()
         port = f" -p {self.port}" if self.port else ""
         if "Could not resolve" in said or "Name or service not known" in said:
@@ -57,7 +52,7 @@ class Ssh:
             )
         if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
             return (
-                f"host {host} shows another host key than before; if it was made anew: ssh-keygen -R "
+                f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R "
                 f"{f'[{host}]:{self.port}' if self.port else host}"
             )
         if "refused" in said:

@@ -1,4 +1,4 @@
-"""Runs a launcher's line as a child and watches over its ranks: signals, the first failure, nothing left behind."""
+"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.launch import on_host, reached
-from hvtrain.launch.failure import AGAIN, Failure, judge
-from hvtrain.launch.listen import Listener
-from hvtrain.launch.reached import Answer, Reached
+from hvtrain.launch.first_failure import AGAIN, Failure, judge
+from hvtrain.launch.on_host import Answer
+from hvtrain.launch.output import RankOutput, Relay
+from hvtrain.launch.reached import Reached
 from hvtrain.launch.signals import Signals
 
 SECONDS_TO_SAVE = 30.0
@@ -30,58 +31,30 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
-class Output(Protocol):
-    """Takes what the launcher writes. `merged`: both of its outputs in one stream, else its error output alone."""
-
-    merged: bool
-    listener: Listener
-
-    def take(self, stream: IO[str]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended. failure None: well, or by Ctrl-C, or before any rank started."""
+    """How a launch ended. failure is None if all went well, after Ctrl-C, and if no rank was started."""
 
     code: int
     failure: Failure | None = None
 
 
-def start(
-    line: Sequence[str],
-    environment: Mapping[str, str],
-    output: Output,
-    signals: Signals,
-    folder: Path,
-    known: Reached | None = None,
-) -> Ending:
-    """Runs the line to its end.
-
-    SIGUSR1 and SIGTERM to this process are asked of a rank: the ranks save and stop together, and the code is 75.
-    Ctrl-C and a closed terminal go on to the launcher. A second signal, or no end in time, ends all by force.
+class Launch:
+    """A launcher and all that it starts, known by the folder's name as their mark.
 
     Args:
-        folder: of this launch alone, while it lasts; on_host.MARK holds its name.
-        known: what is known of the hosts; None: the line itself writes it into the folder.
+        output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output.
+        folder: this launch's alone, as long as it runs; on_host.MARK holds its name.
+        known: the hosts; None: the launcher writes them into the folder.
     """
-    launch = _Launch(line, environment, output, folder, known)
-    signals.pass_to(launch.take_signal)
-    try:
-        return launch.wait()
-    finally:
-        signals.pass_to(None)
-
-
-class _Launch:
-    """A launcher that runs, and all that it started: what has the folder's name as its mark."""
 
     def __init__(
         self,
         line: Sequence[str],
         environment: Mapping[str, str],
-        output: Output,
+        output: RankOutput | Relay,
         folder: Path,
-        known: Reached | None,
+        known: Reached | None = None,
     ) -> None:
         self._output = output
         self._folder = folder
@@ -93,7 +66,7 @@ class _Launch:
         parent = os.getpid()
 
         def go_with_parent() -> None:
-            """kill -9 of this process would leave the launcher and its ranks behind."""
+            """Else `kill -9` of this process would leave the launcher and its ranks behind."""
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(1)
@@ -106,7 +79,7 @@ class _Launch:
             stdin=subprocess.DEVNULL if output.merged else None,
             stdout=write if output.merged else None,
             stderr=write,
-            # It can read its own pipe, which so never breaks: mpirun would die of it, before it has ended its ranks.
+            # A reader of its own keeps the pipe from breaking, of which mpirun would die before it has ended its ranks.
             pass_fds=[read],
             # In this terminal's group it would get a Ctrl-C twice.
             start_new_session=True,
@@ -114,8 +87,26 @@ class _Launch:
         )
         os.close(write)
 
-    def take_signal(self, number: int) -> None:
-        """What the process was told goes on: the first by asking or passing on, the second by force."""
+    def run(self, signals: Signals) -> Ending:
+        """Runs the line to its end and leaves nothing behind.
+
+        SIGUSR1 and SIGTERM to this process go to one rank: then all ranks save and stop together, with code 75. Ctrl-C
+        and a closed terminal go on to the launcher. A second signal, or no end in time, ends all by force.
+        """
+        signals.pass_to(self._take_signal)
+        # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
+        reader = threading.Thread(target=self._output.take, args=[self._stream], daemon=True)
+        reader.start()
+        try:
+            code = self._wait_for_child()
+            answers = self._clear() if code else {}
+            reader.join(SECONDS_FOR_LAST_LINES)
+            return self._ending(code, answers) if code else Ending(0)
+        finally:
+            signals.pass_to(None)
+
+    def _take_signal(self, number: int) -> None:
+        """Asks the ranks to stop, or passes the signal on; ends all by force at the second one."""
         if number == signal.SIGUSR1:
             _in_background(self._ask, number)
             return
@@ -131,71 +122,54 @@ class _Launch:
         last_resort.daemon = True
         last_resort.start()
 
-    def wait(self) -> Ending:
-        """Waits for the end, says nothing, leaves nothing behind."""
-        # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
-        reader = threading.Thread(target=self._output.take, args=[self._stream], daemon=True)
-        reader.start()
-        code = self._wait_for_child()
-        if code == 0:
-            reader.join(SECONDS_FOR_LAST_LINES)
-            return Ending(0)
-        answers = self._clear()
-        reader.join(SECONDS_FOR_LAST_LINES)
-        return self._ending(code, answers)
-
     def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
         listener, hosts = self._output.listener, self._reached()
         name = signal.Signals(self._came[0]).name if self._came else "SIGUSR1"
         if self._came and (self._was_forced or not self._was_asked):
-            # Nothing was saved; but what SIGTERM wanted was room, and an older checkpoint may be there.
-            told = RESTART_HELPS if self._came[0] == signal.SIGTERM else 128 + self._came[0]
-            return Ending(told, _of_all(f"ended by force after {name}", told) if self._was_forced else None)
+            # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
+            code = RESTART_HELPS if self._came[0] == signal.SIGTERM else 128 + self._came[0]
+            return Ending(code, _of_all(f"ended by force after {name}", code) if self._was_forced else None)
         if listener.first is None:
             if code > 0:
                 return Ending(code)
             killed = signal.Signals(-code).name
             why = f"killed by {killed}; {AGAIN}"
             return Ending(RESTART_HELPS, Failure("the launcher", socket.gethostname(), why, RESTART_HELPS))
-        memory = {host for host in hosts.places if host not in hosts.remote and self._is_short_of_memory()}
-        memory |= {
-            host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])
-        }
-        lost = {*listener.cut, *(host for host, answer in answers.items() if answer is None)}
-        failure = judge(listener.first, listener.words, hosts.places, memory, lost)
+        short = {host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])}
+        if _grew(self._oom_kills, on_host.oom_kills()):
+            short |= {*hosts.places} - hosts.remote.keys()
+        lost = {*listener.lost, *(host for host, answer in answers.items() if answer is None)}
+        failure = judge(listener.first, listener.verdicts, hosts.places, short, lost)
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
-            # Before its own handler stood, or a program that has none.
+            # It came before the rank had set its handler, or the program has none.
             failure = _of_all(f"stopped by {name} before it could save", RESTART_HELPS)
         return Ending(failure.exit_code, failure)
 
     def _wait_for_child(self) -> int:
-        """Only what the kernel killed in the last minute can be what ends a run of days."""
+        """Keeps count of the kernel's kills of the last minute: older ones did not end this run."""
         while True:
             try:
                 return self._child.wait(SECONDS_BETWEEN_LOOKS)
             except subprocess.TimeoutExpired:
                 self._oom_kills, self._later_oom_kills = self._later_oom_kills, on_host.oom_kills()
 
-    def _is_short_of_memory(self) -> bool:
-        return _grew(self._oom_kills, on_host.oom_kills())
-
     def _ask(self, number: int) -> None:
-        """Asks the ranks of this host, or else those of the first other host that has any."""
-        count = on_host.ask(str(self._folder))
+        """Asks the ranks of this host, or of the first other host that has any."""
+        count = on_host.ask(str(self._folder))["count"]
         for host in self._reached().remote if not count else ():
-            answer = self._reached().there(host, "ask", str(self._folder))
+            answer = self._reached().call(host, "ask", str(self._folder))
             count = answer["count"] if answer else 0
             if count:
                 break
         self._was_asked = self._was_asked or count > 0
         if not count:
             name = signal.Signals(number).name
-            sys.stderr.write(f"hvtrain: {name} came, and no rank was found to pass it to; send it to a rank's host\n")
+            sys.stderr.write(f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n")
             if number == signal.SIGTERM:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        # To all of its group: there may be a shell between it and the ranks.
+        # To its whole group: there may be a shell between it and the ranks.
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 

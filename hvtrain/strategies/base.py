@@ -17,7 +17,7 @@ from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.evaluation import evaluate
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.strategies.parts import Guards, Membership, Timeline
-from hvtrain.watchdog import Watch
+from hvtrain.watchdog import Watchdog
 
 
 class Strategy:
@@ -33,7 +33,7 @@ class Strategy:
 
     def __init__(self) -> None:
         self.comm = Comm()
-        self.watchdog = Watch()
+        self.watchdog = Watchdog()
         self.timeline = Timeline()
         self.guards = Guards()
         self.membership = Membership()

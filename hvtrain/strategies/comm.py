@@ -10,7 +10,7 @@ import numpy as np
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
-from hvtrain.watchdog import Watch
+from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import CHECKPOINT
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class Comm:
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology()
-        self.watchdog = Watch()
+        self.watchdog = Watchdog()
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Returns the root's value on every rank."""

@@ -124,7 +124,7 @@ class HorovodStrategy(Strategy):
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
         self.watchdog.stop()  # In an elastic job it watched the earlier ranks, of which this one may be the last.
-        self.watchdog = self.comm.watchdog = watchdog.Watch()
+        self.watchdog = self.comm.watchdog = watchdog.Watchdog()
         if place.size == 1:
             return
         self.watchdog = self.comm.watchdog = watchdog.start(
@@ -169,7 +169,7 @@ class HorovodStrategy(Strategy):
         if verdict is None:
             return None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
-        cause.exit_code, cause.spokesman = verdict.code, self.watchdog.spokesman
+        cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
         return cause
 
     def devices(self) -> list[str]:

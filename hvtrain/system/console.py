@@ -1,4 +1,4 @@
-"""What a rank says and where: rank 0 on the console, every rank in its own log file, TensorFlow nowhere. Pure."""
+"""Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hvtrain.errors import THIS_RANK
+from hvtrain.system import verdict
+
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
 SECONDS_FOR_ANOTHER_RANK = 5.0
-# Where this rank has failed, one that came means that the launcher saw another rank end, which has spoken by then.
+# After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
 _signal_came = threading.Event()
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher says it, before Horovod starts; 0 without a launcher."""
+    """This process's rank according to its launcher, before Horovod starts; 0 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
@@ -32,7 +33,7 @@ def is_launched() -> bool:
 
 
 def quiet_tensorflow() -> None:
-    """Keeps the notes of TensorFlow and CUDA off the console. Before the first import of TensorFlow."""
+    """Keeps the notes of TensorFlow and CUDA off the console. Call it before TensorFlow is first imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -40,9 +41,9 @@ def quiet_tensorflow() -> None:
 
 @contextmanager
 def native_notes_held(enabled: bool = True) -> Iterator[None]:
-    """Holds back what native code writes to the error output, and shows it only when the block fails.
+    """Holds back what native code writes to the error output, and shows it only if the block fails.
 
-    TensorFlow's first notes come before it reads its own log level, so no variable can silence them.
+    TensorFlow writes its first notes before it reads its log level, so no variable can silence them.
     """
     if not enabled:
         yield
@@ -64,7 +65,7 @@ def native_notes_held(enabled: bool = True) -> Iterator[None]:
 
 
 def start_log(is_chief: bool) -> None:
-    """Sends the log of hvtrain, and Python's warnings, to the chief's console."""
+    """Sends hvtrain's log and Python's warnings to the chief's console."""
     logging.captureWarnings(True)
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -77,7 +78,7 @@ def start_log(is_chief: bool) -> None:
 
 
 def log_to_file(folder: Path, rank: int) -> None:
-    """Adds this rank's own file, folder/rank-NNNN.log, on its own host; without one where it cannot be written."""
+    """Adds a log file on this rank's host, folder/rank-NNNN.log. Warns if it cannot be written."""
     path = folder / f"rank-{rank:04d}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ def log_to_file(folder: Path, rank: int) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that the file cannot be written any more, and falls silent; Python's own would show a traceback."""
+    """Warns once when the file can no longer be written, and stops; Python's own handler would show tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         for name in ("hvtrain", "py.warnings"):
@@ -102,39 +103,47 @@ class _LogFile(logging.FileHandler):
 
 
 def note_signal(*_: object) -> None:
-    """What takes SIGTERM or SIGUSR1 calls it; or is it, as a handler: no wait for other ranks to speak after that."""
+    """Ends any wait for other ranks to speak. Handlers of SIGTERM and SIGUSR1 call it; it also is such a handler."""
     _signal_came.set()
 
 
 def take_signals(handler: Callable[..., object]) -> None:
-    """What schedulers and launchers send goes to the handler, and to none before it.
+    """Sends the signals of schedulers and launchers to the handler alone.
 
-    Python lets only the main thread take signals; a run in another one is not a launched one, and takes none.
+    Python delivers signals to the main thread only; a run in another thread was not launched, and takes none.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)
 
 
-def say_error(message: str, rank: int, wait_seconds: float | None = None, is_repeated: bool = False) -> None:
-    """One line on the error output, and in this rank's log file.
+def say_error(
+    message: str,
+    rank: int,
+    wait_seconds: float | None = None,
+    is_repeated: bool = False,
+    culprit: int | None = THIS_RANK,
+) -> None:
+    """Writes one line to the error output, and to this rank's log file; for a launcher also as a verdict.
 
-    wait_seconds: let another rank, whose message comes first, speak; default: where this one is not rank 0. Once a
-    signal has come there is no wait.
-    is_repeated: that other rank says the same, unless it was lost; so say nothing where a signal came.
+    Args:
+        wait_seconds: how long to wait for the rank whose message comes first; by default not at all on rank 0. A
+            signal ends the wait.
+        is_repeated: another rank says the same unless it was lost, so say nothing if a signal came.
+        culprit: the rank at fault; None: nobody knows.
     """
-    _note(message)
+    _log_to_file_only(message)
     wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
     if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:
         return
+    found = verdict.of_message(message, rank if culprit == THIS_RANK else culprit)
     where = f"rank {rank}: " if rank and not message.startswith(f"rank {rank} ") else ""
-    # One write: launchers set Python's output unbuffered and put their mark before each piece.
-    sys.stderr.write(f"hvtrain: {where}{message}\n")
+    # One write: launchers make Python's output unbuffered and put their mark before each piece.
+    sys.stderr.write(f"{found.line()}hvtrain: {where}{message}\n")
     sys.stderr.flush()
 
 
-def _note(message: str) -> None:
-    """Into this rank's log file alone."""
+def _log_to_file_only(message: str) -> None:
     logger = logging.getLogger("hvtrain")
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:

@@ -1,4 +1,4 @@
-"""A host's cores, shared out to its ranks: each stays on its own, so that no two meet on one while another is idle."""
+"""Shares a host's cores among its ranks: each stays on its own, so that no two compete while another core is idle."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 _CPUS = Path("/sys/devices/system/cpu")
-# What `pin` gave this process; None: nothing yet.
+# This process's share, once `pin` has set it.
 _mine: set[int] | None = None
 
 
 def pin(local_rank: int, local_size: int) -> set[int] | None:
-    """Keeps this process, with all threads that it has and will have, on its share; returns its logical CPUs.
+    """Keeps this process, with all its present and future threads, on its share; returns its logical CPUs.
 
-    None, and it may run on all, where they cannot be shared out evenly. None, and nothing is done, where the launcher,
-    Slurm or taskset has chosen some: where it may not run on all that the first process of its host or container may.
+    None if the CPUs cannot be shared evenly; the process then may run on all. None also if the launcher, Slurm or
+    taskset has chosen CPUs, which is left alone: the process then may not use all that its host's first process may.
     """
     global _mine
     try:
@@ -33,17 +35,17 @@ def pin(local_rank: int, local_size: int) -> set[int] | None:
 
 
 def each(local_size: int) -> int:
-    """How many logical CPUs each of a host's ranks has, at least one."""
+    """The number of logical CPUs for each of a host's ranks, at least one."""
     return len(_mine) if _mine else max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def threads() -> set[int]:
-    """Numbers of this process's threads, as Linux has them."""
-    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
+    """Linux's numbers of this process's threads."""
+    return {thread.id for thread in psutil.Process().threads()}
 
 
 def share(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:
-    """Those of one rank: as many as every other's, neighbours in the order given; None where that leaves a rest.
+    """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly.
 
     >>> share([0, 4, 1, 5, 2, 6, 3, 7], 1, 2), share([0, 1], 0, 3)
     ({2, 3, 6, 7}, None)
@@ -53,7 +55,7 @@ def share(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | N
 
 
 def by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
-    """Logical CPUs, those of one socket together, and of one core of it: they often have far numbers."""
+    """Logical CPUs, ordered by socket and by core: those of one core often have numbers far apart."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         names = [folder / f"cpu{cpu}" / "topology" / name for name in ("physical_package_id", "core_id")]

@@ -1,4 +1,4 @@
-"""What is left out when heavy packages are imported."""
+"""Leaves packages out when others import them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """In the block the package, unless it was imported before, is as if it were not installed.
+    """Makes a package look as if it were not installed, unless it is already imported.
 
-    Keras imports scikit-learn, a quarter of the time that `import tensorflow` takes, for wrappers that no rank uses.
+    Keras imports scikit-learn for wrappers that no rank uses; it takes a quarter of the time of `import tensorflow`.
     """
     if package in sys.modules:
         yield

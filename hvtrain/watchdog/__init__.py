@@ -1,11 +1,12 @@
-"""The ranks' watch: a rank that is lost, fails, or makes no progress is named on all of them, and all of them end.
+"""The watchdog: names a rank that is lost, fails or makes no progress on all ranks, and ends them.
 
-A star of connections beside Horovod, so that it works while every main thread is blocked in a reduction: each rank
-(`member`) says once a second where it stands (`progress`), rank 0 (`hub`) decides once for all (`judge`). What
-travels is JSON after a proof (`wire`), on the address by which all hosts reach rank 0 (`meeting`).
+It works beside Horovod, so also while every main thread is blocked in a reduction. Each rank (`member`) reports its
+status once a second (`progress`); rank 0 (`hub`) decides for all (`judge`). They exchange JSON after a proof of
+identity (`wire`, `connections`), over an address of rank 0 that all hosts reach (`rendezvous`).
 """
 
 from hvtrain.watchdog.judge import Verdict
-from hvtrain.watchdog.watch import Watch, start
+from hvtrain.watchdog.starting import start
+from hvtrain.watchdog.watchdog import Watchdog
 
-__all__ = ["Verdict", "Watch", "start"]
+__all__ = ["Verdict", "Watchdog", "start"]

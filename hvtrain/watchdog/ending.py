@@ -1,4 +1,4 @@
-"""How a watch ends its process: what is to be said and written first, and none of it can hold up the end."""
+"""How the watchdog ends its process: last messages and stacks, none of which may delay the end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvtrain.system import console
 T = TypeVar("T")
 
 STACKS_FOLDER = "stacks"
-# Disks that hang are a reason to end, so nothing that touches one may take longer.
+# A hanging disk is a reason to end, so whatever touches one gets no more time.
 SECONDS_FOR_FILES = 5.0
 
 
 def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """What the action returns; `otherwise` where it fails or takes longer, and is left alone then."""
+    """The action's result, or `otherwise` if it fails or takes longer; it is abandoned then."""
     found = [otherwise]
 
     def act() -> None:
@@ -35,13 +35,13 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 
 def how_to_go_on(folder: Path | None) -> str:
-    """The advice at the end of a line."""
+    """The advice at the end of a message."""
     if folder is None:
         return "start the same line again"
 
     def newest() -> str:
         place = folder / "checkpoints"
-        # The folder lies on rank 0's host, perhaps not on this one.
+        # The folder lies on rank 0's host, which may be another one.
         none = "the beginning, for there is no checkpoint yet" if place.is_dir() else "the newest checkpoint"
         here = max((path.name for path in place.glob("step-*")), default="")
         note = notes.read(folder)
@@ -53,7 +53,7 @@ def how_to_go_on(folder: Path | None) -> str:
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
-    """Writes a file for each rank, where there is the run folder; where they lie, or nothing."""
+    """Writes one file per rank if the run folder is on this host. Returns where, for a message, or nothing."""
     if folder is None or not stacks:
         return ""
 
@@ -73,12 +73,12 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
     return within(SECONDS_FOR_FILES, write, "")
 
 
-def say(text: str, rank: int, wait_seconds: float = 0.0) -> None:
-    """One line in this rank's log and, after that time, on the error output."""
-    within(wait_seconds + SECONDS_FOR_FILES, lambda: console.say_error(text, rank, wait_seconds), None)
+def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:
+    """Writes one line to this rank's log and, after that time, to the error output."""
+    within(wait_seconds + SECONDS_FOR_FILES, lambda: console.say_error(text, rank, wait_seconds, culprit=culprit), None)
 
 
 def end(code: int) -> None:
-    """Ends the process at once: its main thread may be blocked for ever."""
+    """Ends the process at once: its main thread may be blocked forever."""
     within(1.0, sys.stdout.flush, None)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What one process of a host can know of another one there, and of its own launcher: from /proc and by signals."""
+"""Looks at other processes of this host, and at the launcher."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-STOPPED = "stopped by a signal (SIGSTOP, Ctrl-Z)"
-TRACED = "stopped by a debugger"
+import psutil
+
 ENDED = "at its end"
+_STATES = {
+    psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP, Ctrl-Z)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_ZOMBIE: ENDED,
+    psutil.STATUS_DEAD: ENDED,
+}
+# Two processes may compute the start of a third one differently by so much.
+_START_TOLERANCE_SECONDS = 2.0
 
 
 def machine() -> str:
-    """The same for two processes that see each other's numbers: this boot of this host, this container."""
+    """Equal for two processes that see each other's process numbers: one boot of one host, one container."""
     return f"{_boot()} {_namespace('pid')}"
 
 
 def network() -> str:
-    """The same for two processes that have one loopback interface."""
+    """Equal for two processes that share a loopback interface."""
     return f"{_boot()} {_namespace('net')}"
 
 
@@ -42,34 +49,32 @@ def _namespace(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """How a process is found again by the others of its machine: its number alone may have passed to another."""
+    """How other processes of its machine find a process again, although its number may have been reused.
+
+    stacks: the open file to which SIGUSR2 makes it write its Python stacks; -1: it does not.
+    """
 
     machine: str
     number: int
-    begun: str
+    started: float
     stacks: int
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Process:
-        return cls(**{name: message[name] for name in ("machine", "number", "begun", "stacks")})
-
-    def message(self) -> dict[str, Any]:
-        return asdict(self)
 
     def is_here(self) -> bool:
         return self.machine == machine() and self.number != os.getpid()
 
     def state(self) -> str:
-        """In words, where it matters; else empty."""
-        words = _stat(self.number)
-        if not words or words[19] != self.begun:
+        """Why it may not answer; empty where it just runs."""
+        try:
+            found = psutil.Process(self.number)
+            is_same = abs(found.create_time() - self.started) < _START_TOLERANCE_SECONDS
+            return _STATES.get(found.status(), "") if is_same else ENDED
+        except psutil.Error:
             return ENDED
-        return {"T": STOPPED, "t": TRACED, "Z": ENDED, "X": ENDED}.get(words[0], "")
 
-    def woken_stacks(self, seconds: float) -> str:
-        """Has it write its stacks, by C code that needs no Python, and go on if it was stopped; what it wrote."""
+    def wake_for_stacks(self, seconds: float) -> str:
+        """Makes it write its stacks, by C code that needs no Python, and continue if stopped. Returns the stacks."""
         with suppress(ProcessLookupError, PermissionError):
-            # To its main thread, which then writes before it goes on; glibc has it from 2.30 on.
+            # To its main thread, which then writes before it continues; glibc has tgkill from 2.30 on.
             to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
             if self.stacks >= 0 and to_thread:
                 to_thread(self.number, self.number, signal.SIGUSR2)
@@ -87,21 +92,20 @@ class Process:
 
 
 class Stacks:
-    """This process's Python stacks, in memory that others of its machine can read; no file is left behind."""
+    """This process's Python stacks, in memory that other processes of its machine can read."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hvtrain-stacks")
-        # Only where the user has no other use for the signal.
+        # Only if the user has no other use for the signal.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
-        self.process = Process(
-            machine(), os.getpid(), (_stat(os.getpid()) or [""] * 20)[19], self._file if self._takes_signal else -1
-        )
+        started = psutil.Process().create_time()
+        self.process = Process(machine(), os.getpid(), started, self._file if self._takes_signal else -1)
 
     def text(self) -> str:
         """The stacks of all threads now."""
-        # Not the file of the signal: what that holds is from the moment at which this process was stopped.
+        # Not the file of the signal, which shows the moment at which this process was stopped.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
             faulthandler.dump_traceback(file.fileno(), all_threads=True)
             file.seek(0)
@@ -114,9 +118,9 @@ class Stacks:
 
 
 class Launcher:
-    """Is what started this rank still there?
+    """Tells whether the launcher of this rank is still there.
 
-    On the launcher's own host this process changes its parent when the launcher dies. Under Gloo a rank elsewhere
+    On the launcher's own host a rank changes its parent when the launcher dies. Under Gloo a rank on another host
     hangs on an ssh connection, whose end it does not see; but the launcher keeps a port open for the whole run.
     """
 
@@ -125,15 +129,14 @@ class Launcher:
 
     def __init__(self, calls: bool) -> None:
         self._parent = os.getppid()
-        # Open MPI's on a host that is not its own.
-        self.is_daemon = _name(self._parent) == "orted"
+        self.is_daemon = _name(self._parent) == "orted"  # Open MPI's, on hosts other than its own.
         self._refused = 0
         self._port: tuple[str, int] | None = None
         address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
         if calls and address and port.isdigit():
             self._port = (address, int(port))
             if self._is_refused():
-                self._port = None  # It closes its port after the start, then.
+                self._port = None  # This launcher closes its port after the start.
         self._called = time.monotonic()
 
     def is_gone(self) -> bool:
@@ -145,12 +148,12 @@ class Launcher:
         return self._refused >= self.REFUSALS
 
     def end_daemon(self) -> None:
-        """Where the launcher cannot be reached: Open MPI's daemon would try to for a quarter of an hour."""
+        """Ends Open MPI's daemon, which would try to reach a lost launcher for a quarter of an hour."""
         with suppress(OSError):
             os.kill(self._parent, signal.SIGTERM)
 
     def _is_refused(self) -> bool:
-        """A silent network is not a refusal."""
+        """False on a silent network."""
         try:
             socket.create_connection(self._port or ("", 0), timeout=1.0).close()
         except ConnectionRefusedError:
@@ -162,14 +165,6 @@ class Launcher:
 
 def _name(number: int) -> str:
     try:
-        return Path(f"/proc/{number}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return psutil.Process(number).name()
+    except psutil.Error:
         return ""
-
-
-def _stat(number: int) -> list[str]:
-    """The words of /proc/N/stat after the name in parentheses, which may hold anything: state first, begin as 20th."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -1,4 +1,4 @@
-"""Every rank's side of the watch: says where it stands, and ends its process when it is told to, or left alone."""
+"""Every rank's side of the watchdog: reports its status, and ends the process when told to or left alone."""
 
 from __future__ import annotations
 
@@ -7,46 +7,36 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
-from hvtrain.errors import RESTART_HELPS
+from hvtrain.errors import RESTART_HELPS, UserError
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
 from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
-from hvtrain.watchdog.judge import CUT, GONE, PATIENCE_AT_START, SECONDS_FOR_THE_MAIN_THREAD, Rules, Verdict
-from hvtrain.watchdog.progress import Naps, Progress
+from hvtrain.watchdog.judge import CUT, GONE, PATIENCE_AT_START, SECONDS_FOR_THE_MAIN_THREAD, Rules, Verdict, wall_clock
+from hvtrain.watchdog.progress import Progress, SuspensionClock
+from hvtrain.watchdog.watchdog import Watchdog
 from hvtrain.watchdog.wire import Lines, Message, WireError, encode, is_cut, notice_cuts, proof
 
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
 SECONDS_TO_JOIN = 10.0
-# Open MPI notices a cut by itself, later than we do (launching/reach.py). But mpirun waits for a host that it cannot
+# Open MPI notices a cut by itself, later than we do (launch/reach.py). But mpirun waits for a host that it cannot
 # reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
-class Member:
-    """One thread, from `join` on. folder: the run folder, once it is known."""
+class Member(Watchdog):
+    """One thread, from `join` on."""
 
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        rules: Rules,
-        folder: Callable[[], Path | None],
-        progress: Progress,
-        stacks: Stacks,
-        launcher: Launcher,
-    ) -> None:
+    def __init__(self, rank: int, host: str, rules: Rules, progress: Progress, calls_launcher: bool) -> None:
+        super().__init__(progress)
+        self.rules = rules
+        self.stacks = Stacks()
+        self.hub_thread: threading.Thread | None = None
         self._rank = rank
         self._host = host
-        self._rules = rules
-        self._folder = folder
-        self._progress = progress
-        self._stacks = stacks
-        self._launcher = launcher
+        self._launcher = Launcher(calls_launcher)
         self._lines = Lines()
         self._lock = threading.Lock()
         self._heard = threading.Event()
@@ -56,52 +46,52 @@ class Member:
         self._verdict_at = 0.0
         self._patience = rules.main_thread_seconds
         self._is_ending = self._is_asked = self._is_leaving = False
-        self._naps = Naps(rules.beat_seconds)
+        self._suspension = SuspensionClock(rules.beat_seconds)
         self._waits_since: float | None = None
         self._connection: socket.socket | None = None
         self._hub: Process | None = None
-        self.thread = threading.Thread(target=self._run, name="hvtrain watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hvtrain watchdog", daemon=True)
 
     def join(self, address: tuple[str, int], token: str) -> None:
-        """Raises OSError or WireError where the hub is not there, or does not know this rank."""
+        """Raises OSError or WireError if the hub is not there, or does not know this rank."""
         self._connection = socket.create_connection(address, timeout=SECONDS_TO_JOIN)
         notice_cuts(self._connection)
-        challenge = self._next("challenge")["challenge"]
-        answer = {"rank": self._rank, "host": self._host, "proof": proof(token, challenge, self._rank)}
-        where = {"process": self._stacks.process.message(), "standing": vars(self._progress.look())}
-        self._send({**answer, **where})
-        self._hub = Process.of(self._next("welcome")["process"])
-        self.thread.start()
+        answer = proof(token, self._next("challenge")["challenge"], self._rank)
+        state = {"process": vars(self.stacks.process), "status": vars(self.progress.look())}
+        self._send({"rank": self._rank, "host": self._host, "proof": answer, **state})
+        self._hub = Process(**self._next("welcome")["process"])
+        self._thread.start()
 
-    def fail(self, text: str, code: int) -> None:
-        """Tells the others why this rank leaves; returns once they know, or after a second."""
+    def fail(self, error: BaseException) -> None:
+        """Returns once the others know, or after a second."""
+        text, code = _summary(error)
         self._is_leaving = True
         if self._verdict is None and not self._closed.is_set():
             self._heard.clear()
             self._send({"kind": "failed", "text": text, "code": code})
             self._heard.wait(1.0)
 
-    def cause(self, seconds: float) -> Verdict | None:
-        """Why the others are gone, from the main thread, which then ends the process itself; None: nobody knows."""
+    def cause(self, seconds: float = 3.0) -> Verdict | None:
         self._is_asked = True
         self._send({"kind": "ask"})
-        self._decided.wait(seconds)
+        if not self._closed.is_set():
+            self._decided.wait(seconds)
         while self._is_ending:
-            time.sleep(1)  # The watch is about to end this process, and says why.
+            time.sleep(1)  # The watchdog is about to end this process, and says why.
         self._is_leaving = self._verdict is not None
         return self._verdict
 
     @property
     def spokesman(self) -> int:
-        """Who speaks for all: rank 0, as long as it is there."""
         return 0 if self._connection else 1
 
     def stop(self) -> None:
-        """Leaves the watch; the hub ends with rank 0."""
         self._send({"kind": "bye"})
         self._closed.set()
-        if self.thread is not threading.current_thread():
-            self.thread.join(2 * self._rules.beat_seconds + 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * self.rules.beat_seconds + 1)
+        if self.hub_thread:
+            self.hub_thread.join(1.0)
 
     def _next(self, kind: str) -> Message:
         assert self._connection
@@ -131,7 +121,7 @@ class Member:
             self._send({"kind": "bye"})
         if self._connection:
             self._connection.close()
-        self._stacks.close()
+        self.stacks.close()
 
     def _watch(self) -> None:
         next_beat = 0.0
@@ -143,7 +133,7 @@ class Member:
                 self._read(self._connection)
             now = time.monotonic()
             if now >= next_beat and not self._closed.is_set():
-                next_beat = now + self._rules.beat_seconds
+                next_beat = now + self.rules.beat_seconds
                 self._tick(now)
 
     def _read(self, connection: socket.socket) -> None:
@@ -166,11 +156,11 @@ class Member:
             self._decide(Verdict(**message["verdict"]))
         elif kind == "stacks":
             self._is_ending = True
-            self._send({"kind": "stacks", "rank": self._rank, "text": self._stacks.text(), "state": ""})
+            self._send({"kind": "stacks", "rank": self._rank, "text": self.stacks.text(), "state": ""})
             for asked in message["wake"]:
-                process = Process.of(asked["process"])
+                process = Process(**asked["process"])
                 state = process.state()
-                text = "" if state == ENDED else process.woken_stacks(SECONDS_FOR_A_WOKEN_RANK)
+                text = "" if state == ENDED else process.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
                 self._send({"kind": "stacks", "rank": asked["rank"], "text": text, "state": state})
         elif kind == "end":
             ending.end(RESTART_HELPS)
@@ -180,8 +170,10 @@ class Member:
                 self._closed.set()
         elif kind in ("lost", "cut"):
             self._connection = None
-            text = f"rank 0 {CUT if kind == 'cut' else GONE}; {ending.how_to_go_on(self._folder())}"
-            self._decide(Verdict(text, RESTART_HELPS, is_cut=kind == "cut"))
+            self._decide(self._advise(f"rank 0 {CUT if kind == 'cut' else GONE}", 0, is_cut=kind == "cut"))
+
+    def _advise(self, text: str, rank: int | None, is_cut: bool = False) -> Verdict:
+        return Verdict(f"{text}; {ending.how_to_go_on(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
 
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict is None:
@@ -189,11 +181,11 @@ class Member:
             self._decided.set()
 
     def _tick(self, now: float) -> None:
-        asleep = self._naps.seconds(now)
-        standing = self._progress.look()
-        self._verdict_at += asleep
+        suspended = self._suspension.seconds(now)
+        status = self.progress.look()
+        self._verdict_at += suspended
         if self._waits_since is not None:
-            self._waits_since += asleep
+            self._waits_since += suspended
         if self._verdict:
             if not self._is_leaving and now - self._verdict_at >= self._patience:
                 self._end(self._verdict, self.spokesman)
@@ -203,41 +195,51 @@ class Member:
         if self._launcher.is_gone():
             text = "the launcher of the ranks is gone"
             self._patience = SECONDS_FOR_THE_MAIN_THREAD
-            self._send({"kind": "lost", "text": text})
-            self._decide(Verdict(f"{text}; {ending.how_to_go_on(self._folder())}", RESTART_HELPS))
+            self._send({"kind": "lost", "text": text, "rank": None})
+            self._decide(self._advise(text, None))
         elif self._waits_since is None:
             self._waits_since = now
-            self._send({"kind": "beat", "standing": vars(standing)})
+            self._send({"kind": "beat", "status": vars(status)})
         elif not self._is_ending:
-            self._judge_hub(now - self._waits_since, standing.started)
+            self._judge_hub(now - self._waits_since, status.started)
 
     def _judge_hub(self, silent: float, started: bool) -> None:
-        """Rank 0 judges all but itself. One after the other, for the first to do so wakes it, and it tells the rest."""
+        """Rank 0 judges all but itself. The others take turns, for the first to act wakes it, and it tells the rest."""
         patience = 1 if started else PATIENCE_AT_START
-        allowed = self._rules.silent_after if self._is_asked else self._rules.limit * patience
-        if silent < allowed + min(self._rank - 1, 10) * self._rules.beat_seconds:
+        allowed = self.rules.silent_after if self._is_asked else self.rules.limit * patience
+        if silent < allowed + min(self._rank - 1, 10) * self.rules.beat_seconds:
             return
         self._is_ending = True
         hub = self._hub if self._hub and self._hub.is_here() else None
         state = hub.state() if hub else ""
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
-        told = f"rank 0 does not answer since {since}{f', it is {state}' if state else ''}"
-        # What it reads first when it wakes up.
-        self._send({"kind": "lost", "text": told})
-        stacks = {self._rank: self._stacks.text()}
+        text = f"rank 0 does not answer since {wall_clock(silent)}{f', it is {state}' if state else ''}"
+        # The first thing that it reads when it wakes up.
+        self._send({"kind": "lost", "text": text, "rank": 0})
+        stacks = {self._rank: self.stacks.text()}
         if hub and state != ENDED:
-            stacks[0] = hub.woken_stacks(SECONDS_FOR_A_WOKEN_RANK)
-        folder = self._folder()
-        where = ending.write_stacks(folder, stacks)
-        self._end(Verdict(f"{told}; {where}{ending.how_to_go_on(folder)}", RESTART_HELPS), first=1)
+            stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+        where = ending.write_stacks(self.folder, stacks)
+        self._end(self._advise(f"{text}; {where}".removesuffix("; "), 0), first=1)
 
     def _end(self, verdict: Verdict, first: int) -> None:
-        """Says it, the first of those that are left at once, and ends the process."""
+        """Says why, at once on the first of the ranks that are left, and ends the process."""
         text = f"stopped because {verdict.text}"
         if verdict.is_cut and self._launcher.is_daemon:
-            ending.say(text, self._rank, 0.0)
+            ending.say(text, self._rank, verdict.rank)
             self._launcher.end_daemon()
         else:
-            ending.say(text, self._rank, 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK)
+            wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
+            ending.say(text, self._rank, verdict.rank, wait_seconds)
             time.sleep(SECONDS_FOR_THE_LAUNCHER if verdict.is_cut else 0.0)
         ending.end(verdict.code)
+
+
+def _summary(error: BaseException) -> tuple[str, int]:
+    """An error in one line, and the exit code that it leads to."""
+    line = str(error).strip().partition("\n")[0][:300]
+    if isinstance(error, UserError):
+        return line, error.exit_code
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
+    return f"{type(error).__name__}: {line}".rstrip(": "), code

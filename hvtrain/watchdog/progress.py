@@ -1,4 +1,4 @@
-"""Where this rank stands: the main thread says what it begins, the watch's thread looks now and then."""
+"""A rank's progress: its main thread says what it begins, the watchdog's thread looks from time to time."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-# What a rank can be in. In the last two it waits for the others, and so is never the one that holds them up.
+import psutil
+
+# The phases of a rank. In the last two it waits for others, so it is never the one that holds them up.
 START, STEP, DATA, FORWARD = "start", "step", "data", "forward"
 CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
 REDUCTION, EXCHANGE = "reduction", "exchange"
 WAITING = (REDUCTION, EXCHANGE)
 
-# Less than this between two looks is a log line, not a file that is read or written.
-LEAST_BYTES_OF_WORK = 1 << 16
+# Less than this between two looks is a log line, not work on a file.
+MIN_BYTES_OF_WORK = 1 << 16
 
 Marks = tuple[int, int, int, int]
-"""Counted inside the graph: batches that arrived, gradients that were ready to be reduced, that were reduced, and steps
-that ended."""
+"""Counts from inside the graph: batches that arrived, gradients ready for reduction, gradients reduced, steps ended."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A rank at one moment. seconds: since when it is in this phase; idle: for how long nothing went on."""
+class Status:
+    """A rank at one moment. seconds: how long it has been in this phase; idle: for how long nothing has happened."""
 
     step: int
     phase: str
@@ -33,25 +33,25 @@ class Standing:
     started: bool
 
 
-class Naps:
-    """Who looks at its clock very late was stopped itself (a suspended job) and blames nobody for that time."""
+class SuspensionClock:
+    """Measures how long this process itself was suspended, for which it blames nobody."""
 
     def __init__(self, usual_seconds: float = 1.0) -> None:
         self._late = max(1.0, 2 * usual_seconds)
         self._looked = time.monotonic()
 
     def seconds(self, now: float) -> float:
-        """For how long this process has slept since the last call."""
+        """How long it was suspended since the last call, which usually comes `usual_seconds` after another."""
         gap, self._looked = now - self._looked, now
         return gap if gap > self._late else 0.0
 
 
 class Progress:
-    """Written by the main thread for next to nothing; `look` is for one other thread.
+    """The main thread reports at almost no cost; `look` is for one other thread.
 
     Args:
         marks: how far this process's steps came inside the graph, where Python sees nothing.
-        beat_seconds: how often somebody looks.
+        beat_seconds: how often `look` is called.
     """
 
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0), beat_seconds: float = 1.0) -> None:
@@ -65,11 +65,11 @@ class Progress:
         self._seen_phase = ("", 0)
         self._bytes = 0
         self._since = self._moved = time.monotonic()
-        self._naps = Naps(beat_seconds)
+        self._suspension = SuspensionClock(beat_seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside is of that kind."""
+        """The phase of what happens inside."""
         outer, self._phase = self._phase, name
         self._changes += 1
         try:
@@ -79,11 +79,11 @@ class Progress:
             self._changes += 1
 
     def beat(self) -> None:
-        """Something went on."""
+        """Reports that something happened."""
         self._changes += 1
 
     def begin_step(self, step: int) -> None:
-        """step: how many the run has done before; more may follow at once, which Python does not see."""
+        """step: how many the run has done before. More may follow in the same call, which Python does not see."""
         if self._step_at_first is None:
             self._step_at_first = step - self._marks()[3]
         self._step = step
@@ -96,43 +96,38 @@ class Progress:
         self._phase = CALLBACKS
         self._started = True
 
-    def look(self) -> Standing:
-        """Where the rank stands now."""
+    def look(self) -> Status:
+        """The rank's status now."""
         now = time.monotonic()
-        asleep = self._naps.seconds(now)
-        self._since, self._moved = self._since + asleep, self._moved + asleep
+        suspended = self._suspension.seconds(now)
+        self._since, self._moved = self._since + suspended, self._moved + suspended
         arrived, ready, reduced, ended = (mark - first for mark, first in zip(self._marks(), self._first_marks))
         phase = self._phase
         if phase == STEP:
             phase = self._within_step(arrived, ready, reduced, ended)
-        # Within a call of several steps.
+        # One call may run several steps.
         step = max(self._step, (self._step_at_first or 0) + ended + self._first_marks[3])
         seen = (step, self._changes, arrived, ready, reduced, ended)
-        if seen != self._seen or (phase not in WAITING and self._moves_bytes()):
+        if seen != self._seen or (phase not in WAITING and self._works_on_files()):
             self._moved = now
         if (phase, step) != self._seen_phase:
             self._since = now
         self._seen, self._seen_phase = seen, (phase, step)
-        return Standing(step, phase, now - self._since, now - self._moved, self._started)
+        return Status(step, phase, now - self._since, now - self._moved, self._started)
 
     def _within_step(self, arrived: int, ready: int, reduced: int, ended: int) -> str:
         if ready > reduced:
             return REDUCTION
         if arrived > ended:
             return FORWARD
-        # The first step is traced and compiled before its batch is asked for.
+        # The first step is traced and compiled before its batch is requested.
         return DATA if self._started else START
 
-    def _moves_bytes(self) -> bool:
-        """True where this process has read from or written to disks or file servers since the last look."""
-        before, self._bytes = self._bytes, stored_bytes()
-        return self._bytes - before >= LEAST_BYTES_OF_WORK
-
-
-def stored_bytes() -> int:
-    """What this process has read from and written to storage; neither caches nor the network count."""
-    try:
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("read_bytes", "write_bytes")))
+    def _works_on_files(self) -> bool:
+        """True if this process has read from or written to disks or file servers since the last look."""
+        try:
+            counters = psutil.Process().io_counters()
+        except (psutil.Error, OSError):
+            return False
+        before, self._bytes = self._bytes, counters.read_bytes + counters.write_bytes
+        return self._bytes - before >= MIN_BYTES_OF_WORK

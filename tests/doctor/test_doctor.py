@@ -93,7 +93,7 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
         ("packages", "s2"), ("code", "s3"), ("horovod", "s2"), ("horovod", "s3"), ("data set", "s3"),
     }, found  # fmt: skip
     assert re.search(r"has keras 3\.1\.4, s1 3\.\d+\.\d+$", found["packages", "s2"])
-    assert found["code", "s3"] == "1 differs: step_plan.py on s3 and on s1"
+    assert found["code", "s3"] == "1 differs: core/step_plan.py on s3 and on s1"
     assert found["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
     assert found["horovod", "s3"] == "has no library of Horovod for TensorFlow"
     assert found["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")

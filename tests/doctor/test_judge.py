@@ -8,7 +8,7 @@ from hvtrain.doctor.judge_links import judge_links
 from hvtrain.doctor.judge_machine import clock_differences, files_needed, judge_clocks, judge_machines
 from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
 from hvtrain.doctor.judge_software import judge_software
-from hvtrain.doctor.probe_files import MOST_ENTRIES, _entries, fingerprint
+from hvtrain.doctor.probe_files import MAX_ENTRIES, _entries, fingerprint
 from hvtrain.doctor.rows import Row
 
 NAMES = ["s1", "s2", "s3"]
@@ -230,7 +230,7 @@ def test_fingerprints_show_names_sizes_and_ends(tmp_path):
 
 
 def test_of_very_many_files_folders_are_told():
-    told = {f"{folder}/{number}": "size" for folder in ("a", "b") for number in range(MOST_ENTRIES)}
+    told = {f"{folder}/{number}": "size" for folder in ("a", "b") for number in range(MAX_ENTRIES)}
     entries = _entries(told)
     assert entries.keys() == {"a/", "b/"}
     assert _entries({**told, "b/7": "other"})["b/"] != entries["b/"]

@@ -59,7 +59,7 @@ def test_which_variables_travel():
     assert launcher.keys() - found.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
         environment.for_ranks(given, ["NONE"])
-    with pytest.raises(ConfigError, match="--env A B=1: 'A B' is no name of an environment variable"):
+    with pytest.raises(ConfigError, match="--env A B=1: 'A B' is not a variable's name"):
         environment.asked_for(given, ["A B=1"])
     assert environment.asked_for(given, ["MINE"]) == {"MINE": "yes"}, "and none besides"
 
@@ -144,6 +144,6 @@ def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     assert re.search(SAID[text], trouble) and "\n" not in trouble
 
 
-@pytest.mark.parametrize("name", ["environment", "exit_code", "job", "restart"])
+@pytest.mark.parametrize("name", ["environment", "first_failure", "job", "restart"])
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(f"hvtrain.launch.{name}")).failed == 0

@@ -37,7 +37,7 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
     expected, cause = {
         "SIGKILL": (75, f"killed by SIGKILL; {AGAIN}"),
         "raise": (1, "ValueError: a bad thing; its traceback stands above"),
-        "exit7": (7, "ended with exit code 7; what it said stands above"),
+        "exit7": (7, "ended with exit code 7; see its output above"),
     }[what]
     assert code == expected, output
     assert last_line(output) == f"hvtrain: FIRST FAILURE rank {rank} host s{int(rank) + 1}: {cause}", output

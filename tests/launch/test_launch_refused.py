@@ -46,7 +46,7 @@ def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
         start_file.write_text(f"export PYTHONPATH={tmp_path}:$PYTHONPATH\n")
         output = refused(lab, tmp_path, how)
         start_file.unlink()
-        assert re.search(rf"host s2 has {told} in \S+ and host s1 has \S+; make the environment there anew", output)
+        assert re.search(rf"host s2 has {told} in \S+ and host s1 has \S+; recreate the environment there", output)
 
 
 def test_a_python_that_does_not_run(lab, tmp_path):

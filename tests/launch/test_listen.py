@@ -1,12 +1,14 @@
-"""What launchers say about ranks that ended, as captured on a lab of hosts, becomes one line and a code."""
+"""Verdicts, and launchers' texts captured on a lab of hosts, become one line and an exit code."""
 
 import itertools
 
 import pytest
 
-from hvtrain.launch.failure import AGAIN, judge
-from hvtrain.launch.listen import RULER, End, Listener
-from hvtrain.launch.relay import Relay
+from hvtrain.launch import on_host
+from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
+from hvtrain.launch.output import Relay
+from hvtrain.system import console, verdict
+from hvtrain.system.verdict import Verdict
 
 ABORTED = f"""\
 {RULER}
@@ -76,9 +78,9 @@ def heard(text):
         (KILLED, End("1", 137, "s2")),
         (EXITED, End("1", 7)),
         (LOST, End("", 255, "s3")),
-        ("horovodrun: rank 1 ended with exit code 137\n", End("1", 137)),
-        ("horovodrun: rank 0 ended with exit code -9\n", End("0", 137)),
-        ("horovodrun: rank s2[0] ended with exit code 7\n", End("s2[0]", 7)),
+        ('hvtrain-verdict: {"rank": "1", "code": 137}\n', End("1", 137)),
+        ('hvtrain-verdict: {"rank": "0", "cause": "", "code": -9}\n', End("0", 137)),
+        ('hvtrain-verdict: {"rank": "s2[0]", "code": 7}\n', End("s2[0]", 7)),
     ],
 )
 def test_the_first_end_is_found_and_its_text_is_not_shown(text, end):
@@ -89,7 +91,7 @@ def test_the_first_end_is_found_and_its_text_is_not_shown(text, end):
 def test_a_host_that_died_under_mpi():
     listener, shown = heard(HOST_DIED)
     assert listener.first == End("", 255, "s3")
-    assert shown == "Connection to s3 closed by remote host.\n", "ssh's own word stays"
+    assert shown == "Connection to s3 closed by remote host.\n", "ssh's own words stay"
 
 
 def test_other_words_of_mpirun_are_shown_whole():
@@ -99,36 +101,59 @@ def test_other_words_of_mpirun_are_shown_whole():
         assert (listener.first, shown) == (None, f"before\n{text}after\n")
 
 
+BLAME = 'hvtrain-verdict: {"rank": 1, "cause": "no \\"leaf\\""}\n'
+
+
 def test_a_text_in_any_pieces_is_shown_at_once_and_once():
-    text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,1]<stderr>:no end"
-    for size in (1, 7, 80):
+    text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,0]<stderr>:{BLAME}"
+    text += f"[1,0]<stderr>:bar[1,1]<stderr>:{BLAME}[1,1]<stderr>:no end"
+    for size in (1, 7, 80, 1000):
         relay = Relay()
         pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
-        shown = [relay.text(piece) for piece in pieces]
-        assert "".join(shown) == "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,1]<stderr>:no end"
+        shown = "".join(relay.text(piece) for piece in pieces)
+        assert shown == (
+            "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,0]<stderr>:bar\n[1,1]<stderr>:no end"
+        )
+        assert relay.listener.verdicts == dict.fromkeys((0, 1), Verdict(1, 'no "leaf"'))
     relay = Relay()
     assert relay.text("[1,0]<stderr>:10%") == "[1,0]<stderr>:10%", "a bar that moves does not wait for its line's end"
 
 
-def test_last_words():
-    """Of pieces that mpirun marks; of tracebacks; and the reason, not that others stop."""
+def test_what_a_rank_says_of_itself_goes_before_what_it_says_of_others():
+    """Also in pieces that mpirun marks; a program without hvtrain ends with a traceback."""
     listener, _ = heard(
         "[1,1]<stderr>:Traceback (most recent call last):\n"
         '[1,1]<stderr>:  File "x.py", line 1, in <module>\n'
-        "[1,1]<stderr>:ValueError[1,0]<stderr>:hvtrain: stopped because another rank did[1,1]<stderr>:: bad thing\n"
-        "[1,0]<stderr>:; its message stands above\n"
-        "[2]<stderr>:hvtrain: rank 2 on s3 failed: KeyError: 'x'; its traceback stands above\n"
-        "[2]<stderr>:hvtrain: rank 2: stopped because of it\n"
+        '[1,1]<stderr>:ValueError[1,0]<stderr>:hvtrain-verdict: {"rank": null,[1,1]<stderr>:: bad thing\n'
+        '[1,0]<stderr>: "cause": "another rank did"}\n'
+        """[2]<stderr>:hvtrain-verdict: {"rank": 2, "cause": "KeyError: 'x'"}\n"""
+        '[2]<stderr>:hvtrain-verdict: {"rank": 1, "cause": "stopped because of it"}\n'
     )
-    assert listener.words == {
-        0: "stopped because another rank did; its message stands above",
-        1: "ValueError: bad thing; its traceback stands above",
-        2: "KeyError: 'x'; its traceback stands above",
+    assert listener.verdicts == {
+        0: Verdict(None, "another rank did"),
+        1: Verdict(1, "ValueError: bad thing; its traceback stands above"),
+        2: Verdict(2, "KeyError: 'x'"),
     }
 
 
+def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
+    monkeypatch.delenv(on_host.MARK, raising=False)
+    console.say_error("rank 1 on s2 failed: no leaf", 1, 0.0)
+    assert capsys.readouterr().err == "hvtrain: rank 1 on s2 failed: no leaf\n"
+    monkeypatch.setenv(on_host.MARK, "/tmp/x")
+    console.say_error("rank 1 on s2 failed: no leaf", 1, 0.0)
+    console.say_error("stopped because all wait", 2, 0.0, culprit=None)
+    first, said, second, _ = capsys.readouterr().err.splitlines()
+    assert said == "hvtrain: rank 1 on s2 failed: no leaf"
+    assert (verdict.read(first), verdict.read(second)) == (
+        Verdict(1, "no leaf"),
+        Verdict(None, "stopped because all wait"),
+    )
+    assert verdict.read("hvtrain-verdict: no JSON") is None and verdict.read('hvtrain-verdict: {"a": 1}') is None
+
+
 @pytest.mark.parametrize(
-    ("end", "words", "memory", "lost", "code", "line"),
+    ("end", "verdicts", "memory", "lost", "code", "line"),
     [
         (End("1", 137, "node2"), {}, (), (), 75, f"FIRST FAILURE rank 1 host s2: killed by SIGKILL; {AGAIN}"),
         (End("1", 139), {}, (), (), 75, f"FIRST FAILURE rank 1 host s2: killed by SIGSEGV; {AGAIN}"),
@@ -140,23 +165,23 @@ def test_last_words():
         (End("", 255, "s3"), {}, (), (), 75,
          f"FIRST FAILURE rank 2 host s3: the connection to host s3 was lost; is it up? then {AGAIN}"),
         (End("2", 255), {}, (), (), 255,
-         "FIRST FAILURE rank 2 host s3: ended with exit code 255; what it said stands above"),
-        (End("0", 2), {0: "no such file; give dataset.dir"}, (), (), 2,
+         "FIRST FAILURE rank 2 host s3: ended with exit code 255; see its output above"),
+        (End("0", 2), {0: Verdict(0, "no such file; give dataset.dir")}, (), (), 2,
          "FIRST FAILURE rank 0 host s1: no such file; give dataset.dir"),
-        (End("0", 1), {0: "stopped because another rank did", 1: "ValueError: x"}, (), (), 1,
+        (End("0", 1), {0: Verdict(None, "another rank did"), 1: Verdict(1, "ValueError: x")}, (), (), 1,
          "FIRST FAILURE rank 1 host s2: ValueError: x"),
         (End("0", 75), {}, (), (), 75, f"preempted, saved; {AGAIN}"),
-        (End("0", 75), {0: "rank 1 makes no progress"}, (), (), 75,
+        (End("0", 75), {0: Verdict(1, "rank 1 makes no progress")}, (), (), 75,
          f"FIRST FAILURE rank 1 host s2: rank 1 makes no progress; {AGAIN}"),
-        (End("0", 75), {1: "stopped because rank 2 on s3 is gone"}, (), (), 75,
+        (End("0", 75), {1: Verdict(2, "stopped because rank 2 on s3 is gone")}, (), (), 75,
          f"FIRST FAILURE rank 2 host s3: stopped because rank 2 on s3 is gone; {AGAIN}"),
         (End("s2[0]", 137), {}, (), (), 75, f"FIRST FAILURE s2[0] host s2: killed by SIGKILL; {AGAIN}"),
-        (End("0", 130), {}, (), (), 130, "FIRST FAILURE rank 0 host s1: ended with exit code 130; what it said stands "
-         "above"),
+        (End("0", 130), {}, (), (), 130,
+         "FIRST FAILURE rank 0 host s1: ended with exit code 130; see its output above"),
     ],
 )  # fmt: skip
-def test_what_an_end_means(end, words, memory, lost, code, line):
-    failure = judge(end, words, HOSTS, memory, lost)
+def test_what_an_end_means(end, verdicts, memory, lost, code, line):
+    failure = judge(end, verdicts, HOSTS, memory, lost)
     assert (failure.exit_code, str(failure)) == (code, line)
 
 

