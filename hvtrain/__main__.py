@@ -5,24 +5,42 @@ from __future__ import annotations
 import os
 import sys
 
-from hvtrain.cli import enter
+from hvtrain.cli import Parser, enter
 from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.help import help_text
+from hvtrain.config.help import run_settings
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system import console
 from hvtrain.system.imports import without
+
+EXAMPLES = """\
+examples:
+  python -m hvtrain                                             one process, for debugging
+  horovodrun -np 2 python -m hvtrain                            two ranks on this host
+  horovodrun -np 16 -H s1:4,s2:4,s3:4,s4:4 python -m hvtrain    four hosts with four GPUs each
+  mpirun -np 2 python -m hvtrain                                the same without horovodrun
+"""
 
 
 def main() -> None:
     """Runs the command line and exits."""
     # Before training there is nothing to save; later Interruption takes the signals.
     console.take_signals(lambda *_: os._exit(RESTART_HELPS))
-    enter(compose_and_run, lambda: help_text([CONFIGS, *own_folders(sys.argv)]))
+    enter(compose_and_run)
 
 
 def compose_and_run() -> int:
     """Composes the settings with Hydra, checks them, and trains."""
+    parser = Parser(
+        "python -m hvtrain",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="Trains a Keras model, on one process or, under a launcher, on as many as it starts.",
+        epilog=EXAMPLES,
+        more_help=lambda: run_settings([CONFIGS, *own_folders(sys.argv)]),
+    )
+    parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups")
+    parser.parse_known_args()  # for --help; Hydra reads the rest
     if {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError("--multirun asks for several runs in one process; use one command for each run instead")
     for tree in compose():

@@ -1,25 +1,39 @@
-"""What every command of hvtrain does around its work: help, one line for an error, and an exit code."""
+"""What every command does around its work: options and help, one line for an error, and an exit code."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import os
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvtrain.errors import ConfigError, FailedRankError, UserError
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 4.0
+RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command's options; what is wrong is one line. prog begins with "python -m MODULE", for subcommands too."""
+    """The options of a command, whose errors are one line.
+
+    Args:
+        prog: begins with "python -m MODULE", for subcommands too.
+        more_help: appended to --help; called only for that.
+    """
+
+    def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **more: Any) -> None:
+        form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        super().__init__(prog, formatter_class=form, allow_abbrev=False, **more)
+        self._more_help = more_help
+
+    def format_help(self) -> str:
+        return super().format_help() + self._more_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:3])} --help")
@@ -34,43 +48,69 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
-def enter(work: Callable[[], int], help_text: Callable[[], str]) -> None:
+def at_least(low: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from `low` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} came where a whole number of at least {low} was needed")
+        return int(text)
+
+    return parse
+
+
+def not_negative(text: str) -> float:
+    """The type of an option that takes a finite number of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} came where a number of 0 or more was needed")
+    return number
+
+
+def positive(text: str) -> float:
+    """The type of an option that takes a finite number above 0."""
+    number = not_negative(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
+    return number
+
+
+def enter(work: Callable[[], int]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
-    # What stands after -- is another command's.
-    if {"--help", "-h"} & set(itertools.takewhile(lambda word: word != "--", sys.argv[1:])):
-        print(help_text())
-        return
     rank = console.launched_rank()
     try:
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        # This rank has nothing to save any more; a signal only ends its wait for others to speak.
+        # This rank has nothing left to save; a signal only ends its wait for others to report first.
         console.take_signals(console.note_signal)
-        code = _say(error, rank)
+        code = _report(error, rank)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        # At exit Horovod may wait for ranks that wait for this one; not for longer than this.
+        # At exit Horovod may wait for ranks that wait for this one: limit that.
         last_resort = threading.Timer(SECONDS_TO_EXIT, os._exit, [code])
         last_resort.daemon = True
         last_resort.start()
         sys.exit(code)
 
 
-def _say(error: BaseException, rank: int) -> int:
-    """What went wrong, for the user; the exit code."""
+def _report(error: BaseException, rank: int) -> int:
+    """Tells the user what went wrong; the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted; the same line with the same run.dir goes on from the newest checkpoint"
+        text = "interrupted; run the same command with the same run.dir to resume from the newest checkpoint"
         console.say_error(text, rank, is_repeated=True)
         return 130
     if not isinstance(error, UserError):
-        _say_failure(error, rank)
+        _report_defect(error, rank)
         return 1
     if any(word == "debug=true" for word in map(str.lower, sys.argv)):
         traceback.print_exc()
-    # The rank that failed speaks first.
+    # The rank that failed reports first.
     is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman
     wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_told_why or is_repeated else 0.0
     console.say_error(
@@ -79,8 +119,8 @@ def _say(error: BaseException, rank: int) -> int:
     return error.exit_code
 
 
-def _say_failure(error: BaseException, rank: int) -> None:
-    """A defect: its traceback. On ranks that only lost the others, one line, after those had time to speak."""
+def _report_defect(error: BaseException, rank: int) -> None:
+    """Shows a defect's traceback; on ranks that only lost the others, one line, after those had time to report."""
     if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
         text = "stopped because another rank did; its message stands above"
         console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)

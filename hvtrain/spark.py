@@ -1,27 +1,27 @@
-"""The door on Spark: `python -m hvtrain.spark`, or this file given to spark-submit. Each Spark task is one rank.
+"""`python -m hvtrain.spark`, or this file given to spark-submit: trains with one rank in each Spark task.
 
-The driver composes and checks the run, as the other doors do, before Spark starts. Horovod's launcher for Spark
-then starts a process beside each task, which trains as `python -m hvtrain` would there.
+The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a process beside
+each task, which trains as `python -m hvtrain` would there.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import threading
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 if __name__ == "__main__":
-    # Started as a file: its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
+    # Started as a file, its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
     sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
-from hvtrain.cli import enter
+from hvtrain.cli import Parser, at_least, enter
 from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.help import help_text
+from hvtrain.config.help import run_settings
 from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
@@ -29,30 +29,16 @@ from hvtrain.launch.first_failure import failed_rank
 from hvtrain.system import console
 from hvtrain.system.imports import without
 
-USAGE = """\
-python -m hvtrain.spark [--np N] [--mpi] [GROUP=CHOICE ...] [SETTING=VALUE ...]
-spark-submit --master yarn ... hvtrain/spark.py [--np N] [--mpi] [GROUP=CHOICE ...] [SETTING=VALUE ...]
-
-Trains on the executors of a Spark cluster, one rank in each of N tasks; all tasks must run at once.
-  --np N    ranks; default: spark.default.parallelism, or what local[N] says
-  --mpi     Horovod on MPI instead of Gloo
-The words after these are those of python -m hvtrain:
-
+EXAMPLES = """\
+examples:
+  python -m hvtrain.spark --np 4 model=mlp
+  spark-submit --master yarn --num-executors 4 ... hvtrain/spark.py --np 4 model=mlp run.dir=/shared/first
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the line says besides the words of the run. num_ranks None: Spark's own number."""
-
-    num_ranks: int | None
-    mpi: bool
-    words: list[str]
-
-
 def main() -> None:
-    """Runs the command line and exits; with the code of the rank that failed first, where one did."""
-    enter(compose_and_start, lambda: USAGE + help_text([CONFIGS, *own_folders(sys.argv)]))
+    """Runs the command line and exits; with the code of the rank that failed first, if one did."""
+    enter(compose_and_start)
 
 
 def compose_and_start() -> int:
@@ -66,29 +52,27 @@ def compose_and_start() -> int:
     return 0
 
 
-def parse(words: list[str]) -> Options:
-    """The line's words. Raises ConfigError.
-
-    >>> parse(["--np", "4", "model=mlp"])
-    Options(num_ranks=4, mpi=False, words=['model=mlp'])
-    """
-    num_ranks, rest, mpi = None, [], False
-    waiting = iter(words)
-    for word in waiting:
-        name, _, value = word.partition("=")
-        if name in ("--np", "-np"):
-            value = value or next(waiting, "")
-            if not re.fullmatch(r"[1-9]\d*", value):
-                raise ConfigError(f"{name} {value} is no number of ranks; write --np 4")
-            num_ranks = int(value)
-        elif word in ("--mpi", "--gloo"):
-            mpi = word == "--mpi"
-        else:
-            rest.append(word)
-    return Options(num_ranks, mpi, rest)
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options np (None: Spark's own number) and mpi, and the other words, those of the run. Raises ConfigError."""
+    parser = Parser(
+        "python -m hvtrain.spark",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="Trains on the executors of a Spark cluster, one rank in each of N tasks, which must run at once.",
+        epilog=EXAMPLES,
+        more_help=lambda: run_settings([CONFIGS, *own_folders(words)]),
+    )
+    parser.add_argument(
+        "--np", "-np", type=at_least(1), metavar="N", help="ranks; default: spark.default.parallelism, or N of local[N]"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--mpi", action="store_true", help="Horovod on MPI instead of Gloo")
+    how.add_argument("--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)")
+    options, rest = parser.parse_known_args(words)
+    options.words = rest
+    return options
 
 
-def start(config: RunConfig, options: Options) -> int:
+def start(config: RunConfig, options: argparse.Namespace) -> int:
     """Trains in Spark tasks; the exit code of the first rank that failed, or 0. Raises UserError."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
@@ -97,9 +81,9 @@ def start(config: RunConfig, options: Options) -> int:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise ConfigError(
-            f"Spark is not to be found here ({error}); start with spark-submit, or install scripts/lock/spark.txt"
+            f"pyspark is not installed here ({error}); start with spark-submit, or install scripts/lock/spark.txt"
         ) from error
-    # A task that is tried again would find the other ranks gone.
+    # A retried task would find the other ranks gone.
     builder = SparkSession.builder.appName("hvtrain").config("spark.task.maxFailures", 1)
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     if os.environ.get("PYTHONPATH"):
@@ -114,15 +98,15 @@ def start(config: RunConfig, options: Options) -> int:
     try:
         return run_ranks(session.sparkContext, config, options)
     finally:
-        session.sparkContext.setLogLevel("OFF")  # Executors that go are not worth a traceback.
+        session.sparkContext.setLogLevel("OFF")  # no tracebacks from executors that end
         session.stop()
 
 
-def run_ranks(context: Any, config: RunConfig, options: Options) -> int:
+def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> int:
     """One rank in each of N tasks of a SparkContext; the exit code of the first that failed, or 0. Raises UserError."""
     import horovod.spark
 
-    num_ranks = options.num_ranks or _parallelism(context)
+    num_ranks = options.np or _parallelism(context)
     _smooth_horovod()
     try:
         horovod.spark.run(
@@ -151,18 +135,18 @@ def run_ranks(context: Any, config: RunConfig, options: Options) -> int:
 
 
 class RankLines:
-    """Ranks' lines on the driver: without the launchers' marks, and what several say when a run fails, once."""
+    """Writes ranks' lines on the driver: without the launchers' marks, and an error that several ranks report once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def write(self, line: str) -> None:
         line = re.sub(r"^\[[\d,]+\]<(stdout|stderr)>:", "", line)
         error = re.match(r"hvtrain: (?:rank \d+: )?(.*)", line)
-        if error and error[1] in self._said:
+        if error and error[1] in self._reported:
             return
-        self._said.update([error[1]] if error else [])
+        self._reported.update([error[1]] if error else [])
         self._stream.write(line)
 
     def flush(self) -> None:
@@ -170,11 +154,11 @@ class RankLines:
 
 
 def _smooth_horovod() -> None:
-    """Takes three rough edges off Horovod's launcher, in this process."""
+    """Changes three things in Horovod's launcher, in this process."""
     from horovod.runner import launch
     from horovod.runner.common.util import network
 
-    # It finds out what it was built with by importing TensorFlow in child processes; ranks say what is missing.
+    # It imports TensorFlow in child processes to find out what it was built with; ranks report what is missing.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
     def copy_lines(source: Any, target: Any) -> None:
@@ -182,10 +166,10 @@ def _smooth_horovod() -> None:
             target.write(line.decode("utf-8", "replace"))
             target.flush()
 
-    # It hands on ranks' output in blocks of 64 KiB, hours of epochs.
+    # It forwards ranks' output in blocks of 64 KiB: hours of epochs.
     network.shutil = types.SimpleNamespace(copyfileobj=copy_lines)
 
-    # When a rank fails it cancels Spark's job, whose thread then shows a long traceback of just that.
+    # When a rank fails it cancels Spark's job, whose thread then shows a long traceback of the cancellation.
     def hook(args: threading.ExceptHookArgs) -> None:
         if "cancelled" not in str(args.exc_value):
             threading.__excepthook__(args)
@@ -194,24 +178,24 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """What ranks get of the driver's environment; executors have places of their own."""
+    """The driver's variables that ranks get; executors have paths of their own."""
     found = environment.for_ranks(os.environ)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm", *([] if mpi else ["PATH"])):
         found.pop(name, None)
     if mpi:
-        # mpirun starts on the driver, and reaches the executors through Horovod and not through ssh.
+        # mpirun starts on the driver and reaches the executors through Horovod, not ssh.
         found.setdefault("OMPI_MCA_orte_execute_quiet", "1")
     return found
 
 
 def train_rank(config: RunConfig, words: list[str], folder: str) -> None:
-    """One rank, in a process of its own beside a Spark task; exits with its code unless all is well."""
+    """Runs one rank, in a process of its own beside a Spark task; exits with its code unless all is well."""
     sys.argv[1:] = words
-    # As the other launchers do: relative paths, and modules beside the line, are those of the driver's folder.
+    # As with the other launchers, relative paths and the user's modules are those of the driver's folder.
     if Path(folder).is_dir():
         os.chdir(folder)
         sys.path.insert(0, folder)
-    enter(lambda: _train(config), lambda: "")
+    enter(lambda: _train(config))
 
 
 def _train(config: RunConfig) -> int:
@@ -229,15 +213,17 @@ def _train(config: RunConfig) -> int:
 
 
 def _parallelism(context: Any) -> int:
-    """Spark's number of tasks where it is one that somebody chose: a cluster's own grows while it starts."""
+    """Spark's number of tasks, if the user chose it: a cluster's own number grows while it starts."""
     chosen = context.getConf().get("spark.default.parallelism")
     if chosen is None and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
-        raise ConfigError("how many ranks? give --np N (tasks that run at once) or set spark.default.parallelism")
+        raise ConfigError(
+            "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
+        )
     return int(chosen or context.defaultParallelism)
 
 
 if __name__ == "__main__":
-    # By its name, under which the executors find what is sent to them.
+    # Imported by name, so that executors find what is sent to them.
     from hvtrain.spark import main as named_main
 
     named_main()

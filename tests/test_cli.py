@@ -10,7 +10,7 @@ from hvtrain.__main__ import compose_and_run
 from hvtrain.errors import ConfigError
 
 
-def door(*words, cwd):
+def hvtrain(*words, cwd):
     done = subprocess.run(
         [sys.executable, "-m", "hvtrain", *words], cwd=cwd, capture_output=True, text=True, check=False
     )
@@ -34,7 +34,7 @@ def door(*words, cwd):
         (["train.epochs=0"], "train.epochs=0 is out of range; it must be at least 1"),
         (["train.precision=float8"], "train.precision=float8 is not one of float32, mixed_bfloat16, mixed_float16"),
         (["model=null"], "Config group override must be a string or a list"),
-        (["train.epochs=[1"], "holds a character with a meaning of its own"),
+        (["train.epochs=[1"], "has a character that is special to Hydra"),
         (["optimizer.learning_rate=-1"], "optimizer.learning_rate=-1 is out of range; it must be above 0"),
         (["model._target_=cnn"], "model._target_='cnn' names nothing to call"),
         (["--multirun", "seed=1,2"], "--multirun asks for several runs in one process"),
@@ -52,10 +52,10 @@ def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 
-# Fails as told, and gets the launcher's signal while it lets another rank speak first.
+# Fails as told, and gets the launcher's signal while it lets another rank report first.
 SECOND_TO_FAIL = """
 import os, signal, sys, threading, time
-from hvtrain import door, errors
+from hvtrain import cli, errors
 
 def end():
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -67,7 +67,7 @@ def fail():
     threading.Thread(target=end, daemon=True).start()
     raise {error}
 
-door.enter(fail, lambda: "")
+cli.enter(fail)
 """
 
 
@@ -93,14 +93,14 @@ def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, co
 
 @pytest.mark.parametrize("words", [["train.epoch=3"], ["train.epochs=0"], ["model=resnext"]])
 def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(words, tmp_path):
-    code, output, errors = door(*words, cwd=tmp_path)
+    code, output, errors = hvtrain(*words, cwd=tmp_path)
     assert code == 2
     assert output == ""
     assert errors.startswith("hvtrain: ") and errors.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    code, _, errors = door("train.epoch=3", "debug=true", cwd=tmp_path)
+    code, _, errors = hvtrain("train.epoch=3", "debug=true", cwd=tmp_path)
     assert code == 2
     assert "Traceback" in errors and errors.endswith("did you mean 'train.epochs'?\n")
 
@@ -108,15 +108,23 @@ def test_debug_shows_the_traceback(tmp_path):
 def test_help_lists_groups_choices_and_settings(tmp_path):
     (tmp_path / "own" / "model").mkdir(parents=True)
     (tmp_path / "own" / "model" / "mine.yaml").write_text("# A model of mine\n_target_: my.model\n")
-    code, output, _ = door("--help", "--config-dir", "own", cwd=tmp_path)
+    code, output, _ = hvtrain("--help", "--config-dir", "own", cwd=tmp_path)
     assert code == 0
-    for expected in ["* cnn", "fashion_mnist", "* horovod", "fashion_separable", "train.epochs=12", "A model of mine"]:
+    for expected in [
+        "--cfg job",
+        "* cnn",
+        "fashion_mnist",
+        "* horovod",
+        "fashion_separable",
+        "train.epochs=12",
+        "A model of mine",
+    ]:
         assert expected in output
     assert all(len(line) < 160 for line in output.splitlines())
 
 
 def test_cfg_job_shows_the_composed_run(tmp_path):
-    code, output, _ = door("--cfg", "job", "experiment=mnist_classic", "train.steps=50", cwd=tmp_path)
+    code, output, _ = hvtrain("--cfg", "job", "experiment=mnist_classic", "train.steps=50", cwd=tmp_path)
     assert code == 0
     composed = yaml.safe_load(output)
     assert composed["train"]["steps"] == 50
@@ -125,4 +133,32 @@ def test_cfg_job_shows_the_composed_run(tmp_path):
         composed["optimizer"] | {"_target_": "keras.optimizers.RMSprop", "learning_rate": 0.001}
         == composed["optimizer"]
     )
+    assert list(tmp_path.iterdir()) == []
+
+
+COMMANDS = {
+    "bench": ["--contenders A,B", "NAME@SETTING=VALUE", "--transport {mpi,gloo}", "weak"],
+    "doctor": ["-H s1:4,s2:4", "--no-links", "64 MiB over all hosts"],
+    "launch": ["--max-restarts N", "cluster.time=null", "cluster=trainjob", "-- model=resnet50"],
+    "plan": ["--ranks-per-host N", "default: 25", "--algorithm {", "docs/plan.md"],
+    "spark": ["--np N", "--gloo", "* cnn", "train.epochs=12"],
+    "verify": ["python -m hvtrain.verify", "horovodrun -np 16"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_comes_without_tensorflow(name, tmp_path):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['hvtrain.{name}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_module('hvtrain.{name}', run_name='__main__')\n"
+        "finally:\n"
+        '    sys.exit(f\'{sorted({"tensorflow", "keras"} & set(sys.modules))}\')\n'
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == "[]\n"
+    assert done.stdout.startswith(f"usage: python -m hvtrain.{name} ")
+    assert "examples:" in done.stdout or name == "bench"
+    assert [text for text in COMMANDS[name] if text not in done.stdout] == []
     assert list(tmp_path.iterdir()) == []

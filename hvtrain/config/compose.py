@@ -1,4 +1,4 @@
-"""From the words of a command line to the composed tree of a run, by Hydra; what it refuses is said in one line."""
+"""Composes a run from the command line, by Hydra. An error is one line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hvtrain.config.schema import GROUPS, RENAMED, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 
-# conf/ stands beside the package in a checkout and inside it in a wheel.
+# conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
     folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf") if folder.is_dir()
 )
 
 
 def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
-    """The composed run of the command line, in a list; an empty one when Hydra only printed it (--cfg job).
+    """The composed run of the command line, in a list; an empty list when Hydra only printed it (--cfg job).
 
-    words: take these instead of the command line's own.
+    words: used instead of the command line's own.
     """
     if words is not None:
-        sys.argv = [sys.argv[0], *words]  # The only place where Hydra looks.
-    # Hydra would print its own errors and exit; this makes it raise them.
+        sys.argv = [sys.argv[0], *words]  # Hydra reads nothing else.
+    # Otherwise Hydra prints its errors itself and exits.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -46,13 +46,13 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def schema() -> dict[str, Any]:
-    """The declared settings with their defaults, for Hydra to compose on; the groups bring their own."""
+    """The declared settings with their defaults, on which Hydra composes the groups, which bring their own."""
     empty: dict[str, Any] = {group: {} for group in GROUPS}
     return {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
 
 
 def _in_one_line(error: Exception) -> str:
-    """What Hydra refused, with the nearest known name."""
+    """Hydra's error in one line, with the nearest known name."""
     text = " ".join(str(error).split())
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown and unknown[1] in RENAMED:
@@ -62,16 +62,16 @@ def _in_one_line(error: Exception) -> str:
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if option:
         choices = sorted(path.stem for path in _choices(option[1]))
-        return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help says what they are"
+        return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
     unreadable = _unreadable(sys.argv[1:])
     if unreadable:
         name, _, value = unreadable.partition("=")
-        return f"{unreadable} holds a character with a meaning of its own; put it in quotes: \"{name}='{value}'\""
+        return f"{unreadable} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
     return f"{text}; see --help"
 
 
 def _unreadable(words: list[str]) -> str | None:
-    """The first word that Hydra's grammar does not take; its own message does not say which one it is."""
+    """The first word that Hydra's grammar refuses; Hydra's own message does not name it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -91,7 +91,7 @@ def _known_settings(name: str) -> list[str]:
     group = name.partition(".")[0]
     trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group)]
     keys = [f"{group}.{key}" for tree in trees for key in tree]
-    return [*flatten(schema()), *keys, *(folder.name for folder in CONFIGS.iterdir() if folder.is_dir())]
+    return [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
 
 
 def _choices(group: str) -> list[Path]:
@@ -99,7 +99,7 @@ def _choices(group: str) -> list[Path]:
 
 
 def own_folders(words: list[str]) -> list[Path]:
-    """The folder after --config-dir, where there is one."""
+    """The folder given with --config-dir, if any."""
     for index, word in enumerate(words):
         if word.startswith("--config-dir="):
             return [Path(word.partition("=")[2])]

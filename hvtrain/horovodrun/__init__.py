@@ -1,8 +1,8 @@
-"""`horovodrun` in the environment that scripts/run makes: Horovod's own launcher, watched over.
+"""`horovodrun` in the environment that scripts/run makes: Horovod's own launcher under a supervisor.
 
-The launcher proper is a child, `python -m hvtrain.horovodrun` (its __main__ says what differs from Horovod's). This
-parent lets its output through, asks the ranks to save on SIGTERM, names the rank that failed first, ends whatever is
-left on any host, and says by its exit code whether the same line can help.
+The launcher itself is a child, `python -m hvtrain.horovodrun` (its __main__ lists what differs from Horovod's). This
+parent shows its output, asks the ranks to save on SIGTERM, names the rank that failed first, ends whatever is left on
+any host, and its exit code tells whether the same command can succeed if it is run again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Horovod's own launcher, quicker and surer; hvtrain.launch and `horovodrun` start it as their child.
+"""Horovod's own launcher, faster and safer; hvtrain.launch and `horovodrun` start it as their child.
 
 Same command line, same launch. What differs:
-- Horovod finds out what it was built with by importing TensorFlow in child processes, some 10 seconds and a page
-  of notes; the library's file tells it at once.
-- Before anything starts, every host is asked by ssh whether it is there, holds this environment, and over which
-  interface it is reached. What is wrong is said in one line. Horovod's own search for an interface, which opens
-  ports that unpickle what they get, is not needed then; Open MPI is told the network and where it lies.
-- What changes.py says.
-- A failed rank ends in one line and in that rank's exit code, not in a traceback of the launcher.
+- Horovod imports TensorFlow in child processes to find out what it was built with, which takes 10 seconds and prints a
+  page of notes; here the library's file is searched instead.
+- Before anything starts, every host is checked over ssh: that it is reachable and has this environment, and which
+  interface leads to it. An error is one line. This replaces Horovod's own search for an interface, which opens ports
+  that unpickle what they receive; Open MPI is given the network and its own location.
+- The changes listed in changes.py.
+- A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def main() -> None:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
     finally:
         if os.getppid() != parent and on_host.MARK in os.environ:
-            # Who watched over it was killed, and nobody else will end the ranks of other hosts.
+            # The supervisor was killed, so nothing else will end the ranks of other hosts.
             folder = Path(os.environ[on_host.MARK])
             reached.read(folder).clear(str(folder), reached.job(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.Namespace]:
-    """Horovod's parse_args, and then the look at the hosts."""
+    """Horovod's parse_args, followed by the check of the hosts."""
 
     def parse_args() -> argparse.Namespace:
         args = parse()
@@ -80,10 +80,10 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
         known = None
-        # In an elastic job hosts come and go, and Kubernetes may have a command of its own in place of ssh.
+        # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
             here = (socket.gethostname(),) * args.num_proc
-            known = _look_at_hosts(args, by_gloo) if args.hosts else Reached(here)
+            known = _check_hosts(args, by_gloo) if args.hosts else Reached(here)
         if known and folder:
             known.write(folder)
         if folder and not by_gloo:
@@ -93,17 +93,17 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
     return parse_args
 
 
-def _look_at_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
+def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
     job = Job((), args.num_proc, parse_hosts(args.hosts))
     places = tuple(host for host, _ in rank_places(job))
     hosts = used_hosts(job)
-    args.hosts = hosts_word(hosts)  # Horovod takes no host without its number of slots.
+    args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
     paths = reach.check([host.name for host in hosts], ssh)
     if paths is None:
         return Reached(places)
     changes.reach_hosts_by(ssh)
-    args.ssh_port = args.ssh_identity_file = None  # They are among those options now.
+    args.ssh_port = args.ssh_identity_file = None  # ssh.options has them now.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
     if args.nics:
         words = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]

@@ -1,13 +1,13 @@
-"""What is changed in Horovod's own launcher, as long as it runs: shells, variables, and ports.
+"""Changes to Horovod's own launcher while it runs: shells, variables, and ports.
 
-- mpirun takes its shell's place, so that signals reach it, and the launcher stays to clear up after it. The shell on
-  another host waits for the rank, so that the rank's exit code comes back where a signal ended it.
-- Variables travel to other hosts by the same allow-list as with hvtrain.launch; those of HVTRAIN_ENV=NAME,NAME too.
-  With Gloo they go through ssh's input, where Horovod writes them on its command line, which every user can read.
-  Local ranks inherit all of them.
-- The rendezvous server listens on the interface of the launch alone, where Horovod's listens on all; in an elastic
-  job where --network-interfaces names one. There it unpickles what anybody puts (CVE-2024-10190): here it takes plain
-  values and nothing that names code, and it does not hand out the workers' keys.
+- mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up after it. The shell on
+  another host waits for the rank, so that the rank's exit code comes back if a signal ended it.
+- Variables travel to other hosts by the same allow-list as with hvtrain.launch, and those of HVTRAIN_ENV=NAME,NAME
+  too. With Gloo they go through ssh's input; Horovod writes them on its command line, which every user can read. Local
+  ranks inherit all of them.
+- The rendezvous server listens only on the interface of the launch, and in an elastic job on the one that
+  --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this
+  one accepts plain values and nothing that names code, and does not hand out the workers' keys.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from horovod.runner.util import network, remote
 from hvtrain.launch.environment import MORE, travels
 from hvtrain.launch.ssh import Ssh
 
-_TRAVELLING = "HVTRAIN_TRAVELLING"  # Of the launcher alone: what the ranks on other hosts are to read.
+_TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
 
 
 def make() -> None:
-    """Makes all changes that need no look at the hosts."""
+    """Makes all changes that do not depend on the hosts."""
     mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
     passed = os.environ.get(MORE, "").split(",")
     is_exportable = horovod_env.is_exportable
     horovod_env.is_exportable = lambda name: is_exportable(name) and (name in passed or travels(name, os.environ))
-    # Kubernetes' own command in place of ssh takes no input.
+    # Kubernetes' own command, which replaces ssh, takes no input.
     if not horovod_env.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
     gloo_run.launch_gloo = _on_its_interface(gloo_run.launch_gloo)
     gloo_run.launch_gloo_elastic = _on_its_interface_if_given(gloo_run.launch_gloo_elastic)
-    http_server.RendezvousHTTPServer.handle_error = _say_who_sent_that
-    gloo_run.create_rendezvous_handler = _that_trusts_nobody(gloo_run.create_rendezvous_handler)
+    http_server.RendezvousHTTPServer.handle_error = _report_sender
+    gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
 
 
 def make_in_every_process() -> None:
-    """Makes the change that the processes between the launcher and the local ranks need too."""
+    """Makes the change that processes between the launcher and the local ranks also need."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
     def end_quietly(process: int) -> None:
-        # A shell that ends meanwhile is worth no traceback.
+        # The shell may have ended meanwhile.
         with suppress(safe_shell_exec.psutil.NoSuchProcess):
             end(process)
 
@@ -67,12 +67,12 @@ def make_in_every_process() -> None:
 
 
 def reach_hosts_by(ssh: Ssh) -> None:
-    """Ranks on other hosts are started with these options of ssh, as everything else there."""
+    """Starts ranks on other hosts with the same ssh options as every other command there."""
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
 
 
 def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
-    """What a rank runs, for each of its places; local ranks inherit the variables, others read them."""
+    """The command of the rank in each slot; local ranks inherit the variables, others read them."""
     os.environ.update(environment)
     os.environ["PYTHONUNBUFFERED"] = "1"
     travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
@@ -86,20 +86,20 @@ def _command_without_variables(run_command: str, environment: Mapping[str, str])
 
 
 def _command_by_ssh(local_command: str, *arguments: Any, **more: Any) -> str:
-    # Horovod has quoted the whole. Without a word after it many shells hand their own process to the rank, and of a
-    # process that a signal ended ssh says no more than of a connection that broke: 255.
+    # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh reports a signalled
+    # rank as 255, like a dropped connection.
     script = f'eval "$(cat)"; {shlex.split(local_command)[0]}; exit $?'
     by_ssh = remote.get_remote_command(shlex.quote(shlex.join(["exec", "sh", "-c", script])), *arguments, **more)
     return f'printf %s "${_TRAVELLING}" | {by_ssh}'
 
 
 def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> None:
-    """Where Horovod would become mpirun: waits for it instead, for somebody has to be left to clear up after it."""
+    """Runs mpirun as a child, where Horovod would exec it: the launcher has to clean up after it."""
     parent = os.getppid()
     child = subprocess.Popen([path, *words[1:-1], f"exec {words[-1]}"], env=environment)
 
     def pass_on(number: int, frame: Any) -> None:
-        # What comes from who watches over the launch comes to mpirun too; what comes as that dies does not.
+        # Forward signals only while the supervisor is alive.
         if os.getppid() != parent:
             child.terminate()
 
@@ -107,7 +107,7 @@ def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> 
         signal.signal(number, pass_on)
     code = child.wait()
     if code < 0:
-        # The same end as mpirun's, so that it is known for what it was.
+        # End by the same signal as mpirun, so that the parent sees the cause.
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -127,7 +127,7 @@ def _on_its_interface(launch_gloo: Callable[..., None]) -> Callable[..., None]:
 
 
 def _on_its_interface_if_given(launch_gloo_elastic: Callable[..., None]) -> Callable[..., None]:
-    """An elastic job listens before it knows its hosts, and so which way leads to them."""
+    """Listens on the given interface: an elastic job listens before it knows its hosts and the way to them."""
 
     def launch(command: Any, execute: Any, settings: Any, *arguments: Any) -> None:
         if settings.nics:
@@ -137,15 +137,15 @@ def _on_its_interface_if_given(launch_gloo_elastic: Callable[..., None]) -> Call
     return launch
 
 
-def _say_who_sent_that(server: Any, request: Any, client: tuple[str, int]) -> None:
-    """A line in place of a traceback, once for each address."""
+def _report_sender(server: Any, request: Any, client: tuple[str, int]) -> None:
+    """Prints one line for each address, instead of a traceback."""
     senders = server.__dict__.setdefault("senders", set())
     if client[0] not in senders:
         senders.add(client[0])
         sys.stderr.write(f"horovodrun: {client[0]} sent what no rank would to this launch's port; it was dropped\n")
 
 
-def _that_trusts_nobody(create: Callable[..., type]) -> Callable[..., type]:
+def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
     """The handler of an elastic job's rendezvous."""
 
     def create_handler(driver: Any) -> type:
@@ -156,7 +156,7 @@ def _that_trusts_nobody(create: Callable[..., type]) -> Callable[..., type]:
                     return
                 host, local_rank = key.split(":")
                 addresses, secret_key = _plain(base64.b64decode(value))
-                # And it is not kept: whoever has the key can have the worker unpickle anything.
+                # The key is not stored for others: with it anyone can make the worker unpickle anything.
                 self._put_worker_addresses(host, int(local_rank), addresses, secret_key)
 
         return Handler
@@ -170,5 +170,5 @@ class _Plain(pickle.Unpickler):
 
 
 def _plain(data: bytes) -> Any:
-    """Numbers, texts and collections of them, from a pickle that names nothing else."""
+    """Loads numbers, texts and collections of them from a pickle; raises UnpicklingError if it names code."""
     return _Plain(io.BytesIO(data)).load()

@@ -1,4 +1,4 @@
-"""What is to be started, whatever starts it: the command of a rank, how many ranks, on which hosts. Pure."""
+"""A job to start, whatever starts it: the command of a rank, the number of ranks, the hosts. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Host:
-    """A machine by its name or address, and how many ranks it takes."""
+    """A machine by its name or address, and its number of ranks."""
 
     name: str
     slots: int
@@ -21,16 +21,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Job:
-    """One training, before it has a place. Every rank runs the same command in the same folder.
+    """One training. Every rank runs the same command in the same folder.
 
     Args:
-        command: the words that every rank runs: python -m hvtrain ...
+        command: what every rank runs: python -m hvtrain ...
         num_ranks: ranks in all.
-        hosts: where they run; empty where a scheduler chooses.
-        controller: what Horovod talks over: "gloo" or "mpi".
-        environment: the variables that ranks get; nothing else of the launcher's environment travels.
-        min_ranks: an elastic job goes on with so many; None: the number of ranks is fixed.
-        max_ranks: an elastic job grows to so many.
+        hosts: where they run; empty if a scheduler chooses.
+        controller: Horovod's controller, "gloo" or "mpi".
+        environment: the variables that ranks get; no other variable of the launcher travels.
+        min_ranks: fewest ranks of an elastic job; None: the number of ranks is fixed.
+        max_ranks: most ranks of an elastic job.
     """
 
     command: tuple[str, ...]
@@ -47,7 +47,7 @@ class Job:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of -H s1:4,s2:4; a host without a number takes one rank.
+    """The hosts of -H s1:4,s2:4; a host without a number has one slot.
 
     Raises ConfigError.
 
@@ -58,12 +58,12 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
         if not found or found[2] == "0":
-            raise ConfigError(f"-H {text}: {part!r} is no host and number of ranks; write -H s1:4,s2:4")
+            raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
         hosts.append(Host(found[1], int(found[2] or 1)))
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ConfigError(f"-H {text}: {twice} stands there twice; name each host once, with all its ranks")
+        raise ConfigError(f"-H {text}: {twice} is there twice; name each host once, with all its ranks")
     return tuple(hosts)
 
 
@@ -85,9 +85,9 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def used_hosts(job: Job) -> tuple[Host, ...]:
-    """The hosts that get a rank, with so many slots. Raises ConfigError.
+    """The hosts that get a rank, each with as many slots as it gets ranks. Raises ConfigError.
 
-    Horovod's launcher on Gloo starts a rank in each slot, whatever -np says.
+    Horovod's launcher on Gloo starts a rank in every slot, whatever -np says.
 
     >>> used_hosts(Job(("true",), 3, parse_hosts("s1:2,s2:2,s3:1")))
     (Host(name='s1', slots=2), Host(name='s2', slots=1))

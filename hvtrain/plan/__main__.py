@@ -1,4 +1,4 @@
-"""`python -m hvtrain.plan`: a run on many ranks, on paper: batch, steps, memory, and how fast it will be."""
+"""`python -m hvtrain.plan`: what a run on many ranks will be, without them: batch, steps, memory and speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.cli import Parser, enter
+from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, not_negative, positive
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import ConfigError
@@ -26,40 +26,13 @@ if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
-USAGE = f"""\
-python -m hvtrain.plan -np N [OPTION ...] [WORDS]
+EPILOG = f"""\
+{RUN_SETTINGS}
 
-Says before anything is started what a run on N ranks will be: global batch, learning rate, steps, memory, checkpoints
-and the line that starts it; and, from one rank's step time and the links, how long a step takes on 1 to N ranks.
-Nothing is trained or reduced. WORDS are those of python -m hvtrain.
+examples:
   python -m hvtrain.plan -np 512 --ranks-per-host 4 --step-seconds 0.3 --link-gbits 25 \\
       model=resnet50 dataset=synthetic train.batch_size=64
   python -m hvtrain.plan -np 2 --measure --calibrate bench/.../allreduce.json model=cnn
-
-OPTIONS
-  -np N                  ranks
-  --ranks-per-host N     default: 4
-  --examples N           training examples of a data set that is not on this machine; --classes C: of how many classes,
-                         where WORDS do not say so (1000)
-  --output DIR           where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL
-
-  how long one rank's step takes, of the batch in WORDS; without it no step is predicted
-  --step-seconds S       given
-  --measure              measured: a short training of one rank on this machine, in a process of its own
-
-  the machine
-  --link-gbits G         of a host's link to the others, nominal; default: 25
-  --latency-us T         of one step of a ring between hosts; default: {1e6 * NETWORK_SECONDS:.1f}
-  --inside-gbytes G      between ranks of a host, in one direction, nominal; default: 15.75 (PCIe 3.0 x16)
-  --inside-latency-us T  default: {1e6 * PCIE_SECONDS:.1f} (PCIe; about 6.5 with NVLink)
-  --link-share X         of the nominal speeds, what an allreduce gets; default: {LINK_SHARE}
-  --calibrate FILE       the allreduce.json of python -m hvtrain.bench allreduce, in place of a link's figures: of the
-                         link between hosts if it has more ranks than a host; repeatable, for several numbers of ranks
-
-  how ranks reduce
-  --algorithm NAME       ring, tree, hierarchical, or best of these; default: the better of ring and tree, as NCCL does
-  --fusion-mib N         messages that are ready at once are joined to N; default: {DEFAULTS.fusion_bytes}, as runs do
-  --straggler X          deviation of the ranks' step times from their mean; default: {DEFAULTS.deviation}
 
 docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
 """
@@ -67,12 +40,12 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 
 def main() -> None:
     """Runs the command line and exits."""
-    enter(plan, lambda: USAGE)
+    enter(plan)
 
 
 def plan() -> int:
-    """Composes the run, then prints, draws and writes what it would be."""
-    options = _parse(sys.argv[1:])
+    """Composes the run, then prints, draws and writes its plan."""
+    options = _parser().parse_with_words(sys.argv[1:])
     trees = compose(options.words)
     if not trees:
         return 0
@@ -155,49 +128,91 @@ def _folder(options: argparse.Namespace, run: Forecast) -> Path:
     return folder
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m hvtrain.plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("-np", type=_count, required=True)
-    parser.add_argument("--ranks-per-host", type=_count, default=4)
-    parser.add_argument("--examples", type=_count)
-    parser.add_argument("--classes", type=_count)
-    parser.add_argument("--output")
-    step = parser.add_mutually_exclusive_group()
-    step.add_argument("--step-seconds", type=_positive)
-    step.add_argument("--measure", action="store_true")
-    parser.add_argument("--link-gbits", type=_positive, default=25.0)
-    parser.add_argument("--latency-us", type=_at_least_0, default=1e6 * NETWORK_SECONDS)
-    parser.add_argument("--inside-gbytes", type=_positive, default=15.75)
-    parser.add_argument("--inside-latency-us", type=_at_least_0, default=1e6 * PCIE_SECONDS)
-    parser.add_argument("--link-share", type=_positive, default=LINK_SHARE)
-    parser.add_argument("--calibrate", action="append", default=[], metavar="FILE")
-    parser.add_argument("--algorithm", choices=(*ALGORITHMS, "best"))
-    parser.add_argument("--fusion-mib", type=_at_least_0, default=DEFAULTS.fusion_bytes / MIB)
-    parser.add_argument("--straggler", type=_at_least_0, default=DEFAULTS.deviation)
-    return parser.parse_with_words(words)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} came where a whole number above 0 was needed")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    number = _at_least_0(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
-    return number
-
-
-def _at_least_0(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} came where a number of 0 or more was needed")
-    return number
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain.plan",
+        usage="%(prog)s -np N [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Says before anything is started what a run on N ranks will be: global batch, learning rate, steps, memory, checkpoints
+and the line that starts it; and, from one rank's step time and the links, how long a step takes on 1 to N ranks.
+Nothing is trained or reduced.""",
+        epilog=EPILOG,
+    )
+    option = parser.add_argument
+    option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
+    option("--ranks-per-host", type=at_least(1), default=4, metavar="N", help="default: 4")
+    option(
+        "--examples", type=at_least(1), metavar="N", help="training examples of a data set that is not on this machine"
+    )
+    option("--classes", type=at_least(1), metavar="C", help="its classes, if the settings do not say so; default: 1000")
+    option("--output", metavar="DIR", help="where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL")
+    step = parser.add_argument_group(
+        "time of one rank's step, of the batch that is set; without it no step is predicted"
+    )
+    step = step.add_mutually_exclusive_group()
+    step.add_argument("--step-seconds", type=positive, metavar="S", help="given")
+    step.add_argument(
+        "--measure", action="store_true", help="measured: a short training of one rank here, in a process of its own"
+    )
+    option = parser.add_argument_group("the machine").add_argument
+    option("--link-gbits", type=positive, default=25.0, metavar="G", help="nominal speed between hosts; default: 25")
+    option(
+        "--latency-us",
+        type=not_negative,
+        default=1e6 * NETWORK_SECONDS,
+        metavar="T",
+        help="of one step of a ring between hosts; default: %(default).1f",
+    )
+    option(
+        "--inside-gbytes",
+        type=positive,
+        default=15.75,
+        metavar="G",
+        help="nominal speed between ranks of a host, in one direction; default: 15.75 (PCIe 3.0 x16)",
+    )
+    option(
+        "--inside-latency-us",
+        type=not_negative,
+        default=1e6 * PCIE_SECONDS,
+        metavar="T",
+        help="default: %(default).1f (PCIe; about 6.5 with NVLink)",
+    )
+    option(
+        "--link-share",
+        type=positive,
+        default=LINK_SHARE,
+        metavar="X",
+        help="share of the nominal speeds that an allreduce gets; default: %(default)s",
+    )
+    option(
+        "--calibrate",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the allreduce.json of hvtrain.bench allreduce, instead of a link's figures: of the link between hosts if "
+        "it has more ranks than a host; repeatable, for several numbers of ranks",
+    )
+    option = parser.add_argument_group("how ranks reduce").add_argument
+    option(
+        "--algorithm",
+        choices=(*ALGORITHMS, "best"),
+        help="best: the best of the others; default: the better of ring and tree, as in NCCL",
+    )
+    option(
+        "--fusion-mib",
+        type=not_negative,
+        default=DEFAULTS.fusion_bytes / MIB,
+        metavar="N",
+        help="messages that are ready at once are joined to N MiB; default: %(default).0f, as in runs",
+    )
+    option(
+        "--straggler",
+        type=not_negative,
+        default=DEFAULTS.deviation,
+        metavar="X",
+        help="deviation of the ranks' step times from their mean; default: %(default)s",
+    )
+    return parser
 
 
 if __name__ == "__main__":

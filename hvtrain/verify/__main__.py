@@ -1,37 +1,43 @@
-"""`python -m hvtrain.verify`: do the ranks of this cluster train together? And those of one's own run?"""
+"""`python -m hvtrain.verify`: checks that the ranks of this cluster train together, and those of a run of your own."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from hvtrain.cli import enter
+from hvtrain.cli import RUN_SETTINGS, Parser, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.system import console
 from hvtrain.system.imports import without
 
-HELP = """\
-python -m hvtrain.verify [GROUP=CHOICE ...] [SETTING=VALUE ...]
+EPILOG = f"""\
+{RUN_SETTINGS}
 
-Shows in about half a minute whether ranks train together, one line a check, PASS or FAIL with what to look at:
+examples:
   python -m hvtrain.verify                                         this host, with two ranks
   horovodrun -np 16 -H s1:4,s2:4,... python -m hvtrain.verify      a cluster
   horovodrun -np 2 python -m hvtrain.verify model=... dataset=...  with a model and a data set of yours too
-
-Words are those of python -m hvtrain, which it lists with --help. Exits with 1 when a check fails.
 """
 
 
 def main() -> None:
     """Runs the command line and exits."""
-    enter(compose_and_verify, lambda: HELP)
+    enter(compose_and_verify)
 
 
 def compose_and_verify() -> int:
-    """Library checks always; those of the user's run where the line says anything about one."""
+    """Runs the checks of the library, and those of the user's run if the line has settings of one."""
+    Parser(
+        "python -m hvtrain.verify",
+        usage="%(prog)s [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Shows in about half a minute whether ranks train together, one line for each check: PASS, or FAIL with what to look at.
+Exits with 1 when a check fails.""",
+        epilog=EPILOG,
+    ).parse_known_args()
     if not console.is_launched():
-        # One rank has nobody to train together with.
+        # One rank has no other to train with.
         launcher = [sys.executable, "-m", "hvtrain.horovodrun", "-np", "2"]
         os.execv(sys.executable, [*launcher, sys.executable, "-m", "hvtrain.verify", *sys.argv[1:]])
     for tree in compose():

@@ -68,7 +68,7 @@ def test_bad_input_is_one_line(tmp_path):
     for words, said in (
         (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
-        (["steps", "--rounds", "0"], "0 came where a number above 0 was needed"),
+        (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
         (["scaling", "-np", "3,4"], "the global batch of 256 cannot be dealt to 3 ranks evenly"),
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),

@@ -267,7 +267,7 @@ def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
 
 def test_wrong_usage_is_one_line(lab):
     for words, said in (
-        (["-H", "s1:x"], "is no host and number of ranks; write -H s1:4,s2:4"),
+        (["-H", "s1:x"], "is not a host and a number of ranks; write -H s1:4,s2:4"),
         (["--no-link"], "unknown option --no-link; see python -m hvtrain.doctor --help"),
         (["nodel=cnn"], "unknown setting 'nodel'; did you mean 'model'?"),
     ):

@@ -13,6 +13,7 @@ import yaml
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters import docker
+from hvtrain.launch.clusters.choice import Cluster
 from hvtrain.launch.job import Job, parse_hosts
 
 BIN = Path(sys.executable).parent
@@ -20,6 +21,10 @@ WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $
 ENVIRONMENT = {"TF_FLAGS": "a 'b' $c ${d} \"e\": {f}"}
 HOSTS = Job(WORDS, 4, parse_hosts("s1:2,s2:1,s3:1"), environment=ENVIRONMENT)
 SETTINGS = docker.Settings(keys="/keys of mine", data="/data", runs="/home/me/it's")
+
+
+def files(job, settings):
+    return Cluster("docker", settings).texts(job)
 
 
 def said(tmp_path, text, *arguments):
@@ -37,7 +42,7 @@ def said(tmp_path, text, *arguments):
 
 
 def test_each_host_starts_its_part(tmp_path):
-    text = docker.files(HOSTS, SETTINGS)["docker-run.sh"]
+    text = files(HOSTS, SETTINGS)["docker-run.sh"]
     first = said(tmp_path, text, "s1").stdout.split("\0")[:-1]
     image = first.index("hvtrain")
     options, line = first[:image], first[image + 1 :]
@@ -60,7 +65,7 @@ def test_each_host_starts_its_part(tmp_path):
 
 
 def test_one_host_needs_no_ssh(tmp_path):
-    text = docker.files(Job(WORDS, 4), docker.Settings(gpus=False))["docker-run.sh"]
+    text = files(Job(WORDS, 4), docker.Settings(gpus=False))["docker-run.sh"]
     words = said(tmp_path, text).stdout.split("\0")[:-1]
     assert words[words.index("horovodrun") :] == ["horovodrun", "--gloo", "-np", "4", *WORDS]
     assert "--gpus" not in words and not any(".ssh" in word for word in words)
@@ -69,7 +74,7 @@ def test_one_host_needs_no_ssh(tmp_path):
 @pytest.mark.parametrize("job", [HOSTS, Job(WORDS, 4)], ids=["hosts", "one host"])
 def test_shellcheck_finds_nothing(tmp_path, job):
     shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
-    (tmp_path / "script").write_text(docker.files(job, SETTINGS)["docker-run.sh"])
+    (tmp_path / "script").write_text(files(job, SETTINGS)["docker-run.sh"])
     # SC2016: words that hold a dollar are meant to.
     found = subprocess.run([shellcheck, "-e", "SC2016", "script"], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
@@ -80,16 +85,15 @@ def as_compose_reads(word):
 
 
 def test_two_containers_try_a_job_out():
-    tree = yaml.safe_load(docker.files(HOSTS, SETTINGS)["compose.yaml"])
+    tree = yaml.safe_load(files(HOSTS, SETTINGS)["compose.yaml"])
     first, second = tree["services"]["s1"], tree["services"]["s2"]
     line = [as_compose_reads(word) for word in first["command"]]
     assert line == ["horovodrun", "--gloo", "--ssh-port", "2222", "-np", "2", "-H", "s1:1,s2:1", *WORDS]
     assert {name: as_compose_reads(value) for name, value in first["environment"].items()} == ENVIRONMENT
     assert first["depends_on"]["s2"]["condition"] == "service_healthy"
     assert first["volumes"] == second["volumes"] == ["home:/home/hvtrain", "/data:/data:ro"]
-    assert docker.commands(HOSTS, SETTINGS, "out") == [
-        ["docker", "compose", "--file", "out/compose.yaml", "up", "--exit-code-from", "s1"]
-    ]
+    words = ["docker", "compose", "--file", "a b/compose.yaml", "up", "--exit-code-from", "s1"]
+    assert Cluster("docker", SETTINGS).command(Path("a b")) == words
 
 
 def compose_config(tmp_path, text):
@@ -100,7 +104,7 @@ def compose_config(tmp_path, text):
 
 
 def test_compose_takes_the_file(tmp_path):
-    text = docker.files(HOSTS, SETTINGS)["compose.yaml"]
+    text = files(HOSTS, SETTINGS)["compose.yaml"]
     read = compose_config(tmp_path, text)
     assert read.returncode == 0, read.stderr
     # Compose writes each dollar doubled again, so that its output can be read as its input.
@@ -114,7 +118,7 @@ def test_the_containers_make_one_key_pair_and_keep_it(tmp_path):
     """The waiting container's own line runs, twice, in a home of the test's, with an entry point that only speaks."""
     if not shutil.which("ssh-keygen"):
         pytest.skip("no ssh-keygen here")
-    tree = yaml.safe_load(docker.files(HOSTS, SETTINGS)["compose.yaml"])
+    tree = yaml.safe_load(files(HOSTS, SETTINGS)["compose.yaml"])
     (tmp_path / "entry").write_text('#!/bin/bash\necho "$@"\n')
     (tmp_path / "entry").chmod(0o755)
     home = tmp_path / "home"
@@ -134,7 +138,7 @@ def test_the_containers_make_one_key_pair_and_keep_it(tmp_path):
 
 
 def test_no_key_and_no_value_that_was_not_asked_for():
-    texts = json.dumps(docker.files(Job(WORDS, 1), docker.Settings()))
+    texts = json.dumps(files(Job(WORDS, 1), docker.Settings()))
     assert "PRIVATE" not in texts and "TF_FLAGS" not in texts
 
 
@@ -142,13 +146,13 @@ def test_no_key_and_no_value_that_was_not_asked_for():
     ("job", "settings", "message"),
     [
         (HOSTS, {}, r"several hosts need ssh keys; .*cluster\.keys="),
-        (HOSTS, {"keys": "keys"}, "cluster.keys=keys is no folder"),
-        (HOSTS, {"keys": "/k", "data": "/a:b"}, "cluster.data=/a:b is no folder"),
+        (HOSTS, {"keys": "keys"}, "cluster.keys=keys is not a folder"),
+        (HOSTS, {"keys": "/k", "data": "/a:b"}, "cluster.data=/a:b is not a folder"),
         (Job(WORDS, 9, parse_hosts("s1:2")), {}, "-np 9 needs as many slots"),
         (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np"),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(job, settings, message):
     with pytest.raises(ConfigError, match=message) as error:
-        docker.files(job, typed(docker.Settings, settings, "cluster."))
+        files(job, typed(docker.Settings, settings, "cluster."))
     assert "\n" not in str(error.value)

@@ -1,14 +1,21 @@
-"""A job's hosts, the variables that travel, the words of a cluster, and what ranks print."""
+"""A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
 import doctest
 import importlib
 import re
+import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
+from hvtrain.config.compose import CONFIGS
+from hvtrain.config.help import settings
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
-from hvtrain.launch.clusters.choice import KINDS, choose, settings_help
+from hvtrain.launch.clusters import slurm
+from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
+from hvtrain.launch.clusters.render import quote, yaml_text
 from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
@@ -18,12 +25,12 @@ from hvtrain.launch.ssh import Ssh
 
 @pytest.mark.parametrize("text", ["", "s1:", "s1:x", "s1:0", "s1 s2", "s1:1,,s2:1", "user@s1:1"])
 def test_hosts_that_are_none(text):
-    with pytest.raises(ConfigError, match="is no host and number of ranks; write -H s1:4,s2:4"):
+    with pytest.raises(ConfigError, match="is not a host and a number of ranks; write -H s1:4,s2:4"):
         parse_hosts(text)
 
 
 def test_a_host_twice():
-    with pytest.raises(ConfigError, match="s1 stands there twice"):
+    with pytest.raises(ConfigError, match="s1 is there twice"):
         parse_hosts("s1:1,s2:1,s1:2")
 
 
@@ -86,8 +93,58 @@ def test_a_cluster_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_documented_settings(kind):
-    assert settings_help(kind)
-    assert all(len(line.split(None, 1)[1]) > 10 for line in settings_help(kind))
+    lines = settings(KINDS[kind].settings, "cluster.")
+    assert lines
+    assert all(len(line.split(None, 1)[1]) > 10 for line in lines)
+
+
+SLURM = Cluster("slurm", slurm.Settings(time="1:00:00"))
+TRAINING = Job(("python", "-m", "hvtrain"), 2)
+
+
+def with_template(tmp_path, text):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "hvtrain.sbatch.j2").write_text(text)
+    return Cluster("slurm", SLURM.settings, (tmp_path,))
+
+
+def test_a_template_of_ones_own_wins(tmp_path):
+    original = (CONFIGS / "cluster" / "hvtrain.sbatch.j2").read_text()
+    own = with_template(tmp_path, original.replace("#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --exclusive\n"))
+    assert own.texts(TRAINING) == {
+        name: text.replace("--requeue\n", "--requeue\n#SBATCH --exclusive\n")
+        for name, text in SLURM.texts(TRAINING).items()
+    }
+    assert choose(["cluster=slurm", "cluster.time=1:00:00"], [tmp_path]) == own
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n{{ cluster.tme }}", r"hvtrain.sbatch.j2, line 2: .* has no attribute 'tme'; fix the template"),
+        ("{% if %}", r"hvtrain.sbatch.j2, line 1: Expected an expression, .*; fix the template"),
+        ("{{ nodes / 0 }}", r"hvtrain.sbatch.j2, line 1: division by zero; fix the template"),
+    ],
+)
+def test_what_is_wrong_in_a_template_is_one_line(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as error:
+        with_template(tmp_path, text).texts(TRAINING)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["yes", "1e3", "", " a", "a: b #c", "'\"\\", "\n\t\x07\x7f\x85\u2028", "é😀", "x" * 500, "{{ a }} $ %"]
+)
+def test_any_text_survives_yaml_and_the_shell(text):
+    assert yaml.safe_load(yaml_text(text)) == text and "\n" not in yaml_text(text)
+    assert shlex.split(quote(text)) == shlex.split(quote([text])) == [text]
+
+
+def test_submitting_says_which_program_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for kind, program in {"slurm": "sbatch", "spark": "spark-submit", "docker": "docker"}.items():
+        with pytest.raises(ConfigError, match=f"{program} is not installed here; copy the files to a host that has it"):
+            Cluster(kind).submit(Path("launch"))
 
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
@@ -144,6 +201,8 @@ def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     assert re.search(SAID[text], trouble) and "\n" not in trouble
 
 
-@pytest.mark.parametrize("name", ["environment", "first_failure", "job", "restart"])
+@pytest.mark.parametrize(
+    "name", ["environment", "first_failure", "job", "restart", "clusters.render", "clusters.slurm"]
+)
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(f"hvtrain.launch.{name}")).failed == 0

@@ -217,14 +217,14 @@ def see_what_is_wrong(lab):
         ("-np", "2", "-H", "s1,s9"): "host s9 has no IPv4 address here; add it to /etc/hosts or DNS",
         ("-np", "2", "-H", "s1,s3"): "nothing answers ssh on host s3, port 22; start sshd there, or name its port: -p",
         ("-np", "2", "-H", "s1,s4"): "host s4 does not let root in without a password: Permission denied",
-        ("-np", "2", "-H", "s1,s2x:"): "-H s1,s2x:: 's2x:' is no host and number of ranks; write -H s1:4,s2:4",
+        ("-np", "2", "-H", "s1,s2x:"): "-H s1,s2x:: 's2x:' is not a host and a number of ranks; write -H s1:4,s2:4",
         ("-H", "s1", "--env", "NONE"): "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE",
         ("-H", "s1", "cluster=slum"): "cluster=slum is not one of ssh, slurm, mpijob, trainjob, docker, spark; did you",
         ("--port", "2"): "unrecognized arguments: --port",
-        ("-np", "0", "-H", "s1"): "-np 0 is no number of ranks; it must be at least 1",
-        ("-np", "2", "cluster=slurm", "cluster.time=60", "-p", "22"): "-p came with cluster=slurm, which has no place",
+        ("-np", "0", "-H", "s1"): "argument -np: 0 came where a whole number of at least 1 was needed",
+        ("-np", "2", "cluster=slurm", "cluster.time=60", "-p", "22"): "-p came with cluster=slurm, which cannot use it",
         ("-H", "s1", "--logs", "/proc/x"): "the ranks' logs cannot be written to /proc/x",
-        ("-np", "2", "-H", "s1,s2", "--mpi", "--min-np", "1"): "an elastic job needs Gloo and --mpi was given",
+        ("-np", "2", "-H", "s1,s2", "--mpi", "--min-np", "1"): "an elastic job needs Gloo, and --mpi was given",
     }
     for words, message in cases.items():
         code, output = lab.launch(*words, *run)

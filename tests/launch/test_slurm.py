@@ -13,6 +13,7 @@ import pytest
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters import slurm
+from hvtrain.launch.clusters.choice import Cluster
 from hvtrain.launch.job import Job, parse_hosts
 from slurm_cluster import cluster as cluster
 
@@ -51,7 +52,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
         setup=f"PATH={cluster.folder}/bin:$PATH; : $UNSET",
     )
     job_id = cluster.submit("standin", Job((*RUN, *WORDS), 4, environment=VALUES), settings)
-    cluster.wait(job_id, lambda: "goes on when Slurm starts it again" in cluster.printed(job_id))
+    cluster.wait(job_id, lambda: "continues when Slurm starts it again" in cluster.printed(job_id))
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     printed = cluster.printed(job_id)
@@ -82,7 +83,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
     job_id = cluster.submit("training", job, settings)
     cluster.wait(job_id, lambda: "Epoch 3/40" in cluster.printed(job_id))
     cluster.ask("scancel", "--batch", "--signal=USR1", job_id)
-    cluster.wait(job_id, lambda: "goes on when Slurm starts it again" in cluster.printed(job_id))
+    cluster.wait(job_id, lambda: "continues when Slurm starts it again" in cluster.printed(job_id))
     run = cluster.folder / "runs" / f"slurm-{job_id}"
     assert not (run / "result.json").exists()
     cluster.start_again_soon(job_id)
@@ -94,7 +95,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
 
 
 def text(job, **settings):
-    (found,) = slurm.files(job, typed(slurm.Settings, {"time": "1:00:00", **settings}, "cluster.")).values()
+    (found,) = Cluster("slurm", typed(slurm.Settings, {"time": "1:00:00", **settings}, "cluster.")).texts(job).values()
     return found
 
 
@@ -135,13 +136,13 @@ def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
     ("job", "settings", "message"),
     [
         (Job(RUN, 2), {"time": None}, "cluster.time is not set"),
-        (Job(RUN, 2), {"time": "2h"}, "cluster.time=2h is no time limit"),
-        (Job(RUN, 2), {"time": "3"}, "for 180 s before it the run is told to save"),
+        (Job(RUN, 2), {"time": "2h"}, "cluster.time=2h is not a time limit"),
+        (Job(RUN, 2), {"time": "3"}, "the run is told to save up to 180 s before it"),
         (Job(RUN, 6), {"nodes": 4}, "-np 6 does not divide over cluster.nodes=4"),
         (Job(RUN, 6), {"nodes": 2, "ranks_per_node": 4}, "cluster.nodes=2 cluster.ranks_per_node=4"),
         (Job(RUN, 2, parse_hosts("s1,s2")), {}, "came with -H"),
         (Job(RUN, 2, min_ranks=1), {}, "came with --min-np"),
-        (Job(RUN, 2), {"partition": "a b"}, "--partition=a b holds a character"),
+        (Job(RUN, 2), {"partition": "a b"}, "cluster.partition='a b' has a character"),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(job, settings, message):

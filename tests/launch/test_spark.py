@@ -7,15 +7,17 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters import spark as cluster
+from hvtrain.launch.clusters import spark
+from hvtrain.launch.clusters.choice import Cluster
 from hvtrain.launch.job import Job, parse_hosts
-from hvtrain.spark import Options, parse, rank_environment
+from hvtrain.spark import parse, rank_environment
 from launching import ROOT, finish, start
 
 MISSING = [
@@ -85,11 +87,9 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     words = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
     words += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
     job = Job(("python", "-m", "hvtrain", *words, "train.epochs=3"), 2)
-    settings = cluster.Settings(master=MASTER, cores_per_rank=1)
-    for name, text in cluster.files(job, settings).items():
-        (tmp_path / name).write_text(text)
-    (line,) = cluster.commands(job, settings, ".")
-    code, output = run(*line, cwd=tmp_path, conf=spark_conf)
+    cluster = Cluster("spark", spark.Settings(master=MASTER, cores_per_rank=1))
+    cluster.write(job, tmp_path)
+    code, output = run(*cluster.command(tmp_path), cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
     first = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -131,20 +131,28 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_pa
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("door", [["-m", "hvtrain.spark"], [str(ROOT / "hvtrain" / "spark.py")]])
-def test_a_bad_word_is_refused_before_spark_starts(door, tmp_path):
+@pytest.mark.parametrize("program", [["-m", "hvtrain.spark"], [str(ROOT / "hvtrain" / "spark.py")]])
+def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
     for words, message in [
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
-        (["--np", "two"], "--np two is no number of ranks; write --np 4"),
+        (
+            ["--np", "two"],
+            "argument --np/-np: two came where a whole number of at least 1 was needed; "
+            "see python -m hvtrain.spark --help",
+        ),
     ]:
-        code, output = run("python", *door, *words, cwd=tmp_path, conf=tmp_path)
+        code, output = run("python", *program, *words, cwd=tmp_path, conf=tmp_path)
         assert (code, output) == (2, f"hvtrain: {message}\n")
 
 
-def test_the_line_is_taken_apart():
-    assert parse(["--np=3", "a=1", "--mpi"]) == Options(3, True, ["a=1"])
-    assert parse(["a=1", "-np", "2", "--gloo", "b=2"]) == Options(2, False, ["a=1", "b=2"])
-    assert parse([]) == Options(None, False, [])
+def test_options_and_settings_are_told_apart():
+    for line, expected in {
+        "--np=3 a=1 --mpi": (3, True, ["a=1"]),
+        "a=1 -np 2 --gloo b=2": (2, False, ["a=1", "b=2"]),
+        "--config-dir own --cfg job a=1": (None, False, ["--config-dir", "own", "--cfg", "job", "a=1"]),
+    }.items():
+        options = parse(line.split())
+        assert (options.np, options.mpi, options.words) == expected
 
 
 def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
@@ -163,16 +171,32 @@ def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]")
 
 
-def test_the_line_for_yarn():
-    settings = cluster.Settings(
-        executors=2, queue="gpu", gpus_per_rank=1, gpu_discovery_script="/opt/gpus.sh", python="/env/bin/python"
+def submitted(tmp_path, job, **settings):
+    """The arguments that the script gives to spark-submit."""
+    cluster = Cluster("spark", spark.Settings(**settings))
+    cluster.write(job, tmp_path / "a b")
+    (tmp_path / "spark-submit").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    (tmp_path / "spark-submit").chmod(0o755)
+    done = subprocess.run(
+        cluster.command(tmp_path / "a b"),
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    job = Job(WORDS, 8, controller="mpi", environment={"NCCL_DEBUG": "WARN"})
-    (line,) = cluster.commands(job, settings, "launch/spark")
-    assert line[:9] == "spark-submit --master yarn --deploy-mode client --name hvtrain --queue gpu".split()  # noqa: SIM905
-    assert line[-5:] == ["launch/spark/hvtrain_on_spark.py", "--np", "8", "--mpi", "callbacks=[a,b]"]
-    confs = dict(conf.split("=", 1) for before, conf in itertools.pairwise(line) if before == "--conf")
-    assert confs == {
+    line = done.stdout.split("\0")[:-1]
+    return line, [conf for before, conf in itertools.pairwise(line) if before == "--conf"]
+
+
+def test_the_line_for_yarn(tmp_path):
+    job = Job((*WORDS, "x=it's $HOME"), 8, controller="mpi", environment={"NCCL_DEBUG": "a 'b' $c"})
+    line, confs = submitted(
+        tmp_path, job, executors=2, queue="gpu", gpus_per_rank=1, gpu_discovery_script="/opt/g.sh", python="/env/python"
+    )
+    assert line[:8] == "--master yarn --deploy-mode client --name hvtrain --queue gpu".split()  # noqa: SIM905
+    script = f"{tmp_path}/a b/hvtrain_on_spark.py"
+    assert line[-6:] == [script, "--np", "8", "--mpi", "callbacks=[a,b]", "x=it's $HOME"]
+    assert dict(conf.split("=", 1) for conf in confs) == {
         "spark.task.cpus": "4",
         "spark.executor.cores": "16",
         "spark.executor.memory": "1g",
@@ -181,30 +205,35 @@ def test_the_line_for_yarn():
         "spark.executor.instances": "2",
         "spark.task.resource.gpu.amount": "1",
         "spark.executor.resource.gpu.amount": "4",
-        "spark.executor.resource.gpu.discoveryScript": "/opt/gpus.sh",
-        "spark.pyspark.python": "/env/bin/python",
-        "spark.pyspark.driver.python": "/env/bin/python",
-        "spark.executorEnv.NCCL_DEBUG": "WARN",
+        "spark.executor.resource.gpu.discoveryScript": "/opt/g.sh",
+        "spark.pyspark.python": "/env/python",
+        "spark.pyspark.driver.python": "/env/python",
+        "spark.executorEnv.NCCL_DEBUG": "a 'b' $c",
     }
+    assert compile(Path(script).read_text(), script, "exec")
 
 
-def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn():
-    (line,) = cluster.commands(Job(WORDS, 3), cluster.Settings(master="spark://s1:7077", cores_per_rank=2), "f")
-    assert "spark.cores.max=6" in line and not any("instances" in word or "gpu" in word for word in line)
+def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path):
+    _, confs = submitted(tmp_path, Job(WORDS, 3), master="spark://s1:7077", cores_per_rank=2)
+    assert "spark.cores.max=6" in confs and not any("instances" in conf or "gpu" in conf for conf in confs)
     job = Job((*WORDS, "run.dir=/shared/run"), 2, environment={"TZ": "UTC"})
-    (line,) = cluster.commands(job, cluster.Settings(deploy_mode="cluster"), "f")
-    assert {"spark.executorEnv.TZ=UTC", "spark.yarn.appMasterEnv.TZ=UTC"} <= set(line)
+    _, confs = submitted(tmp_path, job, deploy_mode="cluster")
+    assert {"spark.executorEnv.TZ=UTC", "spark.yarn.appMasterEnv.TZ=UTC"} <= set(confs)
 
 
 @pytest.mark.parametrize(
     ("job", "settings", "message"),
     [
-        (Job(("python", "train.py"), 2), {}, "runs python -m hvtrain alone and python train.py came"),
+        (Job(("python", "train.py"), 2), {}, "can only run python -m hvtrain, and python train.py came"),
         (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np; its ranks are fixed"),
         (Job(WORDS, 2, parse_hosts("s1:2")), {}, "came with -H; Spark chooses the hosts"),
-        (Job(WORDS, 2), {"master": "s1:7077"}, "cluster.master=s1:7077 is no master; give yarn or spark://HOST:7077"),
+        (
+            Job(WORDS, 2),
+            {"master": "s1:7077"},
+            "cluster.master=s1:7077 is not a master; give yarn or spark://HOST:7077",
+        ),
         (Job(WORDS, 3), {"executors": 2}, "cluster.executors=2 does not divide 3 ranks"),
-        (Job(WORDS, 2), {"memory_per_rank": "8 GB"}, "cluster.memory_per_rank=8 GB is no amount of memory"),
+        (Job(WORDS, 2), {"memory_per_rank": "8 GB"}, "cluster.memory_per_rank=8 GB is not an amount of memory"),
         (Job(WORDS, 2), {"gpus_per_rank": 2}, "a rank uses one GPU; give 0 or 1"),
         (Job(WORDS, 2), {"deploy_mode": "cluster"}, "give run.dir=/a/folder/that/all/hosts/see"),
         (Job(WORDS, 2), {"deploy_mode": "cluster", "master": "spark://s1:1"}, "needs YARN and not spark://s1:1"),
@@ -212,4 +241,4 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn():
 )
 def test_what_cannot_start_is_refused(job, settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        cluster.files(job, cluster.Settings(**settings))
+        Cluster("spark", spark.Settings(**settings)).texts(job)

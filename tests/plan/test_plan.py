@@ -161,7 +161,7 @@ def test_measured_here():
     ("words", "said"),
     [
         ([], "the following arguments are required: -np; see python -m hvtrain.plan --help"),
-        (["-np", "0"], "0 came where a whole number above 0 was needed"),
+        (["-np", "0"], "0 came where a whole number of at least 1 was needed"),
         (["-np", "2", "--link-gbits", "-3"], "-3 came where a number of 0 or more was needed"),
         (["-np", "2", "--step-seconds", "0"], "0 came where a number above 0 was needed"),
         (["-np", "2", "--step-seconds", "1", "--measure"], "not allowed with argument --step-seconds"),

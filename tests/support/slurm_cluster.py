@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.launch.clusters import slurm
+from hvtrain.launch.clusters.choice import Cluster
 from lab import SCRIPT, Lab, needs_lab
 
 CONFIGURATION = """
@@ -42,7 +42,7 @@ PartitionName=all Nodes=s1,s2 Default=YES MaxTime=INFINITE State=UP
 
 
 @dataclass
-class Cluster:
+class SlurmCluster:
     """Slurm's commands against the tests' daemons."""
 
     folder: Path
@@ -63,10 +63,9 @@ class Cluster:
         return ran.stdout + ran.stderr
 
     def submit(self, name, job, settings):
-        (self.folder / name).mkdir()
-        (text,) = slurm.files(job, settings).values()
-        (self.folder / name / slurm.FILE).write_text(text)
-        (line,) = slurm.commands(job, settings, str(self.folder / name))
+        slurm = Cluster("slurm", settings)
+        slurm.write(job, self.folder / name)
+        line = slurm.command(self.folder / name)
         assert "to start at" in self.ask(line[0], "--test-only", *line[1:])
         return self.ask(*line).split()[-1]
 
@@ -101,7 +100,7 @@ def cluster(tmp_path_factory):
     if needs_lab.args[0]:
         pytest.skip(needs_lab.kwargs["reason"])
     with Lab(2) as lab:
-        cluster = Cluster(tmp_path_factory.mktemp("slurm"), lab)
+        cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), lab)
         folder = cluster.folder
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         (folder / "munge.key").write_bytes(os.urandom(1024))

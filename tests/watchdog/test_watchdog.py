@@ -1,4 +1,4 @@
-"""The watchdog over ranks that hang, stop, fail and die: real processes, which only pretend to train (no TensorFlow)."""
+"""The watchdog over ranks that hang, stop, fail and die: real processes that only pretend to train (no TensorFlow)."""
 
 import contextlib
 import json

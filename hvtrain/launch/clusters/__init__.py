@@ -1,1 +1,1 @@
-"""Job files for schedulers, one module for each."""
+"""Files for schedulers: one module for each with its settings and checks; the files come from conf/cluster/."""
