@@ -8,11 +8,13 @@ import pytest
 from hvtrain.bench.contenders import CONTENDERS
 from launching import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.apart]
+pytestmark = pytest.mark.distributed
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 BENCH = [sys.executable, "-m", "hvtrain.bench"]
 
 
+@nightly
 @pytest.mark.timeout(400)
 def test_all_contenders_do_the_same_work(tmp_path):
     words = ["steps", "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
@@ -32,9 +34,12 @@ def test_all_contenders_do_the_same_work(tmp_path):
 @pytest.mark.parametrize(
     ("words", "file", "said"),
     [
-        (["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"),
-        (["input", "--data", "synthetic"], "bench.json", "batches@data=synthetic"),
-        (["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+        pytest.param(*(["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"), marks=release),
+        pytest.param(*(["input", "--data", "synthetic"], "bench.json", "batches@data=synthetic"), marks=nightly),
+        pytest.param(
+            *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+            marks=release,
+        ),
     ],
 )
 def test_other_kinds(words, file, said, tmp_path):
@@ -44,7 +49,7 @@ def test_other_kinds(words, file, said, tmp_path):
     assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
 
 
-@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
 def test_allreduce(transport, tmp_path):
     words = [
         "allreduce",
@@ -64,6 +69,7 @@ def test_allreduce(transport, tmp_path):
     assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
 
 
+@nightly
 def test_bad_input_is_one_line(tmp_path):
     for words, said in (
         (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
@@ -78,6 +84,7 @@ def test_bad_input_is_one_line(tmp_path):
         assert code == 2 and said in output and len(output.splitlines()) == 1, output
 
 
+@nightly
 def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
     words = ["steps", "--contenders", "hvtrain-1@train.epoch=3", "--output", str(tmp_path / "bench")]
     code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)

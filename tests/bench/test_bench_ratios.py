@@ -1,12 +1,10 @@
 """Ratios of rounds and what is said of them; workloads and goals fit the runner."""
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from hvtrain.bench import contenders, statistics, words
 from hvtrain.bench.contenders import CONTENDERS, Measured
 from hvtrain.bench.goals import goals_of
 from hvtrain.bench.statistics import Ratio, ratio
@@ -15,11 +13,6 @@ from hvtrain.bench.workloads import WORKLOADS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RankError
-
-
-@pytest.mark.parametrize("module", [statistics, words, contenders])
-def test_examples(module):
-    assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)])

@@ -218,7 +218,7 @@ def test_a_harmful_cache_of_keras(dataset, tmp_path, monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_run_in_a_hostile_folder(tmp_path, outside):
     """It goes on from the one good checkpoint, without a step outside."""
     run, marker = tmp_path / "run", tmp_path / "executed"

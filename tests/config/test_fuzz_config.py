@@ -110,7 +110,7 @@ def test_any_words(words):
     words_are_answered(words)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @settings(FIXED, max_examples=250)
 @given(st.lists(st.tuples(names, texts).map("=".join), min_size=1, max_size=3))
 def test_many_words(words):

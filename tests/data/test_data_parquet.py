@@ -124,8 +124,7 @@ def test_folders_as_spark_writes_them_and_a_single_file(tmp_path):
     assert [alone.num_examples(split) for split in alone.SPLITS] == [4, 0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_process_that_ends_in_the_middle_of_an_epoch_ends_quietly(folder):
     code = (
         "import sys; from hvtrain.data.sources.parquet import Parquet; from hvtrain.core.topology import Topology\n"

@@ -55,7 +55,6 @@ def test_digits_are_real_stratified_and_scaled():
         digits(num_test=1797)
 
 
-@pytest.mark.slow
 def test_a_small_network_learns_digits_from_the_stream():
     """8 epochs of a small CNN: 0.967 to 0.978 of the 360 test images were right with seeds 1 to 3."""
     keras.utils.set_random_seed(1)

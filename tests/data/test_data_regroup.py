@@ -44,7 +44,7 @@ def test_the_joint_batches_are_those_of_the_ranks_before(batch_sizes, uneven, ma
         assert same(joint(source, plan.on(num_ranks), 2), before), num_ranks
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "arrays"])
 def test_so_they_are_with_every_kind_of_source(kind, make_source):
     source = make_source(kind, 34, shift_pixels=1, flip=True)

@@ -12,10 +12,6 @@ from hvtrain.errors import ConfigError
 from tiny_data import KINDS, images_of, joined, random_images, scaled
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-# These build many streams, which for files takes seconds: in the quick suite arrays stand for all.
-quickly_every_kind = pytest.mark.parametrize(
-    "kind", [kind if kind == "arrays" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
 
 
 @every_kind
@@ -76,7 +72,7 @@ def test_batches_are_full_and_typed(kind, make_source):
     assert stream.element_spec == (tf.TensorSpec((4, 6, 6, 1), tf.float32), tf.TensorSpec((4,), tf.int32))
 
 
-@quickly_every_kind
+@every_kind
 def test_the_order_depends_on_seed_epoch_and_rank(kind, make_source):
     source = make_source(kind, 24)
 
@@ -118,7 +114,7 @@ def test_an_epoch_that_the_shard_cannot_fill_is_refused(kind, make_source):
         source.training(Topology(), 6, seed=1, start_step=0, steps_per_epoch=4)
 
 
-@quickly_every_kind
+@every_kind
 def test_augmentation_differs_from_step_to_step_and_leaves_evaluation_alone(kind, make_source):
     source = make_source(kind, 8, num_test=8, shift_pixels=2, flip=True)
     first, second = (set(images_of(source.training(Topology(), 8, 1, step, 1), 1)) for step in (0, 1))

@@ -167,7 +167,7 @@ def test_images_one_by_one(mutate, kind, images):
     assert place == str(path) and why
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @examples(6)
 @given(mutate=mutations(), kind=st.integers(0, 4))
 def test_streams_of_images(mutate, kind, images):
@@ -217,7 +217,7 @@ def jpeg_of(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_files_that_claim_more_than_there_is_take_no_memory(tmp_path, images, records):
     """A header of 2^32 x 2^32, a .gz that unpacks to 256 MB, a record of 2^60 bytes, images of 65,535 x 65,535."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -72,6 +72,7 @@ def test_the_library_alone(user):
     assert "[1]<stdout>" not in output
 
 
+@pytest.mark.nightly
 def test_the_examples_of_the_library(tmp_path):
     """docs/library.md: a loop of one's own on two ranks, and an elastic job, here without its launcher."""
     examples = dict(LIBRARY)
@@ -86,7 +87,7 @@ def test_the_examples_of_the_library(tmp_path):
     assert "trained 3 epochs on 1 rank(s)" in output
 
 
-@pytest.mark.builds
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_first_command_from_a_clean_clone(tmp_path):
     """As the README has it; Horovod's library may come from uv's cache, all else is made anew."""

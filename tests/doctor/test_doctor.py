@@ -99,6 +99,7 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
     assert found["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")
 
 
+@pytest.mark.nightly
 def test_another_python_and_none(lab):
     own = Path(sys.executable).resolve()
     others = [Path(path).resolve() for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()]
@@ -140,6 +141,7 @@ def test_names(lab):
     ]
 
 
+@pytest.mark.nightly
 def test_names_that_lead_elsewhere(lab):
     """ssh knows the way to s3 by its own configuration; all others would take its name for an address it has not."""
     wrong = [RIGHT["s1"], RIGHT["s2"], "10.213.0.33 s3"]
@@ -163,6 +165,7 @@ def test_interfaces(lab):
     assert "has no interface ib0; it has eth0 10.213.0.1" in found["interface", "s1"]
 
 
+@pytest.mark.nightly
 def test_no_common_network(lab):
     """s2 is reached by a route, in a network of its own."""
     elsewhere = "10.214.0.2 s2"
@@ -180,7 +183,7 @@ def test_no_common_network(lab):
     assert "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2" in found["interface", "s2"]
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_closed_ports(lab):
     with lab.net("s2", "block", "1024-65534", back="unblock"):
         found = lab.failures()
@@ -244,6 +247,7 @@ def test_gpus(lab, tmp_path):
     assert found["gpus", "s3"] == "0 GPUs for 2 slots"
 
 
+@pytest.mark.nightly
 def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
     """As the wheels say them; s2 sees other text in the place of one."""
     for name, version in (("nvidia_nccl_cu12", "2.27.3"), ("nvidia_cuda_runtime_cu12", "12.9.79")):
@@ -276,7 +280,7 @@ def test_wrong_usage_is_one_line(lab):
         assert said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_healthy_cluster_and_its_links(lab, data):
     report = lab.report(*HOSTS, *run_words(data))
     assert [row["check"] for row in report["rows"]] == HEALTHY, report["rows"]
@@ -285,7 +289,7 @@ def test_a_healthy_cluster_and_its_links(lab, data):
     assert len(report["facts"]["links"]["pairs"]) == 3
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_the_slow_link_is_named(lab):
     with lab.net("s3", "rate", "50mbit", back="clear"):
         done = lab.attempt(*HOSTS)
@@ -297,7 +301,7 @@ def test_the_slow_link_is_named(lab):
     assert "1 of 16 checks failed in " in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_ranks_that_do_not_start(lab):
     """s2 has too little memory for TensorFlow, and enough for everything else."""
     with lab.changed(login("s2", "ulimit -v 600000")):

@@ -11,7 +11,7 @@ from hardware import ON_CPU, device, num_gpus
 
 from launching import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 WORKER = str(Path(__file__).with_name("worker.py"))
 HOST = socket.gethostname()
 

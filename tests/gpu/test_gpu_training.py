@@ -12,7 +12,7 @@ from hardware import ON_CPU, device, num_gpus, sharing
 
 from launching import train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 HOST = socket.gethostname()
 QUICK = ["model=mlp", "train.epochs=8"]
 

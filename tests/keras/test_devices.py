@@ -182,6 +182,7 @@ def test_real_ranks_ask_each_other_before_tensorflow_starts_a_device(tmp_path):
         assert f"rank {rank} host {here} local {rank} device GPU {rank}\n" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_real_ranks_with_a_list_each(tmp_path):
     own = 'CUDA_VISIBLE_DEVICES="$((5 + OMPI_COMM_WORLD_LOCAL_RANK)),3" exec python "$1"'

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.distributed
     scope="module",
     params=[
         pytest.param(("mpirun", 2), id="mpi-2"),
-        pytest.param(("gloo", 3), marks=pytest.mark.more, id="gloo-3"),
-        pytest.param(("mpirun", 4), marks=pytest.mark.apart, id="mpi-4"),
+        pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3"),
+        pytest.param(("mpirun", 4), marks=pytest.mark.nightly, id="mpi-4"),
     ],
 )
 def ranks(request, tmp_path_factory):
@@ -209,7 +209,7 @@ def test_every_imported_name_of_upstream_exists():
                 assert missing == [], f"{name} has them"
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_the_library_needs_no_hydra():
     import subprocess
     import sys
@@ -224,9 +224,9 @@ def test_the_library_needs_no_hydra():
         ("mpirun", {}, "0.1", "1"),
         pytest.param(
             *("mpirun", {"HOROVOD_CYCLE_TIME": "3", "OMPI_MCA_mpi_yield_when_idle": "0"}, "3", "0"),
-            marks=pytest.mark.apart,
+            marks=pytest.mark.release,
         ),
-        pytest.param("gloo", {}, None, None, marks=pytest.mark.apart),
+        pytest.param("gloo", {}, None, None, marks=pytest.mark.nightly),
     ],
 )
 def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):

@@ -34,8 +34,8 @@ def found_on(launcher, num_ranks, folder):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gloo", 2), marks=pytest.mark.more, id="gloo-2"),
-        pytest.param(("mpirun", 3), marks=pytest.mark.apart, id="mpi-3"),
+        pytest.param(("gloo", 2), marks=pytest.mark.release, id="gloo-2"),
+        pytest.param(("mpirun", 3), marks=pytest.mark.nightly, id="mpi-3"),
     ],
 )
 def ranks(request, tmp_path_factory):
@@ -111,7 +111,7 @@ def test_a_rank_that_joined_counts_nothing(ranks):
     assert all(rank["joined"] < 1e-5 for rank in ranks)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_one_rank_is_keras(tmp_path):
     [found] = found_on(None, 1, tmp_path)
     for case in ("eager", "mask_uneven"):

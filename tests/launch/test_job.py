@@ -1,7 +1,5 @@
 """A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
-import doctest
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -199,10 +197,3 @@ SAID = {
 def test_what_ssh_says_becomes_one_line_with_a_way_out(text):
     trouble = Ssh().trouble("s9", text)
     assert re.search(SAID[text], trouble) and "\n" not in trouble
-
-
-@pytest.mark.parametrize(
-    "name", ["environment", "first_failure", "job", "restart", "clusters.render", "clusters.slurm"]
-)
-def test_examples_in_docstrings(name):
-    assert doctest.testmod(importlib.import_module(f"hvtrain.launch.{name}")).failed == 0

@@ -81,6 +81,7 @@ def test_ssh_goes_without_a_question_and_finds_a_bare_login(lab):
     assert output.split()[0] == "s2" and ".venv" not in output
 
 
+@pytest.mark.nightly
 def test_a_cable_can_be_slow_narrow_lossy_and_pulled(lab):
     assert send(lab, 1000)
     lab("net", "s2", "delay", "60ms")
@@ -107,6 +108,7 @@ def test_a_host_can_die(lab):
     assert done.returncode and "host s3 is not running" in done.stderr
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind():
     before = subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
     with Lab(2) as made:
@@ -118,6 +120,7 @@ def test_nothing_is_left_behind():
     assert subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout == before
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind_after_a_crash():
     """kill -9 of `up` at some point, then down."""
     made = Lab(4)

@@ -2,13 +2,14 @@
 
 import pytest
 
-from lab import Lab, needs_lab
+from lab import PYTHON, Lab, needs_lab
 from launcher_lab import HOW, fate, last_line, left, line, signalled, started, wait_for
+from launching import HASTY
 
 pytestmark = [pytest.mark.distributed, needs_lab]
 
 AGAIN = "start it again with the same run.dir, and it goes on from the newest checkpoint"
-apart, more = pytest.mark.apart, pytest.mark.more
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 
 @pytest.fixture(scope="module")
@@ -17,17 +18,17 @@ def lab():
         yield made
 
 
-QUICK = [("launch-mpi", "SIGKILL"), ("horovodrun-gloo", "SIGKILL"), ("launch-gloo", "raise")]
-SLOW = [*((how, "SIGKILL", "0") for how in HOW), ("horovodrun-mpi", "raise", "1"), ("launch-mpirun", "exit7", "1")]
-MORE = [*((how, "raise", "0") for how in HOW), ("launch-gloo", "SIGKILL", "1")]
+QUICK = [("launch-mpi", "SIGKILL", "1"), ("horovodrun-gloo", "SIGKILL", "1"), ("launch-gloo", "raise", "1")]
+NIGHTLY = [*((how, "SIGKILL", "0") for how in HOW), ("launch-mpirun", "exit7", "1")]
+RELEASE = [*((how, "raise", "0") for how in HOW), ("horovodrun-mpi", "raise", "1"), ("launch-gloo", "SIGKILL", "1")]
 
 
 @pytest.mark.parametrize(
     ("how", "what", "rank"),
     [
-        *((*case, "1") for case in QUICK),
-        *(pytest.param(*case, marks=apart) for case in SLOW),
-        *(pytest.param(*case, marks=more) for case in MORE),
+        *QUICK,
+        *(pytest.param(*case, marks=nightly) for case in NIGHTLY),
+        *(pytest.param(*case, marks=release) for case in RELEASE),
     ],
 )
 def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
@@ -50,9 +51,9 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
     ("how", "hosts"),
     [
         ("launch-gloo", "s2:2"),
-        ("horovodrun-mpi", "s1:1,s2:1"),
-        pytest.param("launch-mpirun", "s2:2", marks=apart),
-        pytest.param("horovodrun-gloo", "s1:1,s2:1", marks=apart),
+        pytest.param("horovodrun-mpi", "s1:1,s2:1", marks=nightly),
+        pytest.param("launch-mpirun", "s2:2", marks=nightly),
+        pytest.param("horovodrun-gloo", "s1:1,s2:1", marks=release),
     ],
 )
 def test_sigterm_is_a_preemption(lab, tmp_path, how, hosts):
@@ -70,15 +71,20 @@ def test_a_second_sigterm_ends_by_force(lab, tmp_path):
     assert not left(lab)
 
 
-@apart
-def test_half_a_minute_after_sigterm_all_is_ended_by_force(lab, tmp_path):
+@nightly
+def test_some_time_after_sigterm_all_is_ended_by_force(lab, tmp_path):
+    """Half a minute, here two seconds."""
     words = line("horovodrun-gloo", "s1:1,s2:1", *fate(tmp_path, "deaf", "0"))
+    hasty = [PYTHON, str(HASTY / "module.py"), "hvtrain.launch.start:SECONDS_TO_SAVE=2", "--"]
+    words = [*hasty, "hvtrain.horovodrun:main", *words[1:]]
     code, output = signalled(lab, words, tmp_path, "TERM")
     assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output
     assert not left(lab)
 
 
-@pytest.mark.parametrize("how", [pytest.param("horovodrun-gloo", marks=apart), pytest.param("launch-mpi", marks=more)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("horovodrun-gloo", marks=nightly), pytest.param("launch-mpi", marks=release)]
+)
 def test_kill_of_the_launcher_ends_its_ranks(lab, tmp_path, how):
     """They are Python alone, which notices nothing by itself; what follows is the launchers' doing."""
     code, output = signalled(lab, line(how, "s1:1,s2:1", *fate(tmp_path, "deaf", "0")), tmp_path, "KILL")
@@ -87,7 +93,7 @@ def test_kill_of_the_launcher_ends_its_ranks(lab, tmp_path, how):
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("horovodrun-gloo", marks=apart), pytest.param("launch-mpirun", marks=more)]
+    "how", [pytest.param("horovodrun-gloo", marks=nightly), pytest.param("launch-mpirun", marks=release)]
 )
 def test_more_slots_than_ranks(lab, tmp_path, how):
     """Horovod's own launcher on Gloo would start a rank in each slot."""
@@ -98,10 +104,10 @@ def test_more_slots_than_ranks(lab, tmp_path, how):
 @pytest.mark.parametrize(
     ("trouble", "how"),
     [
-        pytest.param("stop", "launch-gloo", marks=apart),
-        pytest.param("cut", "horovodrun-mpi", marks=apart),
-        pytest.param("stop", "horovodrun-mpi", marks=more),
-        pytest.param("cut", "launch-gloo", marks=more),
+        pytest.param("stop", "launch-gloo", marks=nightly),
+        pytest.param("cut", "horovodrun-mpi", marks=nightly),
+        pytest.param("stop", "horovodrun-mpi", marks=release),
+        pytest.param("cut", "launch-gloo", marks=release),
     ],
 )
 def test_a_host_that_is_lost(tmp_path, how, trouble):
@@ -119,7 +125,7 @@ def test_a_host_that_is_lost(tmp_path, how, trouble):
         assert not left(lab, ("s1",))
 
 
-@apart
+@nightly
 def test_a_rank_killed_for_lack_of_memory(lab, tmp_path):
     """The kernel's own killer, in a group of processes with little memory; a restart cannot help."""
     groups = "/sys/fs/cgroup/memory"

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lab import PYTHON, Lab, needs_lab
-from launcher_lab import fate, line
+from launcher_lab import SOON, fate, line
 from launching import BIN
 
 pytestmark = [pytest.mark.distributed, needs_lab]
@@ -22,7 +22,7 @@ def lab():
 def refused(lab, tmp_path, how, hosts="s1:1,s2:1"):
     """The one line that a launch ends with; prints how long it took."""
     began = time.monotonic()
-    code, output = lab.run("s1", *line(how, hosts, *fate(tmp_path, "wait", "0")))
+    code, output = lab.run("s1", "env", SOON, *line(how, hosts, *fate(tmp_path, "wait", "0")))
     print(f"{how} refused in {time.monotonic() - began:.1f} s")
     assert code == 2 and output.count("\n") == 1, output
     assert not list(tmp_path.glob("rank-*"))
@@ -33,7 +33,7 @@ def on(lab, host, command):
     lab("exec", host, "bash", "-c", command)
 
 
-@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.more)])
+@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.release)])
 def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
     """s2 has another Python, then another Keras, at the same path: a start file of Python that is read there alone."""
     for change, told in (
@@ -64,8 +64,8 @@ def test_a_python_that_does_not_run(lab, tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("launch-gloo", marks=pytest.mark.apart),
-        *(pytest.param(how, marks=pytest.mark.more) for how in ("horovodrun-mpi", "launch-mpirun")),
+        pytest.param("launch-gloo", marks=pytest.mark.nightly),
+        *(pytest.param(how, marks=pytest.mark.release) for how in ("horovodrun-mpi", "launch-mpirun")),
     ],
 )
 def test_hosts_that_are_not_to_be_reached(tmp_path, how):

@@ -70,7 +70,7 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     assert (note["step"], note["host"]) == (16, "s1")
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupted):
     """It travels by broadcast, and the run ends at the bits of the uninterrupted one."""
     line = ["-np", "2", "-H", "s1,s2", "--gloo", "--", *words(lab, "halves")]
@@ -84,26 +84,33 @@ def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupte
     assert checksum(whole) == checksum(halves)
 
 
-@pytest.mark.apart
 @pytest.mark.parametrize(
-    ("how", "hosts"),
-    [("gloo", "s1:2,s2:2"), ("mpi", "s1:1,s2:1,s3:1,s4:1"), ("mpirun", "s1:2,s2:2")],
+    ("how", "hosts", "places"),
+    [
+        pytest.param("mpi", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU", marks=pytest.mark.nightly),
+        pytest.param("mpirun", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU", marks=pytest.mark.nightly),
+        pytest.param("gloo", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU", marks=pytest.mark.nightly),
+        pytest.param("mpirun", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU", marks=pytest.mark.release),
+        pytest.param(
+            *("mpi", "s1:1,s2:1,s3:1,s4:1", "0 s1 CPU, 1 s2 CPU, 2 s3 CPU, 3 s4 CPU"), marks=pytest.mark.release
+        ),
+    ],
 )
-def test_four_ranks(lab, how, hosts):
-    run = f"{how}-{hosts.count(',')}"
-    code, output = lab.launch("-np", "4", "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
+def test_a_run_under_each_launcher(lab, how, hosts, places):
+    """Over Gloo on two hosts it is test_a_run_on_two_hosts."""
+    run, size = f"{how}-{hosts.count(',')}", sum(int(host[-1]) for host in hosts.split(","))
+    code, output = lab.launch("-np", str(size), "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
     assert code == 0, output
-    map_of = {"s1:2,s2:2": "0-1 s1 CPU, 2-3 s2 CPU"}.get(hosts, "0 s1 CPU, 1 s2 CPU, 2 s3 CPU, 3 s4 CPU")
-    assert re.search(rf"^devices +{map_of}$", output, re.MULTILINE), output
+    assert re.search(rf"^devices +{places}$", output, re.MULTILINE), output
     assert f"(Horovod on {'Gloo' if how == 'gloo' else 'MPI'})" in output
-    assert "weights equal on 4/4 ranks" in output
-    assert json.loads((lab.of("s1") / run / "result.json").read_text())["num_ranks"] == 4
+    assert f"weights equal on {size}/{size} ranks" in output
+    assert json.loads((lab.of("s1") / run / "result.json").read_text())["num_ranks"] == size
     for host in ("s2", "s3", "s4"):
         assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs", "newest-checkpoint.json"}
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=pytest.mark.apart), pytest.param("mpi", marks=pytest.mark.more)]
+    "how", [pytest.param("gloo", marks=pytest.mark.nightly), pytest.param("mpi", marks=pytest.mark.release)]
 )
 def test_local_ranks_are_pinned_per_host(lab, how):
     """Each host shows its own GPUs, which are only said to be there."""
@@ -142,7 +149,7 @@ def said(output):
     return sorted(re.findall(r"rank (\d) sum (\d) local (\d) host (s\d)", output))
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_interfaces_of_other_names(lab):
     """eth0 here, ens5 there; and docker0, with the same address on each, is left out."""
     rename = "ip link set eth0 down; ip link set eth0 name ens5; ip link set ens5 up"
@@ -159,7 +166,7 @@ def test_interfaces_of_other_names(lab):
     assert (code, said(output)) == (0, PLACES), output
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_another_user_port_and_key():
     """On port 2222 each host lets in trainer alone, with a key that lies in no usual place."""
     with Lab(2, "--port", "2222") as lab:
@@ -176,9 +183,8 @@ def test_another_user_port_and_key():
             assert "user trainer" in output, "of the rank that came by ssh"
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=pytest.mark.more), pytest.param("mpi", marks=pytest.mark.apart)]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("how", ["gloo", "mpi"])
 def test_hierarchical_allreduce(lab, how):
     """On a CPU Horovod has only the hierarchical allgather; with NCCL both settings act. The sums are right."""
     code, output = lab.run(
@@ -287,7 +293,7 @@ def test_a_host_without_this_environment(lab):
     assert f"host s2 has no {PYTHON}; put hvtrain there, at the same path as here" in output
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same line goes on."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
@@ -309,7 +315,7 @@ def test_preemption(lab):
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(how, marks=pytest.mark.apart if how == "mpi" else pytest.mark.more) for how in HOW],
+    [pytest.param(how, marks=pytest.mark.nightly if how == "mpi" else pytest.mark.release) for how in HOW],
 )
 def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
     """Exit code 130, and within seconds no rank is left anywhere."""
@@ -327,7 +333,7 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
     assert int(re.search(r"looked (\d+) times", output)[1]) < 100, "ranks were left"
 
 
-@pytest.mark.apart
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_section_of_the_readme():
     """Its text, on four hosts, with one rank on each: 16 are too many for the cores that there are here."""

@@ -72,7 +72,8 @@ def test_the_rendezvous_of_an_elastic_job(tmp_path):
 
 @needs_lab
 @pytest.mark.parametrize(
-    "how", [pytest.param("launch-gloo", marks=pytest.mark.apart), pytest.param("launch-mpi", marks=pytest.mark.more)]
+    "how",
+    [pytest.param("launch-gloo", marks=pytest.mark.nightly), pytest.param("launch-mpi", marks=pytest.mark.release)],
 )
 def test_a_training_under_attack(tmp_path, how):
     """Each port that it opens on either host, from its start on, is sent the same; nothing of it is executed.

@@ -46,7 +46,7 @@ def test_the_hosts_to_go_on_with(ranks, least, failed, absent, found):
 
 
 @needs_lab
-@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpi", marks=pytest.mark.apart)])
+@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpi", marks=pytest.mark.release)])
 def test_a_killed_rank_is_started_again(lab, tmp_path, how):
     """Each attempt ends with what ended it, and has its own log of each rank."""
     (tmp_path / "ranks").mkdir()
@@ -64,7 +64,7 @@ def test_a_killed_rank_is_started_again(lab, tmp_path, how):
     assert not left(lab)
 
 
-@pytest.mark.parametrize("what", ["raise", pytest.param("exit2", marks=pytest.mark.apart)])
+@pytest.mark.parametrize("what", ["raise", pytest.param("exit2", marks=pytest.mark.release)])
 def test_what_cannot_heal_is_not_started_again(tmp_path, what):
     code, output = run(None, 1, *LAUNCH, "-np", "2", "--gloo", "--max-restarts", "3", "--logs", str(tmp_path / "logs"),
                        "--", *fate(tmp_path, what, "1"), cwd=tmp_path)  # fmt: skip
@@ -73,7 +73,7 @@ def test_what_cannot_heal_is_not_started_again(tmp_path, what):
 
 
 @needs_lab
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hosts", "options", "then"), [("s1:1,s2:1,s3:1", (), "s1:1,s3:1"), ("s1:1,s2:1", ("--min-np", "1"), "s1:1")]
 )
@@ -92,7 +92,7 @@ def test_a_lost_host_is_left_out(tmp_path, hosts, options, then):
 
 
 @needs_lab
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_too_few_hosts_use_up_the_restarts(tmp_path):
     """The code still says that the same line may help: the host may come back."""
     with Lab(2) as lab:
@@ -105,23 +105,25 @@ def test_too_few_hosts_use_up_the_restarts(tmp_path):
         assert "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 " in last_line(output), output
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_pause(tmp_path):
     launched = start(None, 1, *LAUNCH, "-np", "2", "--gloo", "--max-restarts", "9", "--logs", str(tmp_path / "logs"),
                      "--", *fate(tmp_path, "SIGKILL", "1"), cwd=tmp_path)  # fmt: skip
     said = ""
-    while "restart 5 of 9 in 16 s" not in said:
+    while "restart 3 of 9 in 4 s" not in said:
         said += launched.stdout.readline()
     launched.send_signal(2)
     said += finish(launched, 60)
-    assert launched.returncode == 130 and "restart 6" not in said, said
+    assert launched.returncode == 130 and "restart 4" not in said, said
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize(("how", "rank"), [("--gloo", 1), ("--mpi", 0)])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [pytest.param("--gloo", 1, marks=pytest.mark.nightly), pytest.param("--mpi", 0, marks=pytest.mark.release)],
+)
 def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, rank):
     """Killed in its second epoch; weights, slots and all else of the last checkpoint are those of a run left alone."""
-    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'faults' / 'launched'}"}
+    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support' / 'launched'}"}
     ends = {}
     for name, struck in (("whole", -1), ("struck", rank)):
         words = [
@@ -145,7 +147,7 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
 
 
 @needs_lab
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
     """On one rank instead of two: the weights of a run that nothing happened to, up to the order of additions."""
     words = ["model=mlp", "train.epochs=60", "checkpoint.every_steps=7", "checkpoint.keep=500", "schedule=cosine"]
@@ -168,12 +170,12 @@ def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
 
 
 @needs_lab
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_the_host_that_has_the_checkpoints_fails_twice():
     """Without it the run does not begin anew; with it, in whatever order, it goes on to the bits of a whole run."""
     words = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]
     strike = [f"+callbacks.strike.{word}" for word in ("_target_=strike.StrikeHost", "host=s1", "step=25")]
-    variables = f"PYTHONPATH={ROOT}:{ROOT / 'tests' / 'faults' / 'launched'}"
+    variables = f"PYTHONPATH={ROOT}:{ROOT / 'tests' / 'support' / 'launched'}"
     with Lab(2) as lab:
 
         def launch(hosts, run, *more, options=()):
@@ -197,11 +199,11 @@ def test_the_host_that_has_the_checkpoints_fails_twice():
         assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_no_row_of_the_history_is_lost(tmp_path):
     """Killed between an epoch's row and its checkpoint, whichever comes first."""
     rows = {}
-    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'faults' / 'launched'}"}
+    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support' / 'launched'}"}
     for name in ("whole", "struck"):
         words = ["model=mlp", "train.epochs=4", "checkpoint.every_steps=7", f"run.dir={tmp_path / name}"]
         if name == "struck":

@@ -35,7 +35,12 @@ def lab():
 
 
 @pytest.mark.parametrize(
-    "how", ["horovodrun-gloo", "launch-gloo", pytest.param("horovodrun-mpi", marks=pytest.mark.more)]
+    "how",
+    [
+        "launch-gloo",
+        pytest.param("horovodrun-gloo", marks=pytest.mark.nightly),
+        pytest.param("horovodrun-mpi", marks=pytest.mark.release),
+    ],
 )
 def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for."""
@@ -50,8 +55,10 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     ]
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("how", ["launch-gloo", "horovodrun-mpi"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("launch-gloo", marks=pytest.mark.nightly), pytest.param("horovodrun-mpi", marks=pytest.mark.release)],
+)
 def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
     words = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
                  "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip

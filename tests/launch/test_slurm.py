@@ -32,11 +32,11 @@ while true; do sleep 0.2; done
 """
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_before_its_limit_a_job_saves_and_goes_on(cluster):
-    """Two hosts; the signal comes from Slurm itself, 55 to 115 s before the limit of two minutes."""
+    """Two hosts; the signal comes from Slurm itself, which here sends it in the first half of the two minutes."""
     (cluster.folder / "bin").mkdir()
     (cluster.folder / "bin" / "python").write_text(LAUNCHER)
     (cluster.folder / "bin" / "python").chmod(0o755)
@@ -51,7 +51,8 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
         workdir=f"{cluster.folder}/work dir",
         setup=f"PATH={cluster.folder}/bin:$PATH; : $UNSET",
     )
-    job_id = cluster.submit("standin", Job((*RUN, *WORDS), 4, environment=VALUES), settings)
+    job = Job((*RUN, *WORDS), 4, environment=VALUES)
+    job_id = cluster.submit("standin", job, settings, change=("USR1@55", "USR1@85"))
     cluster.wait(job_id, lambda: "continues when Slurm starts it again" in cluster.printed(job_id))
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
@@ -65,7 +66,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     assert cluster.field(job_id, "Restarts") == "1"
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_its_second_start(cluster):

@@ -76,7 +76,7 @@ def said(output):
 
 @on_spark
 @pytest.mark.distributed
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, spark_conf):
     """By the launcher's line for spark-submit, on Gloo; then by python -m, on MPI, from the checkpoint on."""
@@ -109,13 +109,18 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
 
 @on_spark
 @pytest.mark.distributed
-@pytest.mark.apart
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "code", "first"),
     [
-        (["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
-        (["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
+        pytest.param(
+            *(["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            *(["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_path, spark_conf):

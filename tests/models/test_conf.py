@@ -12,11 +12,6 @@ from omegaconf import OmegaConf
 CONF = Path(__file__).parents[2] / "conf"
 MODELS = sorted((CONF / "model").glob("*.yaml"))
 OPTIMIZERS = sorted((CONF / "optimizer").glob("*.yaml"))
-HEAVY = {"resnet50"}
-
-
-def names(paths: list[Path]) -> list:
-    return [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in HEAVY else ()) for p in paths]
 
 
 @pytest.mark.parametrize("path", MODELS + OPTIMIZERS, ids=lambda path: path.stem)
@@ -26,7 +21,7 @@ def test_the_first_line_says_what_it_is(path):
     assert len(first) > 15
 
 
-@pytest.mark.parametrize("path", names(MODELS))
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_a_model_file_builds(path):
     config = OmegaConf.load(path)
     if OmegaConf.is_missing(config, "name"):
@@ -36,7 +31,7 @@ def test_a_model_file_builds(path):
     assert model.output.shape == (None, 10)
 
 
-@pytest.mark.parametrize("path", names(OPTIMIZERS))
+@pytest.mark.parametrize("path", OPTIMIZERS, ids=lambda path: path.stem)
 def test_an_optimizer_file_builds(path):
     config = OmegaConf.load(path)
     assert isinstance(config.learning_rate, float)

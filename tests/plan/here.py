@@ -1,7 +1,7 @@
 """What the cost model predicts for this machine, against what is measured: 2 and 4 ranks, and a narrow link.
 
-    python -m tests.costs.here                              about an hour; the machine must be quiet
-    python -m tests.costs.here --ranks 2 --workloads cnn --rounds 1 --largest 4 --rate ""     a look
+    python -m tests.plan.here                              about an hour; the machine must be quiet
+    python -m tests.plan.here --ranks 2 --workloads cnn --rounds 1 --largest 4 --rate ""     a look
 
 One number of ranks after the other: `bench allreduce` gives the link (a least-squares fit), `bench steps` the rest. One
 rank's step is taken under the conditions of n ranks, which share cores with each other and with Horovod's threads: n

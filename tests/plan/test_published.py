@@ -40,7 +40,6 @@ def test_all_cases_have_the_same_constants():
         assert (case.rules.interference, case.rules.deviation) == (default.interference, default.deviation)
 
 
-@pytest.mark.slow
 def test_the_constants_are_those_of_the_fit():
     default = Rules()
     assert fitted() == (LINK_SHARE, default.interference, default.deviation)

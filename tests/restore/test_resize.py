@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import WORKERS, run
+from launching import many_runs
 
 pytestmark = pytest.mark.distributed
 
@@ -29,15 +29,6 @@ RUNS = {
     "other": (PLAIN, 28),
 }
 CHANGED = {"other": ["train.batch_size=16"]}
-
-
-def ranks(folder, launcher, num_ranks, runs):
-    """What each rank saw of these runs, and all that was printed."""
-    (folder / "runs.json").write_text(json.dumps(runs))
-    words = ["python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
-    code, output = run(launcher, num_ranks, *words, cwd=folder)
-    assert code == 0, output
-    return json.loads((folder / "found.json").read_text()), output
 
 
 def saved(run_dir, step=None):
@@ -74,15 +65,15 @@ def history(run_dir):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     made = {name: words for name, (words, _) in RUNS.items() if name not in ("ends", "other")}
-    found, _ = ranks(folder, "mpirun", 2, made)
+    found, _ = many_runs("mpirun", 2, made, folder)
     assert not [name for rank in found for name in rank if "error" in rank[name]], found
     shutil.copytree(folder / "middle", folder / "ends")
     shutil.copytree(folder / "plain", folder / "other")
     return folder
 
 
-ONE = pytest.param(("mpirun", 1), id="one", marks=pytest.mark.apart)
-THREE = pytest.param(("gloo", 3), id="three", marks=pytest.mark.apart)
+ONE = pytest.param(("mpirun", 1), id="one", marks=pytest.mark.nightly)
+THREE = pytest.param(("gloo", 3), id="three", marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module", params=[ONE, THREE])
@@ -93,7 +84,7 @@ def others(two, request, tmp_path_factory):
     for name, (_, step) in RUNS.items():
         cut_off(two / name, folder / name, step)
     runs = {name: [*words, *CHANGED.get(name, [])] for name, (words, _) in RUNS.items()}
-    found, output = ranks(folder, launcher, num_ranks, runs)
+    found, output = many_runs(launcher, num_ranks, runs, folder)
     return folder, num_ranks, found, output
 
 
@@ -154,14 +145,14 @@ def test_another_batch_size_on_another_number_of_ranks_is_refused(others):
         assert "the run was begun with train.batch_size=32 on 2 ranks, and now it is 16 on" in rank["other"]["error"]
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
+@pytest.mark.parametrize("others", [THREE], indirect=True)
 def test_there_and_back(two, others, tmp_path):
-    """Begun on two ranks, gone on with others, ended on two."""
+    """Begun on two ranks, gone on with three, ended on two."""
     cut_off(others[0] / "plain", tmp_path / "plain", 49)
-    found, output = ranks(tmp_path, "mpirun", 2, {"plain": PLAIN})
+    found, output = many_runs("mpirun", 2, {"plain": PLAIN}, tmp_path)
     assert "record" in found[0]["plain"], output
-    ranks_then = {1: "1 rank", 3: "3 ranks"}[others[1]]
-    assert f"49 of 60 steps were done, on {ranks_then}; on 2 now: global batch 64 and learning rate as" in output
+    assert "49 of 60 steps were done, on 3 ranks; on 2 now: global batch 64 and learning rate as" in output
     assert distance(saved(tmp_path / "plain")[1], saved(two / "plain")[1]) < 1e-5
     for ours, theirs in zip(history(tmp_path / "plain"), history(two / "plain"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

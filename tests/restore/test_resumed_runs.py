@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import finish, kill, start, train
+from launching import finish, kill, many_runs, start
 
 pytestmark = pytest.mark.distributed
 
 # Dropout, augmentation and Adam's slots: everything that a resume could lose. 20 steps an epoch.
 WORDS = [
+    "model=cnn",
+    "dataset=digits",
     "train.epochs=6",
     "train.deterministic=true",
     "dataset.shift_pixels=1",
@@ -34,14 +36,6 @@ def state(run):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    code, output = train("mpirun", 2, *WORDS, f"run.dir={folder / 'run'}", cwd=folder)
-    assert code == 0, output
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """Killed, all ranks at once, in the middle of an epoch."""
     folder = tmp_path_factory.mktemp("interrupted")
@@ -55,35 +49,42 @@ def interrupted(tmp_path_factory):
     process.communicate()
     time.sleep(1)
     assert not (run / "result.json").exists()
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > 28:
+            shutil.rmtree(path)
     return run
 
 
-def resume(interrupted, tmp_path, step=None, *words):
-    """Goes on from the given step, or the newest, in a copy of the interrupted run."""
-    run = tmp_path / "run"
-    shutil.copytree(interrupted, run)
-    for path in (run / "checkpoints").glob("step-*"):
-        if step is not None and int(path.name[5:]) > step:
-            shutil.rmtree(path)
-    code, output = train("mpirun", 2, *(words or WORDS), f"run.dir={run}", cwd=tmp_path)
-    return run, code, output
+@pytest.fixture(scope="module")
+def runs(interrupted, tmp_path_factory):
+    """(folder, output) of other ranks' runs: one that nothing happened to, and two that go on from the killed one."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("resumed", "damaged"):
+        shutil.copytree(interrupted, folder / name)
+    arrays = folder / "damaged" / "checkpoints" / "step-00000028" / "state.safetensors"
+    data = bytearray(arrays.read_bytes())
+    data[len(data) // 2] ^= 1
+    arrays.write_bytes(data)
+    found, output = many_runs("mpirun", 2, dict.fromkeys(("resumed", "whole", "damaged"), WORDS), folder)
+    assert all("record" in run for rank in found for run in rank.values()), output
+    return folder, output
 
 
-def test_resumed_in_mid_epoch_ends_with_the_same_bits(uninterrupted, interrupted, tmp_path):
-    run, code, output = resume(interrupted, tmp_path, 28)
-    assert code == 0, output
+def test_resumed_in_mid_epoch_ends_with_the_same_bits(runs):
+    folder, output = runs
+    run, whole = folder / "resumed", folder / "whole"
     assert "step-00000028: 28 of 120 steps were done" in output
-    ours, theirs = state(run), state(uninterrupted)
-    assert newest(run).name == newest(uninterrupted).name == "step-00000120"
+    ours, theirs = state(run), state(whole)
+    assert newest(run).name == newest(whole).name == "step-00000120"
     assert list(ours) == list(theirs)
     assert any(key.startswith("rank/1/seed/") for key in ours), "dropout's seeds of both ranks are compared too"
     different = [key for key in ours if not np.array_equal(ours[key], theirs[key])]
     assert different == []
     assert (run / "history.csv").read_text().count("\n") == 7
     keep = ("test_loss", "test_accuracy", "num_steps")
-    results = [json.loads((folder / "result.json").read_text()) for folder in (run, uninterrupted)]
+    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
     assert [results[0][name] for name in keep] == [results[1][name] for name in keep]
-    assert metrics(run) == metrics(uninterrupted), "the epoch that was cut in two has the same training metrics"
+    assert metrics(run) == metrics(whole), "the epoch that was cut in two has the same training metrics"
 
 
 def metrics(run):
@@ -92,20 +93,10 @@ def metrics(run):
     return [[*row[:3], *row[5:]] for row in rows]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(uninterrupted, interrupted, tmp_path):
-    damaged = tmp_path / "source"
-    shutil.copytree(interrupted, damaged)
-    for path in (damaged / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > 28:
-            shutil.rmtree(path)
-    arrays = damaged / "checkpoints" / "step-00000028" / "state.safetensors"
-    data = bytearray(arrays.read_bytes())
-    data[len(data) // 2] ^= 1
-    arrays.write_bytes(data)
-    run, code, output = resume(damaged, tmp_path)
-    assert code == 0, output
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(runs):
+    folder, output = runs
     assert "checkpoint step-00000028 is damaged: state.safetensors has SHA-256" in output
     assert "; step-00000021 is taken, 7 steps are lost" in output
     assert "step-00000021: 21 of 120 steps were done" in output
-    ours, theirs = state(run), state(uninterrupted)
+    ours, theirs = state(folder / "damaged"), state(folder / "whole")
     assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)

@@ -27,11 +27,6 @@ def pyproject():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_hadolint_is_content():
-    done = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 def test_gpu_is_the_default_target_and_cpu_is_there():
     assert list(STAGES)[-1] == "gpu"
     assert {"gpu", "cpu"} <= set(STAGES)

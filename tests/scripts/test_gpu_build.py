@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 PARTS = ("conf", "hvtrain", "scripts", "LICENSE", "README.md", "pyproject.toml")
 GIGABYTES = 12
-pytestmark = [pytest.mark.builds, pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.release, pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LOOK = """
 import json, os

@@ -20,7 +20,7 @@ import pytest
 from replay import Image, Replay, debian_mirror
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.builds, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1500)]
 
 
 def why_not() -> str | None:

@@ -62,7 +62,7 @@ def test_rank_0_is_killed(tmp_path):
     assert heir["error_otherwise"] > 1e-3
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_rank_1_is_killed_and_another_joins(tmp_path):
     old, new = elastic(tmp_path, "exchange")
     assert (old["size"], new["size"]) == (2, 2)

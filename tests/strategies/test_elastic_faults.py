@@ -94,7 +94,7 @@ def assert_same_end(folder, uninterrupted, num_left):
     assert (record["num_ranks"], record["num_steps"], record["global_batch"]) == (num_left, 66, 64)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_rank_0_is_killed_and_another_joins(uninterrupted, tmp_path):
     """Two ranks; one, from the last commit; two again, with one that holds nothing."""
     fates = {"kill_rank": 0, "kill_step": 28, "host": NAMES[2]}
@@ -113,7 +113,7 @@ def test_rank_0_is_killed_and_another_joins(uninterrupted, tmp_path):
     assert_same_end(tmp_path, uninterrupted, 2)
 
 
-@pytest.mark.apart
+@pytest.mark.release
 def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_path):
     fates = {"kill_rank": 0, "kill_step": 58, "host": NAMES[2], "alone": 2}
     code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=4", gloo_seconds=45)
@@ -123,7 +123,7 @@ def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_
     assert_same_end(tmp_path, uninterrupted, 2)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_scaled_to_the_ranks_that_are_left_from_the_next_epoch_on(uninterrupted, tmp_path):
     fates = {"kill_rank": 1, "kill_step": 28}
     code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=5", "train.resize=scale")
@@ -137,7 +137,7 @@ def test_scaled_to_the_ranks_that_are_left_from_the_next_epoch_on(uninterrupted,
     assert (record["num_ranks"], record["global_batch"], record["num_steps"]) == (1, 32, 88)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount needs root")
 def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     """It goes on from what all ranks hold; a later job from the newest checkpoint, not from the first host's. And
@@ -165,14 +165,7 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     assert newest() == {stale: "step-00000088", second: "step-00000066"}
 
 
-@pytest.mark.apart
-def test_a_job_that_is_not_elastic_is_refused(tmp_path):
-    code, output = train("gloo", 2, "strategy=elastic", *WORDS, f"run.dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert code == 2, output
-    assert "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo" in output
-
-
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_the_last_rank_goes_on_alone(tmp_path):
     """The watch of two ranks knows that rank 0 is gone, and must not end rank 1, which trains on, some time later."""
     words = ["strategy.commit_steps=5", "train.epochs=300", "watchdog.abort_seconds=4"]

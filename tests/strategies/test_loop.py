@@ -1,7 +1,5 @@
 """The loop is Keras's fit, step by step and bit by bit, with fewer calls of the graph."""
 
-import doctest
-
 import keras
 import numpy as np
 import pytest
@@ -10,23 +8,15 @@ import tensorflow as tf
 from hvtrain import models
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.core import buckets
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
 from hvtrain.plan.forecast import forecast
 from hvtrain.step_timing import StepMarks, StepTimes
 from hvtrain.strategies import loop
-from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks import speed, timeline
 
 X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arange(96) % 3
 PLAN = StepPlan((Share(4, 12),), 36, 0.1, 1.0)
-
-
-@pytest.mark.parametrize("module", [buckets, loop, speed, timeline, comm_tuning])
-def test_examples(module):
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed
 
 
 class Notes(keras.callbacks.Callback):

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from lab import PYTHON, SCRIPT, Lab
-from launching import BIN
+from launching import BIN, HASTY
 
+SOON = f"PATH={HASTY}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FATE = Path(__file__).parent / "launched" / "fate.py"
 HOW = {
     "launch-mpi": [PYTHON, "-m", "hvtrain.launch", "--mpi"],
@@ -45,9 +46,9 @@ def signalled(lab: Lab, words: list[str], folder: Path, *signals: str) -> tuple[
 
 
 def started(lab: Lab, words: list[str]) -> subprocess.Popen[str]:
-    """The launch on s1, while it runs."""
+    """The launch on s1, while it runs; its ssh knows at once that a host is gone."""
     return subprocess.Popen(
-        [SCRIPT, "exec", "s1", *words],
+        [SCRIPT, "exec", "s1", "env", SOON, *words],
         cwd=lab.home,
         env={**os.environ, "HVTRAIN_LAB": lab.name},
         stdin=subprocess.DEVNULL,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
 BIN = Path(sys.executable).parent
+HASTY = Path(__file__).parent / "launched" / "hasty"  # ssh and modules of hvtrain with shorter limits of time.
 
 LAUNCHERS = {
     "gloo": ["horovodrun", "--gloo"],
@@ -68,6 +72,17 @@ def run(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra:
 def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: str) -> tuple[int, str]:
     """`python -m hvtrain` with these words."""
     return run(launcher, num_ranks, "python", "-m", "hvtrain", *words, cwd=cwd, **extra)
+
+
+def many_runs(
+    launcher: str, num_ranks: int, runs: dict[str, list[str]], folder: Path, through: Sequence[str] = (), **extra: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    words = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    code, output = run(launcher, num_ranks, *words, cwd=folder, **extra)
+    assert code == 0, output
+    return json.loads((folder / "found.json").read_text()), output
 
 
 BLOCK = """

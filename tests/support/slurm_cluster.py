@@ -62,9 +62,13 @@ class SlurmCluster:
         assert ran.returncode == 0 or not check, f"{words}: {ran.stdout}{ran.stderr}"
         return ran.stdout + ran.stderr
 
-    def submit(self, name, job, settings):
+    def submit(self, name, job, settings, change=("", "")):
+        """Returns the number of the job. change: a text of the batch file, and its replacement."""
         slurm = Cluster("slurm", settings)
-        slurm.write(job, self.folder / name)
+        (path,) = slurm.write(job, self.folder / name)
+        text = path.read_text()
+        assert change[0] in text
+        path.write_text(text.replace(*change) if change[0] else text)
         line = slurm.command(self.folder / name)
         assert "to start at" in self.ask(line[0], "--test-only", *line[1:])
         return self.ask(*line).split()[-1]

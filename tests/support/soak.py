@@ -1,6 +1,6 @@
 """Kills random ranks at random moments, resumes each time, and compares the end with an uninterrupted run.
 
-    python -m tests.faults.soak --kills 200
+    python tests/support/soak.py --kills 200
 
 Every start is the same line with the same run.dir. After each kill all ranks are gone, no shared memory is left, and
 the exit code says that a restart helps. At the end all arrays of the last checkpoint (weights, slots, step, rate,
@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
-from tests.distributed.launch import environment
-from tests.faults.ranks import MARK, rank_processes, say, send, shared_memory, wait_until_gone
+
+from launching import environment
+from ranks import MARK, rank_processes, say, send, shared_memory, wait_until_gone
 
 # Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch on two ranks.
 WORDS = [

@@ -1,6 +1,6 @@
 """How long it takes from a fault to its end: until the launcher has exited and no process of the run is left.
 
-    python -m tests.faults.times --rounds 3
+    python tests/support/times.py --rounds 3
 
 Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from outside, the clock
 begins with it; where a rank makes or meets it, with the first line that speaks of it (an image: with the first epoch;
@@ -22,10 +22,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.launch import ROOT, environment
-from tests.faults.disks import small_disk
-from tests.faults.pictures import write_images
-from tests.faults.ranks import MARK, rank_processes, say, send, wait_until_gone
+from disks import small_disk
+from launching import ROOT, environment
+from pictures import write_images
+from ranks import MARK, rank_processes, say, send, wait_until_gone
 
 OWN = ROOT / "tests/support/own_faults"
 ACTS = "+callbacks.acts={_target_: stuck.Acts, rank: 1, step: 60, what: %s}"

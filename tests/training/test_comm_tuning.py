@@ -4,14 +4,20 @@ import json
 
 import pytest
 
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.elastic import ElasticStrategy
+from hvtrain.training import comm_tuning
 from launching import train
-
-pytestmark = [pytest.mark.distributed, pytest.mark.apart]
 
 WORDS = ["model=mlp", "train.epochs=2", "train.deterministic=true"]
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("mpi", marks=pytest.mark.nightly), pytest.param("gloo", marks=pytest.mark.release)]
+)
 def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     plain, tuned = tmp_path / "plain", tmp_path / "tuned"
     assert train(launcher, 2, *WORDS, f"run.dir={plain}", cwd=tmp_path)[0] == 0
@@ -27,9 +33,9 @@ def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     assert code == 0 and f"from {tuned}/comm.json" in output, output
 
 
-def test_what_it_does_not_go_with(tmp_path):
-    words = ["comm.tune=true", "strategy=elastic"]
-    code, output = train(None, 1, *words, cwd=tmp_path)
-    assert code == 2 and "comm.tune=true and strategy=elastic exclude each other" in output
-    code, output = train("gloo", 2, "comm.tune=true", cwd=tmp_path, HOROVOD_FUSION_THRESHOLD="4194304")
-    assert code == 2 and "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other" in output
+def test_what_it_does_not_go_with(monkeypatch):
+    with pytest.raises(ConfigError, match=r"comm\.tune=true and strategy=elastic exclude each other"):
+        ElasticStrategy().expect_restart()
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
+    with pytest.raises(ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"):
+        comm_tuning.settings_of(from_dict(compose(["comm.tune=true"])[0]))

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import ROOT, WORKERS, run
+from launching import many_runs
 
 pytestmark = pytest.mark.distributed
 
-OWN = "leaves"
 DISAGREES = "+callbacks.a={_target_: leaves.Disagrees}"
 EARLY = "{_target_: keras.callbacks.EarlyStopping, monitor: mine, mode: min, patience: 2, restore_best_weights: true}"
 PLATEAU = "{_target_: keras.callbacks.ReduceLROnPlateau, monitor: mine, mode: min, patience: 1, factor: 0.5}"
@@ -49,6 +48,7 @@ CASES = {
     "plateau": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
     "halves": ["train.epochs=2", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
     "halves/again": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "soon": ["train.max_time=0.001s"],
     "time": ["train.epochs=4000", "train.max_time=0.7s"],
     "time/again": ["train.epochs=3"],
     "norm": [*NORM, "train.steps=10"],
@@ -64,12 +64,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    line = ["python", str(WORKERS / "runs.py"), str(folder / "cases.json"), str(folder / "found.json")]
-    code, output = run("gloo", 2, *line, cwd=folder)
-    assert code == 0, output
+    found, output = many_runs("gloo", 2, CASES, folder)
     (folder / "output.txt").write_text(output)
-    return json.loads((folder / "found.json").read_text())
+    return found
 
 
 def records(ranks, name):
@@ -242,6 +239,12 @@ def test_what_callbacks_know_survives_a_resume(ranks, folder):
     assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
 
 
+def test_time_that_is_over_at_once_saves_at_the_first_chance(ranks, folder):
+    """In the middle of the first epoch, and it is no failure."""
+    stopped = records(ranks, "soon")["num_steps"]
+    assert 0 < stopped < 6 and steps(folder, "soon") == [stopped]
+
+
 def test_time_that_is_over_saves_and_goes_on_later(ranks, folder):
     stopped = records(ranks, "time")["num_steps"]
     assert 0 < stopped < 4000 * 6
@@ -260,20 +263,3 @@ def test_moving_statistics_are_one_model_on_all_ranks_and_survive_a_resume(ranks
     ours, theirs = state(folder, "norm2", 10), state(folder, "norm", 10)
     assert any("moving_variance" in key for key in theirs)
     assert [key for key in theirs if not np.array_equal(ours[key], theirs[key])] == []
-
-
-@pytest.mark.apart
-def test_ranks_with_other_code_are_told(tmp_path):
-    """Each of two ranks has its own version of the user's package."""
-    for name in ("0", "1"):
-        package = tmp_path / name / OWN
-        package.mkdir(parents=True)
-        text = (ROOT / "tests/support/own/leaves/__init__.py").read_text()
-        (package / "__init__.py").write_text(text + f"# version {name}\n")
-    words = f"--config-dir {ROOT}/tests/support/own/conf model=tiny dataset=leaves run.dir={tmp_path}/run"
-    line = f"PYTHONPATH={tmp_path}/$((OMPI_COMM_WORLD_RANK)) python -m hvtrain {words}"
-    code, output = run("mpirun", 2, "bash", "-c", line, cwd=tmp_path)
-    assert code == 2, output
-    assert "run different programs: code of leaves is " in output
-    assert "hvtrain: rank 0 on " in output and " and rank 1 on " in output
-    assert "Traceback" not in output

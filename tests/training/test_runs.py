@@ -94,7 +94,7 @@ def test_a_run_says_where_its_time_goes(default_run):
     assert re.search(r"a step: data [\d.]+ ms, compute [\d.]+ ms, communication [\d.]+ ms; efficiency \d+%", output)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
     """It may do what a batch is for before it reads the clock, were it not held back."""
     words = ["model=cnn", "dataset=synthetic", "dataset.image_shape=[28,28,1]", "train.steps=60", "train.batch_size=16"]
@@ -151,78 +151,70 @@ OWN = ["--config-dir", str(ROOT / "tests/support/own/conf"), "model=tiny", "data
 OWN_PATH = str(ROOT / "tests/support/own")
 
 
-@pytest.mark.apart
-def test_uneven_shards_give_the_single_process_metrics(tmp_path):
+def record_of(two_ranks, name):
+    """Rank 0's record of one of the shared runs."""
+    _, ranks, output = two_ranks
+    assert "record" in ranks[0][name], f"{ranks[0][name]}\n{output}"
+    return ranks[0][name]["record"]
+
+
+def rows_of(run):
+    with (run / "history.csv").open() as stream:
+        return list(csv.DictReader(stream))
+
+
+def weights_of(run):
+    return np.concatenate([array.ravel() for array in keras.models.load_model(run / "model.keras").get_weights()])
+
+
+@pytest.mark.nightly
+def test_uneven_shards_give_the_single_process_metrics(two_ranks, tmp_path):
     """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
-    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51"]
-    results = {}
-    for launcher, num_ranks in (("gloo", 2), (None, 1)):
-        run = tmp_path / str(num_ranks)
-        code, output = train(launcher, num_ranks, *words, f"run.dir={run}", cwd=tmp_path, PYTHONPATH=OWN_PATH)
-        assert code == 0, output
-        result = json.loads((run / "result.json").read_text())
-        with (run / "history.csv").open() as stream:
-            row = next(csv.DictReader(stream))
-        results[num_ranks] = [result["test_loss"], result["test_accuracy"], row["val_loss"], row["val_accuracy"]]
-    assert [float(x) for x in results[2]] == pytest.approx([float(x) for x in results[1]], rel=1e-6)
-
-
-@pytest.mark.apart
-def test_accumulated_batches_are_one_batch(tmp_path):
-    """2 ranks x 2 batches of 16 are 2 ranks x 32: half as many reductions as batches, the same weights."""
-    words = ["model=mlp", "optimizer=momentum", "train.epochs=2", "train.learning_rate_scale=none"]
-    weights = {}
-    for size, times in ((32, 1), (16, 2)):
-        run = tmp_path / str(times)
-        sizes = [f"train.batch_size={size}", f"train.accumulate={times}", f"run.dir={run}"]
-        code, output = train("gloo", 2, *words, *sizes, cwd=tmp_path)
-        assert code == 0, output
-        assert "reductions 44 of 44 steps" in output, "of those that change weights"
-        weights[times] = keras.models.load_model(run / "model.keras").get_weights()
-        assert json.loads((run / "result.json").read_text())["num_steps"] == 44 * times
-    begin = np.concatenate([array.ravel() for array in weights[1]])
-    assert np.concatenate([array.ravel() for array in weights[2]]) == pytest.approx(begin, abs=1e-5)
-
-
-@pytest.mark.apart
-def test_xla_compiles_all_but_the_reduction(tmp_path):
-    """The same training on two ranks with XLA and without, to rounding, with all reductions and the loss scale."""
-    words = ["model=mlp", "optimizer=momentum", "train.epochs=2", "train.precision=mixed_float16"]
-    weights = {}
-    for by_xla in (False, True):
-        run = tmp_path / str(by_xla)
-        own = [f"train.jit_compile={str(by_xla).lower()}", f"run.dir={run}"]
-        code, output = train("gloo", 2, *words, *own, cwd=tmp_path, TF_CPP_MIN_LOG_LEVEL="0")
-        assert code == 0, output
-        assert "reductions 44 of 44 steps" in output
-        assert ("Compiled cluster using XLA" in output) is by_xla
-        weights[by_xla] = keras.models.load_model(run / "model.keras").get_weights()
-    plain = np.concatenate([array.ravel() for array in weights[False]])
-    assert np.concatenate([array.ravel() for array in weights[True]]) == pytest.approx(plain, abs=5e-3)
-
-
-@pytest.mark.apart
-def test_ranks_agree_on_one_run_folder(tmp_path):
-    """Without run.dir each rank's clock would give another name; under mpirun, without horovodrun."""
-    words = [*OWN, "train.steps=7", "train.validate_every_steps=3", "dataset.num_validation=20", "train.epochs=1"]
-    code, output = train("mpirun", 2, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", "run.dir=run"]
+    code, output = train(None, 1, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 0, output
-    (run,) = (tmp_path / "runs").iterdir()
+    alone = json.loads((tmp_path / "run" / "result.json").read_text())
+    together = record_of(two_ranks, "uneven")
+    for ours, theirs in ((together, alone), (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0])):
+        for name in ("test_loss", "test_accuracy", "val_loss", "val_accuracy"):
+            assert name not in theirs or float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-6)
+
+
+@pytest.mark.nightly
+def test_accumulated_batches_are_one_batch(two_ranks):
+    """2 ranks x 2 batches of 16 are 2 ranks x 32: half as many reductions as batches, the same weights."""
+    for name, times in (("one batch", 1), ("two batches", 2)):
+        record = record_of(two_ranks, name)
+        assert (record["reductions"], record["num_steps"]) == (44, 44 * times), "of those that change weights"
+    ours, theirs = (weights_of(two_ranks[0] / name) for name in ("two batches", "one batch"))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.nightly
+def test_xla_compiles_all_but_the_reduction(two_ranks):
+    """The same training on two ranks with XLA and without, to rounding, with all reductions and the loss scale."""
+    folder, _, output = two_ranks
+    assert record_of(two_ranks, "plain")["reductions"] == record_of(two_ranks, "xla")["reductions"] == 44
+    assert "Compiled cluster using XLA" in output
+    assert weights_of(folder / "xla") == pytest.approx(weights_of(folder / "plain"), abs=5e-3)
+
+
+@pytest.mark.nightly
+def test_ranks_agree_on_one_run_folder(two_ranks):
+    """Without run.dir each rank's clock would give another name."""
+    folder, _, output = two_ranks
+    (run,) = (folder / "runs").iterdir()
     assert {path.name for path in (run / "logs").iterdir()} == {"rank-0000.log", "rank-0001.log"}
     assert re.search(r"step 3: val_loss", output) and re.search(r"step 6: val_loss", output)
     assert json.loads((run / "result.json").read_text())["num_steps"] == 7
 
 
-@pytest.mark.apart
-def test_checkpoints_by_the_clock_and_the_best(tmp_path):
+@pytest.mark.nightly
+def test_checkpoints_by_the_clock_and_the_best(two_ranks):
     """By the chief's clock, on all ranks at the same steps; the best by a metric stays when newer ones come."""
-    words = [*OWN, "train.epochs=12", "dataset.num_validation=64", "checkpoint.every_minutes=0.001"]
-    words += ["checkpoint.every_epochs=null", "checkpoint.keep=1", "checkpoint.best=val_loss", "schedule=cosine"]
-    run = tmp_path / "run"
-    code, output = train("mpirun", 2, *words, f"run.dir={run}", cwd=tmp_path, PYTHONPATH=OWN_PATH)
-    assert code == 0, output
-    with (run / "history.csv").open() as stream:
-        losses = {int(row["step"]): float(row["val_loss"]) for row in csv.DictReader(stream)}
+    record_of(two_ranks, "clock")
+    run = two_ranks[0] / "clock"
+    losses = {int(row["step"]): float(row["val_loss"]) for row in rows_of(run)}
     best = json.loads((run / "checkpoints" / "best.json").read_text())
     assert best["value"] == min(losses.values()) == losses[best["step"]]
     kept = {path.name for path in (run / "checkpoints").glob("step-*")}

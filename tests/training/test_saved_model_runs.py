@@ -35,7 +35,7 @@ def write_pictures(folder, rng, count):
         path.write_bytes(tf.io.encode_png(pixels.astype("uint8")).numpy())
 
 
-HALVES = [pytest.param(f"mixed_{kind}", marks=pytest.mark.more) for kind in ("bfloat16", "float16")]
+HALVES = [pytest.param(f"mixed_{kind}", marks=pytest.mark.release) for kind in ("bfloat16", "float16")]
 
 
 @pytest.mark.parametrize("precision", ["float32", *HALVES])

@@ -13,8 +13,11 @@ from lab import PYTHON, SCRIPT, Lab, needs_lab
 from launching import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), needs_lab]
-apart, more = pytest.mark.apart, pytest.mark.more
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
+HOW = pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=nightly), *(pytest.param(how, marks=release) for how in ("mpi", "mpirun"))]
+)
 WORDS = ["model=mlp", "train.deterministic=true", "train.epochs=100000"]
 STEPS = ["model=mlp", "train.deterministic=true", "train.steps=330", "checkpoint.every_epochs=5"]
 
@@ -74,29 +77,27 @@ def left(lab):
     return [line for line in found if " ps " not in line]
 
 
-@apart
-def test_a_bad_link_is_survived_with_the_same_result(lab):
+@HOW
+def test_a_bad_link_is_survived_with_the_same_result(lab, how):
     """Down for 5 s, then 20% loss, then 200 ms delay, each for a while; the end equals that of a good link."""
     quiet = Run(lab, "gloo", "quiet", *STEPS)
     assert quiet.end(200) == 0, quiet.output
-    for how in ("gloo", "mpi"):
-        run = Run(lab, how, how, *STEPS)
-        run.wait_for("Epoch 2/")
-        for words, seconds in ((("down",), 5), (("loss", "20%"), 10), (("delay", "200ms"), 10)):
-            lab("net", "s2", *words)
-            time.sleep(seconds)
-            lab("net", "s2", *(("up",) if words == ("down",) else ("clear",)))
-            assert run.process.poll() is None or run.process.returncode == 0, run.output
-        assert run.end(240) == 0, run.output
-        (ours, state), (theirs, expected) = run.state(), quiet.state()
-        assert ours == theirs == "step-00000330"
-        if how == "gloo":
-            assert [key for key in expected if (state[key] != expected[key]).any()] == []
+    run = Run(lab, how, how, *STEPS)
+    run.wait_for("Epoch 2/")
+    for words in (("down",), ("loss", "20%"), ("delay", "200ms")):
+        lab("net", "s2", *words)
+        time.sleep(5)
+        lab("net", "s2", *(("up",) if words == ("down",) else ("clear",)))
+        assert run.process.poll() is None or run.process.returncode == 0, run.output
+    assert run.end(240) == 0, run.output
+    (ours, state), (theirs, expected) = run.state(), quiet.state()
+    assert ours == theirs == "step-00000330"
+    if how == "gloo":
+        assert [key for key in expected if (state[key] != expected[key]).any()] == []
 
 
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param("gloo", marks=apart), pytest.param("mpi", marks=more), pytest.param("mpirun", marks=apart)],
+    "how", [pytest.param("mpirun", marks=nightly), *(pytest.param(how, marks=release) for how in ("gloo", "mpi"))]
 )
 def test_a_network_that_is_cut_for_good(lab, how):
     """Rank and host are named, and both sides end."""
@@ -119,7 +120,7 @@ def test_a_network_that_is_cut_for_good(lab, how):
     assert "stopped because rank 0" in next((lab.of("s2") / "run" / "logs").iterdir()).read_text()
 
 
-@apart
+@release
 def test_a_host_that_dies(lab):
     """Its power is cut: no connection is closed."""
     run = Run(lab, "gloo", "run", *WORDS)
@@ -130,9 +131,7 @@ def test_a_host_that_dies(lab):
     assert "rank 1 on s2 cannot be reached any more" in run.output
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=apart), *(pytest.param(how, marks=more) for how in ("mpi", "mpirun"))]
-)
+@HOW
 def test_the_launcher_is_killed(lab, how):
     """kill -9 of what started the ranks, on the first host; those on the other go too."""
     run = Run(lab, how, "run", *WORDS)

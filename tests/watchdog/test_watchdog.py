@@ -75,8 +75,8 @@ GOES_ON = "the same line with run.dir={folder} goes on from step-00000012"
 @pytest.mark.parametrize(
     ("event", "phase"),
     [([1, 30, "data: hang"], "data since step 31"),
-     pytest.param([0, 30, "forward: hang"], "forward since step 31", marks=pytest.mark.apart),
-     pytest.param([1, 30, "hang"], "callbacks since step 31", marks=pytest.mark.apart)],
+     pytest.param([0, 30, "forward: hang"], "forward since step 31", marks=pytest.mark.nightly),
+     pytest.param([1, 30, "hang"], "callbacks since step 31", marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
     with Ranks(tmp_path, 3, 2, event) as ranks:
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
         assert ("in act" in ranks.stacks(rank)) == (rank == event[0])
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.apart)])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank):
     with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
         codes = ranks.codes()
@@ -121,21 +121,28 @@ def test_a_rank_that_was_killed(tmp_path):
     assert ranks.said()[0] == wanted.format(folder=tmp_path)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_rank_0_that_was_killed(tmp_path):
     with Ranks(tmp_path, 3, 60, [0, 30, "die"]) as ranks:
         assert ranks.codes() == [-9, 75, 75]
     assert "hvtrain: rank 1: stopped because rank 0 is gone (killed, or its host is lost)" in ranks.said()[0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_says_why(tmp_path, rank):
+@pytest.mark.parametrize(
+    ("rank", "what", "error"),
+    [
+        (0, "raise", "RuntimeError: a leaf fell off"),
+        (1, "raise", "RuntimeError: a leaf fell off"),
+        (1, "memory", "MemoryError: no room for a leaf"),
+    ],
+)
+def test_a_rank_that_fails_says_why(tmp_path, rank, what, error):
     """The other's main thread is blocked, and ended by the watchdog with the code of the one that failed."""
-    with Ranks(tmp_path, 2, 60, [rank, 30, "raise"]) as ranks:
+    with Ranks(tmp_path, 2, 60, [rank, 30, what]) as ranks:
         assert ranks.codes() == [1, 1]
     lines = [line for line in ranks.said() if "stopped because" in line]
     assert len(lines) == 1
-    assert lines[0].endswith(f"stopped because rank {rank} on h{rank} failed: RuntimeError: a leaf fell off")
+    assert lines[0].endswith(f"stopped because rank {rank} on h{rank} failed: {error}")
 
 
 def test_who_asks_for_the_cause_is_told_and_ends_by_itself(tmp_path):
@@ -146,14 +153,14 @@ def test_who_asks_for_the_cause_is_told_and_ends_by_itself(tmp_path):
     assert [line for line in ranks.said() if "stopped because" in line] == []
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_nobody_to_blame(tmp_path):
     with Ranks(tmp_path, 2, 60, [-1, 30, "ask"]) as ranks:
         assert ranks.codes() == [9, 9]
     assert "cause: None" in ranks.out(0)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
     """Rank 1 never comes to the reduction of step 31: it exchanges something of which rank 0 knows nothing."""
     with Ranks(tmp_path, 2, 2, [1, 30, "data: exchange"]) as ranks:
@@ -163,7 +170,7 @@ def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
     assert re.search(wanted, ranks.said()[-1]), ranks.said()
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_work_that_takes_long_is_no_hang(tmp_path):
     """Longer than the limit: validation by its batches, a checkpoint by what it writes, and the start; others wait."""
     with Ranks(
@@ -174,7 +181,7 @@ def test_work_that_takes_long_is_no_hang(tmp_path):
     assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(1)
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_all_ranks_stopped_and_continued_go_on(tmp_path):
     """A suspended job; nobody was at fault."""
     with Ranks(tmp_path, 2, 2, steps=500) as ranks:
@@ -187,7 +194,7 @@ def test_all_ranks_stopped_and_continued_go_on(tmp_path):
         assert ranks.codes(60) == [0, 0], ranks.said()
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_the_launcher_is_killed(tmp_path):
     """Its ranks change their parent, and go."""
     through = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]

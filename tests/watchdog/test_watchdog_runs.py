@@ -1,4 +1,7 @@
-"""Trainings in which a rank hangs, stops, fails, or loses its launcher: named in one line, all ranks down, no hang."""
+"""Trainings in which a rank hangs, stops, or loses its launcher: named in one line, all ranks down, no hang.
+
+test_watchdog.py has all that needs no training; a rank that raises is in training/test_bad_input.py.
+"""
 
 import contextlib
 import os
@@ -52,7 +55,7 @@ def stacks(tmp_path, rank):
     return (tmp_path / "run" / "stacks" / f"rank-{rank:04d}.txt").read_text()
 
 
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_a_rank_that_hangs_in_its_data(tmp_path):
     """Open MPI's ranks would wait for ever."""
     process = begin(
@@ -69,59 +72,10 @@ def test_a_rank_that_hangs_in_its_data(tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.apart
-def test_an_exception_on_one_rank(tmp_path):
-    """Its traceback first and once; the other says in a line that it stopped because of it."""
-    process = begin("gloo", tmp_path, HANGS % (1, "raise"))
-    code, output, lines = done(process)
-    assert code == 1, output
-    assert output.count("Traceback (most recent call last)") == 1
-    assert re.match(r"hvtrain: rank 1 on \S+ failed: RuntimeError: a leaf fell off; its traceback", lines[0]), output
-    others = [line for line in lines if "stopped because" in line]
-    assert all(re.search(r"because rank 1 on \S+ failed: RuntimeError: a leaf fell off$", line) for line in others)
-    assert none_left(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "rank", "error"),
-    [
-        pytest.param("gloo", 0, "memory", marks=pytest.mark.apart),
-        pytest.param("mpirun", 0, "raise", marks=pytest.mark.apart),
-        pytest.param("mpirun", 1, "raise", marks=pytest.mark.more),
-    ],
-)
-def test_errors_on_one_rank(launcher, rank, error, tmp_path):
-    process = begin(launcher, tmp_path, HANGS % (rank, error))
-    code, output, lines = done(process)
-    assert code == 1, output
-    name = {"raise": "RuntimeError: a leaf fell off", "memory": "MemoryError: no room for a leaf"}[error]
-    assert output.count("Traceback (most recent call last)") == 1
-    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {name}; its traceback stands above", lines[0]), output
-    # Gloo's launcher is ours and speaks last; bare mpirun's is not, so that the other rank may.
-    assert re.search(rf"rank {rank} (host|on) \S+?(:| failed:) {name}", lines[-1]), output
-    assert none_left(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "rank"),
-    [pytest.param("gloo", 1, marks=pytest.mark.more), pytest.param("mpirun", 0, marks=pytest.mark.apart)],
-)
-def test_a_rank_that_is_stopped(launcher, rank, tmp_path):
-    """SIGSTOP; where it stood is seen all the same."""
-    process = begin(launcher, tmp_path, HANGS % (rank, "stop"), "watchdog.abort_seconds=8")
-    code, output, lines = done(process)
-    assert code == 75, output
-    told = [line for line in lines if f"rank {rank}" in line and "does not answer since" in line]
-    assert told and ", it is stopped by a signal (SIGSTOP, Ctrl-Z)" in told[0], output
-    assert GOES_ON.format(run=tmp_path / "run") in told[0]
-    assert "on_train_batch_end" in stacks(tmp_path, rank)
-    assert none_left(tmp_path)
-
-
-@pytest.mark.apart
+@pytest.mark.nightly
 def test_gloo_gives_up_before_the_watchdog(tmp_path):
-    """Gloo waits 30 s for a message; then the watchdog is asked, and knows who is stopped."""
-    process = begin("gloo", tmp_path, HANGS % (1, "stop"))
+    """When Gloo has waited for a message, 30 s by default, the watchdog is asked, and knows who is stopped."""
+    process = begin("gloo", tmp_path, HANGS % (1, "stop"), HOROVOD_GLOO_TIMEOUT_SECONDS="5")
     code, output, lines = done(process)
     assert code == 75, output
     told = [line for line in lines if re.search(r"rank 1 on \S+ does not answer since .* it is stopped by a", line)]
@@ -130,33 +84,29 @@ def test_gloo_gives_up_before_the_watchdog(tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize(("launcher", "rank", "size"), [("gloo", 1, 3), ("mpirun", 0, 2)])
-def test_a_rank_that_hangs_in_a_callback(launcher, rank, size, tmp_path):
-    process = begin(launcher, tmp_path, HANGS % (rank, "hang"), "watchdog.abort_seconds=5", size=size)
+@pytest.mark.nightly
+def test_a_rank_that_hangs_in_a_callback(tmp_path):
+    process = begin("gloo", tmp_path, HANGS % (0, "hang"), "watchdog.abort_seconds=5")
     code, output, lines = done(process)
     assert code == 75, output
-    assert re.search(rf"rank {rank} on \S+ hangs in callbacks since step 30 ", lines[0]), output
-    assert "stuck/__init__.py" in stacks(tmp_path, rank)
+    assert re.search(r"rank 0 on \S+ hangs in callbacks since step 30 ", lines[0]), output
+    assert "stuck/__init__.py" in stacks(tmp_path, 0)
     assert none_left(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("gloo", marks=pytest.mark.more), pytest.param("mpirun", marks=pytest.mark.apart)]
-)
-def test_what_takes_longer_than_the_limit_is_no_hang(launcher, tmp_path):
-    """A validation of 9 batches of 2 seconds each on a rank, and the start of it all."""
-    words = ["dataset=stuck", "dataset.evaluation_seconds=2", "train.evaluation_batch_size=20", "train.epochs=1"]
-    code, output, lines = done(begin(launcher, tmp_path, *words, "watchdog.abort_seconds=10"), 200)
+@pytest.mark.nightly
+def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
+    """A validation of 9 batches of a second each on a rank, and the start of it all."""
+    words = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
+    code, output, lines = done(begin("mpirun", tmp_path, *words, "watchdog.abort_seconds=5"))
     assert code == 0, output
     assert lines == []
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
-def test_the_launcher_is_killed(launcher, tmp_path):
-    """All ranks notice and go."""
-    process = begin(launcher, tmp_path, "train.epochs=100000", "model=mlp")
+@pytest.mark.nightly
+def test_the_launcher_is_killed(tmp_path):
+    """All ranks notice and go. Over two hosts: test_network.py."""
+    process = begin("mpirun", tmp_path, "train.epochs=100000", "model=mlp")
     checkpoints = tmp_path / "run" / "checkpoints"
     deadline = time.monotonic() + 120
     while not list(checkpoints.glob("step-*")):
@@ -168,16 +118,7 @@ def test_the_launcher_is_killed(launcher, tmp_path):
     process.communicate()
 
 
-@pytest.mark.apart
-def test_without_a_watchdog(tmp_path):
-    """watchdog.abort_seconds=0: what Horovod says is all there is."""
-    process = begin("gloo", tmp_path, HANGS % (1, "raise"), "watchdog.abort_seconds=0")
-    code, output, lines = done(process)
-    assert code == 1, output
-    assert "rank 1 on" in lines[0] and "stopped because rank 1" not in output
-
-
-@pytest.mark.apart
+@pytest.mark.release
 def test_of_four_ranks_only_the_one_that_was_killed_had_to_be(tmp_path):
     """The launcher's signal finds the others before or after they noticed; none waits on for another to speak."""
     mark = str(tmp_path)

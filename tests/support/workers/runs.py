@@ -1,7 +1,8 @@
 """Runs on each rank: several runs of the runner, one after the other, in one start of the ranks.
 
 argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
-slash. argv[2]: where rank 0 writes what each rank saw: the record, or the error.
+slash, unless it has a run.dir of its own. "{rank}" in an override is the rank.
+argv[2]: where rank 0 writes what each rank saw: the record, or the error.
 A name that begins with "joint" is trained against one process on the joint batches instead.
 """
 
@@ -24,7 +25,6 @@ from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
-from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.training.batch_weights import with_rank_weights
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
@@ -35,11 +35,11 @@ sys.path.insert(0, str(OWN))
 FOLDER = Path(sys.argv[1]).parent
 
 
-class Stays(HorovodStrategy):
-    """Leaves the other ranks only when all runs are done."""
-
-    def stop(self):
-        pass
+def staying(config):
+    """The run's strategy, which leaves the other ranks only when all runs are done."""
+    strategy = build("strategy", config.strategy)
+    strategy.stop = lambda: None
+    return strategy
 
 
 def composed(name, words):
@@ -48,9 +48,10 @@ def composed(name, words):
         "model=tiny",
         "dataset=leaves",
         "watchdog.abort_seconds=0",
-        *words,
-        f"run.dir={FOLDER / name.partition('/')[0]}",
+        *(word.replace("{rank}", str(hvd.rank())) for word in words),
     ]
+    if not any(word.startswith("run.dir=") for word in words):
+        words.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
     return from_dict(OmegaConf.to_container(tree, resolve=True))
@@ -58,7 +59,7 @@ def composed(name, words):
 
 def one_run(config):
     try:
-        return {"record": asdict(runner.run_to_end(config, Stays()))}
+        return {"record": asdict(runner.run_to_end(config, staying(config)))}
     except UserError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:
@@ -68,7 +69,7 @@ def one_run(config):
 
 def against_the_joint_batches(config):
     """Largest differences of the weights from one process's: of these ranks, and without the weights of ranks."""
-    strategy = Stays()
+    strategy = staying(config)
     strategy.start()
     seed_everything(config, hvd.rank())
     source, plan, topology = open_data(config, strategy.comm)

@@ -75,6 +75,8 @@ def act(watched, where, number):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif word == "raise":
         raise RuntimeError("a leaf fell off\nsecond line")
+    elif word == "memory":
+        raise MemoryError("no room for a leaf")
     elif word == "ask":
         verdict = watched.cause()
         print(f"cause: {verdict.text if verdict else None}", flush=True)

@@ -107,6 +107,18 @@ class Perturbs(keras.callbacks.Callback):
             group[0].assign(group[0] + 1e-3)
 
 
+class Fails(keras.callbacks.Callback):
+    """Raises on one rank in the middle of the training."""
+
+    def __init__(self, rank, batch):
+        super().__init__()
+        self.rank, self.batch = rank, batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch and self.rank == _rank():
+            raise RuntimeError("a leaf fell off")
+
+
 class Stops(keras.callbacks.Callback):
     """Wishes to stop, on one rank alone."""
 
