@@ -1,13 +1,13 @@
-"""Named data sets as tf.data streams: each rank opens, shards, shuffles, maps, batches, prefetches.
+"""Named data sets as tf.data streams, one for each rank: sharded, shuffled, read, augmented, batched, prefetched.
 
-source.py is the contract, pipeline.py the stream, careful.py and files.py what becomes of examples that cannot be
-read, manifest.py how one data set is told from another; every other module is one kind of source.
-This room knows one process and a Topology that it is given; it never imports Horovod.
+source.py is the contract, manifest.py tells one data set from another, preprocessing.py goes into the saved model.
+sources/ holds what a user chooses, pipeline/ how examples become batches, formats/ the file formats.
+Everything here knows one process and the Topology that it is given, and never imports Horovod.
 """
 
 from hvtrain.data.formats.record_writer import write_tfrecords
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, StreamRequest
 from hvtrain.data.sources.arrays import ArraySource, from_arrays
 from hvtrain.data.sources.frame import from_frame
 
-__all__ = ["ArraySource", "Source", "from_arrays", "from_frame", "write_tfrecords"]
+__all__ = ["ArraySource", "Source", "StreamRequest", "from_arrays", "from_frame", "write_tfrecords"]

@@ -1,36 +1,73 @@
-"""The contract between a data set and the runner: counts first, then one stream per rank."""
+"""The contract between a data set and the runner: counts first, then one stream for each rank."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
 from hvtrain.data.preprocessing import Preprocessing
+from hvtrain.errors import ConfigError
+
+LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """The training batches that a rank asks a source for: those of one step of the run and of all steps after it."""
+
+    topology: Topology
+    """The rank that asks, among how many."""
+    batch_size: int
+    """Examples of a full batch on this rank."""
+    seed: int
+    start_step: int
+    """The first step wanted, counted from the beginning of the run."""
+    steps_per_epoch: int
+    num_examples: int = 0
+    """This rank's examples in an epoch; 0 means full batches in all steps. Share says how others are cut."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch of start_step, and the steps of that epoch before it."""
+        return divmod(self.start_step, self.steps_per_epoch)
+
+    def share_of(self, num_local: int) -> Share:
+        """How an epoch is cut into steps. Raises ConfigError if the rank's num_local examples cannot fill it."""
+        wanted = self.num_examples or self.steps_per_epoch * self.batch_size
+        if self.steps_per_epoch < 1 or wanted > num_local:
+            raise ConfigError(
+                f"{self.steps_per_epoch} steps of {self.batch_size} examples do not fit the {num_local} training "
+                f"examples of rank {self.topology.rank} of {self.topology.size}; lower the steps per epoch or the "
+                "batch size"
+            )
+        return Share(self.batch_size, self.steps_per_epoch, wanted)
 
 
 class Unreadable(NamedTuple):
-    """What data.on_error=skip left out."""
+    """Something that data.on_error=skip left out."""
 
     place: str
     why: str
-    num_examples: int | None
-    """None where nobody can know: what follows the damage in a file."""
+    num_examples: int | None = 1
+    """None if it cannot be known, as for the rest of a damaged file."""
 
 
 class Source(ABC):
-    """An opened data set. Opening finds the files, the first count checks them; pixels are read by streams.
+    """An opened data set. Opening finds the files, the first count checks them, and streams read the pixels.
 
-    The laws that every source keeps:
-    - A rank's shard is fixed by (rank, size): shards are disjoint and together complete.
+    Every source keeps these laws:
+    - A rank's shard is fixed by (rank, size). Shards are disjoint and together complete.
     - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends on
-      (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch; what an epoch's
-      order holds beyond that many full batches is dropped for that epoch.
+      (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch. Examples beyond
+      that many batches are dropped for that epoch.
     - So the stream that starts at step k is the tail of the one that starts at 0, augmentation included.
     """
 
@@ -38,69 +75,61 @@ class Source(ABC):
 
     name: str
     origin: str
-    """Where the data came from, for people: the run's header shows it."""
+    """Where the data came from, as the run's header shows it."""
     image_shape: tuple[int, int, int]
     """Height, width, channels."""
     num_classes: int
     class_names: Sequence[str] | None = None
-    """By label, where the source knows them."""
+    """By label, if the source knows them."""
     on_error: str = "stop"
-    """What an example that cannot be read does: "stop", or "skip" it and count. Set before a stream is asked for."""
+    """What follows when an example cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
     same_on_all_ranks: bool = False
-    """Set it where ranks are meant to read the same data; otherwise equal first batches are an error."""
+    """Set it if ranks are meant to read the same data; otherwise equal first batches are an error."""
 
     @abstractmethod
     def num_examples(self, split: str) -> int:
-        """Examples in "train", "validation" or "test" over all ranks; 0 when there is no such split."""
+        """Number of examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        """Examples that each of num_shards ranks holds, in proportion to weights; every rank computes the same list."""
+        """Examples that each of num_shards ranks holds, in proportion to weights. Every rank computes the same list."""
         num_examples = self.num_examples(split)
         places = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [len(place.share(num_examples)) for place in places]
 
     @abstractmethod
-    def training(
-        self,
-        topology: Topology,
-        batch_size: int,
-        seed: int,
-        start_step: int,
-        steps_per_epoch: int,
-        num_examples: int | None = None,
-    ) -> tf.data.Dataset:
-        """Infinite stream of batches: images float32 [batch, h, w, c], labels int32 [batch].
+    def training(self, request: StreamRequest) -> tf.data.Dataset:
+        """Endless stream of batches: images float32 [batch, h, w, c], labels int32 [batch].
 
-        Batches are full; with num_examples, this rank's examples of an epoch, they are as plan.Share cuts them.
+        Batches are full, unless request.num_examples is less: they are then as request.share_of() cuts them.
         """
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """Finite stream of this rank's shard, each example once; the last batch may be short, or all empty."""
+        """Finite stream of this rank's shard, each example once; the last batch may be short."""
 
     def preprocessing(self) -> Preprocessing:
-        """The way from an example in the user's arrays or files to what the streams give, for the saved model.
+        """How an example in the user's arrays or files becomes what the streams give, for the saved model.
 
-        The default is a source whose streams change nothing. A source that normalizes or resizes says so here, with
-        layers of Keras's own: its saved model then takes what the user has, and loads without hvtrain.
+        The default is for streams that change nothing. A source that normalizes or resizes declares it here, with
+        Keras's own layers: its saved model then takes what the user has, and loads without hvtrain.
         """
         return Preprocessing(self.image_shape)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
 
-        None of them where a source cannot say; nothing is checked then.
+        An empty list, the default, leaves preprocessing() unchecked.
         """
         return []
 
     def unreadable(self) -> list[Unreadable]:
-        """What this process has left out since the last call, where on_error is "skip" and the source can do that."""
+        """Items left out by this process since the last call, if on_error is "skip" and the source supports it."""
         return []
 
     def manifest(self) -> dict[str, Any]:
-        """What the data set is, for JSON: it differs where another one lies under the same settings. See manifest.py.
+        """Identity of the data set, as JSON: it tells another data set under the same settings apart. See manifest.py.
 
-        Every rank computes it, before the first stream; a source that can say more than counts does.
+        Every rank computes it before the first stream. A source adds what it knows beyond counts.
         """
         splits = {split: {"examples": self.num_examples(split)} for split in self.SPLITS if self.num_examples(split)}
         return {
@@ -111,10 +140,10 @@ class Source(ABC):
         }
 
     def explain(self, error: Exception) -> Exception:
-        """A DataError that names the culprit when TensorFlow's error came from reading data, else `error`.
+        """A DataError that names the file or row if TensorFlow's error came from reading data, else `error` itself.
 
-        Inside a compiled input pipeline TensorFlow does not say which file it could not read. A runner
-        that catches tf.errors.OpError around fit or evaluate passes it here, after the fact.
+        TensorFlow does not say which file its input pipeline could not read, so the runner passes each
+        tf.errors.OpError of fit and evaluate here.
         """
         return error
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from hvtrain import models
 from hvtrain.core.topology import Topology
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, StreamRequest
 from hvtrain.data.sources.cifar10 import cifar10
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.mnist import fashion_mnist, mnist
@@ -104,7 +104,7 @@ def _batch(dataset: str | None, num_images: int, image_shape: Sequence[int], see
     if dataset is None:
         return np.random.standard_normal((num_images, *image_shape)), np.random.randint(0, 10, num_images)
     source = DATASETS[dataset]()
-    batches = source.training(Topology(), num_images, seed, start_step=0, steps_per_epoch=1)
+    batches = source.training(StreamRequest(Topology(), num_images, seed, start_step=0, steps_per_epoch=1))
     return next(batches.as_numpy_iterator())
 
 

@@ -12,7 +12,7 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.regroup import regrouped
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, StreamRequest
 from hvtrain.restore.resume import RunState
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.batch_weights import with_rank_weights
@@ -66,8 +66,9 @@ def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: i
     def stream_of(rank: int) -> tf.data.Dataset:
         share = plan.shares[rank]
         place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
-        part = {} if share.is_full else {"num_examples": share.num_examples}
-        return source.training(place, share.batch_size, seed, step - plan.shift, share.steps, **part)
+        return source.training(
+            StreamRequest(place, share.batch_size, seed, step - plan.shift, share.steps, share.num_examples)
+        )
 
     if plan.is_cut_anew:
         return regrouped(stream_of, plan, topology, step - plan.shift)

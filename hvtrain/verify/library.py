@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
-from hvtrain.data import from_arrays
+from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
@@ -146,8 +146,8 @@ def _shards(strategy: Strategy) -> str:
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
     steps = len(strategy.topology.share(count))
-    stream = source.training(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps).take(steps)
-    read = [int(number) for images, _ in stream for number in images.numpy().ravel()]
+    request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
+    read = [int(number) for images, _ in source.training(request).take(steps) for number in images.numpy().ravel()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
         raise CheckError(f"{len(set(everyone))} of {count} samples were read, {len(everyone)} times; look at data/")

@@ -10,7 +10,7 @@ import pytest
 from sklearn.preprocessing import StandardScaler
 
 from hvtrain.core.topology import Topology
-from hvtrain.data import ArraySource, from_arrays
+from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
@@ -32,7 +32,7 @@ def test_the_fit_covers_the_whole_training_part_whatever_the_rank():
     source = from_arrays(images, labels, standardize="per_pixel", num_validation=10)
     transforms = []
     for rank in range(3):
-        source.training(Topology(rank, 3), 1, seed=1, start_step=0, steps_per_epoch=1)
+        source.training(StreamRequest(Topology(rank, 3), 1, seed=1, start_step=0, steps_per_epoch=1))
         transforms.append(source.transform)
     rows = np.random.default_rng(0).permutation(50)[10:]
     for transform in transforms:
@@ -53,7 +53,7 @@ def test_per_channel_standardisation_gives_mean_0_and_deviation_1_per_channel():
 def test_scale_and_none(standardize, largest):
     images, labels = random_images(50)
     source = from_arrays(images, labels, standardize=standardize)
-    batch, _ = next(source.training(Topology(), 50, 1, 0, 1).as_numpy_iterator())
+    batch, _ = next(source.training(StreamRequest(Topology(), 50, 1, 0, 1)).as_numpy_iterator())
     assert batch.max() == images.max() / 255 * largest
 
 
@@ -62,7 +62,7 @@ def test_validation_is_taken_out_of_training_and_is_always_the_same():
     first, second = (from_arrays(images, labels, num_validation=7) for _ in range(2))
     assert [first.num_examples(split) for split in first.SPLITS] == [23, 7, 0]
     validation = images_of(first.evaluation("validation", Topology(), 4))
-    training = images_of(first.training(Topology(), 23, 1, 0, 1), 1)
+    training = images_of(first.training(StreamRequest(Topology(), 23, 1, 0, 1)), 1)
     assert validation == images_of(second.evaluation("validation", Topology(), 4))
     assert len(set(validation) | set(training)) == 30
 
@@ -79,7 +79,7 @@ def test_only_the_shard_stays_in_memory():
     assert not whole, "loaded before it was asked for"
     assert source.num_examples("train") == 1000
     assert len(whole) == 1 and whole[0]() is not None
-    stream = source.training(Topology(1, 4), 10, 1, 0, 20)
+    stream = source.training(StreamRequest(Topology(1, 4), 10, 1, 0, 20))
     gc.collect()
     assert len(whole) == 1, "loaded twice"
     assert whole[0]() is None, "the whole array is still held"
@@ -94,7 +94,7 @@ def test_a_users_own_data_set_of_floats_without_channels():
     random = np.random.default_rng(0)
     source = from_arrays(random.normal(3, 2, (40, 4, 5)), random.integers(0, 2, (40, 1)), name="mine")
     assert (source.image_shape, source.num_classes) == ((4, 5, 1), 2)
-    images, labels = next(source.training(Topology(), 40, 1, 0, 1).as_numpy_iterator())
+    images, labels = next(source.training(StreamRequest(Topology(), 40, 1, 0, 1)).as_numpy_iterator())
     assert images.shape == (40, 4, 5, 1) and labels.shape == (40,)
     assert abs(images.mean()) < 1e-6 and abs(images.std() - 1) < 1e-6
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest
 from hvtrain.data.formats.idx import read_idx
 from hvtrain.data.sources import cifar10 as cifar10_module
 from hvtrain.data.sources import keras_cache
@@ -202,7 +203,7 @@ def test_the_debian_package_of_fashion_mnist():
     assert [source.num_examples(split) for split in source.SPLITS] == [55_000, 5_000, 10_000]
     topology = Topology(rank=3, size=50)
     assert source.shard_sizes("train", 50) == [1100] * 50
-    images, labels = next(source.training(topology, 1100, 1, 0, 1).as_numpy_iterator())
+    images, labels = next(source.training(StreamRequest(topology, 1100, 1, 0, 1)).as_numpy_iterator())
     assert images.shape == (1100, 28, 28, 1) and set(labels) == set(range(10))
     # Standardised over all 55,000, this rank's 1,100 are near mean 0 and deviation 1.
     assert abs(images.mean()) < 0.05 and abs(images.std() - 1) < 0.1

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import SHAPE, joined, random_images, write_folder
@@ -19,7 +20,7 @@ def test_jpeg_and_png_of_any_size_become_one_size(tmp_path):
         (tmp_path / "train" / "cat" / name).write_bytes(data.numpy())
     source = ImageFolder(str(tmp_path), [8, 8, 3])
     assert source.class_names == ["cat"] and source.num_examples("train") == 2
-    images, _ = next(source.training(Topology(), 2, 1, 0, 1).as_numpy_iterator())
+    images, _ = next(source.training(StreamRequest(Topology(), 2, 1, 0, 1)).as_numpy_iterator())
     assert images.shape == (2, 8, 8, 3)
     np.testing.assert_allclose(images, 200 / 255, atol=2 / 255)
 
@@ -62,11 +63,11 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
     for cache in (False, True):
         source = ImageFolder(str(tmp_path), SHAPE, cache=cache)
         with pytest.raises(tf.errors.OpError) as caught:
-            list(source.training(Topology(), 6, 1, 0, 1).take(1))
+            list(source.training(StreamRequest(Topology(), 6, 1, 0, 1)).take(1))
         explained = source.explain(caught.value)
         assert isinstance(explained, DataError)
-        assert str(explained).startswith(f"{culprit}: cannot be decoded (")
-        assert str(explained).endswith("); mend or remove it, or leave out what cannot be read with data.on_error=skip")
+        assert str(explained).startswith(f"{culprit}: ")
+        assert str(explained).endswith("; fix or remove it, or leave out what cannot be read with data.on_error=skip")
 
 
 def test_an_error_of_something_else_is_not_explained(tmp_path):
@@ -78,8 +79,8 @@ def test_an_error_of_something_else_is_not_explained(tmp_path):
 def test_the_cache_reads_each_file_once(tmp_path):
     write_folder(tmp_path / "train", *random_images(6))
     source = ImageFolder(str(tmp_path), SHAPE, cache=True)
-    stream = source.training(Topology(), 6, 1, 0, 1)
+    stream = source.training(StreamRequest(Topology(), 6, 1, 0, 1))
     for path in tmp_path.glob("train/*/*.png"):
         path.unlink()
     assert len(list(stream.take(3))) == 3
-    assert len(list(source.training(Topology(), 2, 1, 0, 3).take(3))) == 3
+    assert len(list(source.training(StreamRequest(Topology(), 2, 1, 0, 3)).take(3))) == 3

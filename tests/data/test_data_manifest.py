@@ -9,7 +9,7 @@ import pytest
 
 from damage import FILE_KINDS, broken, image_path, opened
 from hvtrain.core.topology import Topology
-from hvtrain.data import from_arrays, manifest
+from hvtrain.data import StreamRequest, from_arrays, manifest
 from hvtrain.data.manifest import differences, digest_of
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.synthetic import Synthetic
@@ -78,7 +78,7 @@ def test_arrays_by_their_contents(monkeypatch):
         "validation": 5,
         "test": 9,
     }
-    source.training(Topology(1, 2), 4, 1, 0, 2)
+    source.training(StreamRequest(Topology(1, 2), 4, 1, 0, 2))
     assert of(source) == before, "after the arrays were cut to a rank's shard, too"
     assert differences(before, of(opened_arrays(num_validation=5, shift_pixels=2))) == [], "augmentation is no data"
     assert differences(before, of(opened_arrays(num_validation=6)))[:2] == [

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from sklearn.datasets import load_digits
 
 from hvtrain.core.topology import Topology
-from hvtrain.data import Source
+from hvtrain.data import Source, StreamRequest
 from hvtrain.data.sources.digits import digits, read
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError
@@ -71,18 +71,18 @@ def test_a_small_network_learns_digits_from_the_stream():
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(3e-3), loss, metrics=["accuracy"], jit_compile=False)
-    stream = source.training(topology, 32, seed=1, start_step=0, steps_per_epoch=44)
+    stream = source.training(StreamRequest(topology, 32, seed=1, start_step=0, steps_per_epoch=44))
     model.fit(stream, steps_per_epoch=44, epochs=8, shuffle=False, verbose=0)
     assert model.evaluate(source.evaluation("test", topology, 120), verbose=0)[1] >= 0.95
 
 
 def test_synthetic_counts_and_repeats():
     source = Synthetic([4, 4, 3], num_classes=5, num_train=100, num_test=10)
-    stream = source.training(Topology(0, 2), 8, seed=1, start_step=0, steps_per_epoch=6)
+    stream = source.training(StreamRequest(Topology(0, 2), 8, seed=1, start_step=0, steps_per_epoch=6))
     (first, labels), (second, _) = stream.take(2).as_numpy_iterator()
     np.testing.assert_array_equal(first, second)
     assert first.shape == (8, 4, 4, 3) and labels.min() >= 0 and labels.max() < 5
-    other, _ = next(source.training(Topology(1, 2), 8, 1, 0, 6).as_numpy_iterator())
+    other, _ = next(source.training(StreamRequest(Topology(1, 2), 8, 1, 0, 6)).as_numpy_iterator())
     assert not np.array_equal(first, other)
     sizes = [
         [len(labels) for _, labels in source.evaluation("test", Topology(rank, 3), 3).as_numpy_iterator()]

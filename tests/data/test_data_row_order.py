@@ -7,17 +7,17 @@ from itertools import islice
 
 import numpy as np
 
-from hvtrain.core.step_plan import Share
+from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest
 from hvtrain.data.formats.row_groups import RowGroup
-from hvtrain.data.pipeline.row_order import Piece, epochs, read_ahead
+from hvtrain.data.pipeline.row_order import Piece, pieces_of, read_ahead
 
 
 def test_a_stream_that_starts_later_reads_nothing_of_before():
     groups = [RowGroup("file", number, 10) for number in range(6)]
-    share = Share(5, 12)
-    whole = list(islice(epochs(groups, share, 2, seed=1, rank=0, start_step=0), 6))
+    whole = list(islice(pieces_of(groups, 2, StreamRequest(Topology(), 5, 1, 0, 12)), 6))
     assert [len(piece.groups) for piece in whole] == [2] * 6, "so many are in memory"
-    later = next(epochs(groups, share, 2, seed=1, rank=0, start_step=12 + 7))
+    later = next(pieces_of(groups, 2, StreamRequest(Topology(), 5, 1, 12 + 7, 12)))
     assert later.groups == whole[4].groups
     np.testing.assert_array_equal(later.rows, whole[4].rows[15:])
 

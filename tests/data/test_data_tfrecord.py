@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data import write_tfrecords
-from hvtrain.data.formats.record_framing import count_records, deal, scan_records
+from hvtrain.data import StreamRequest, write_tfrecords
+from hvtrain.data.formats.record_framing import count_records, scan_records
+from hvtrain.data.sources.file_source import deal
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
 from tiny_data import SHAPE, images_of, joined, random_images
@@ -42,7 +43,7 @@ def test_files_are_dealt_whole_and_evenly():
 def test_each_rank_reads_files_of_its_own(tmp_path):
     write_tfrecords(tmp_path, "train", *random_images(23), num_files=5)
     source = TFRecords(str(tmp_path), SHAPE, 3)
-    files = source.shard_files("train", 3)
+    files = source.shards("train", 3)
     assert sorted(joined(files)) == sorted(map(str, tmp_path.glob("train*")))
     assert source.shard_sizes("train", 3) == [sum(count_records(tmp_path / f) for f in part) for part in files]
 
@@ -51,7 +52,9 @@ def test_fewer_files_than_ranks_is_refused_for_training_but_not_for_testing(tmp_
     write_tfrecords(tmp_path, "train", *random_images(8), num_files=4)
     write_tfrecords(tmp_path, "test", *random_images(3), num_files=1)
     source = TFRecords(str(tmp_path), SHAPE, 3)
-    with pytest.raises(DataError, match=r"4 train\*.tfrecord files for 5 ranks.*write at least 5 files"):
+    with pytest.raises(
+        DataError, match=r"4 TFRecord files of training .* for 5 ranks.*write at least 5 TFRecord files"
+    ):
         source.shard_sizes("train", 5)
     assert source.shard_sizes("test", 4) == [3, 0, 0, 0]
     assert images_of(source.evaluation("test", Topology(2, 4), 2)) == []
@@ -64,7 +67,7 @@ def test_no_files_is_refused(tmp_path):
 
 def explained(source: TFRecords) -> str:
     with pytest.raises(tf.errors.OpError) as caught:
-        list(source.training(Topology(), 8, 1, 0, 1).take(1))
+        list(source.training(StreamRequest(Topology(), 8, 1, 0, 1)).take(1))
     error = source.explain(caught.value)
     assert isinstance(error, DataError)
     return str(error)
@@ -88,7 +91,7 @@ def test_a_label_outside_the_classes_is_traced_to_its_file(tmp_path):
     _, path = write_tfrecords(tmp_path, "train", images, labels, num_files=2)
     message = explained(TFRecords(str(tmp_path), SHAPE, 3))
     assert message.startswith(f"{path}, record 2 at byte "), message
-    assert ": label 7 is outside 0 ... 2; mend or remove it" in message
+    assert ": label 7 is outside 0 ... 2; fix or remove it" in message
 
 
 def test_a_missing_feature_and_a_bad_image_are_traced_to_their_file(tmp_path):

@@ -1,4 +1,4 @@
-"""TFRecord files as files: how many records each holds, and which rank reads which. No TensorFlow.
+"""The framing of TFRecord files: how many records a file holds, and where.
 
 Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC uint32.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvtrain.data.source import LEAVE_OUT
 from hvtrain.errors import DataError
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
 
 
 def count_records(path: Path) -> int:
-    """Records in the file, from their lengths alone: the data are jumped over, so their CRC goes unseen."""
+    """Records in the file, by their lengths alone; the CRCs of their data are not checked."""
     offsets, problem = scan_records(path)
     if problem:
         raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
@@ -27,7 +26,7 @@ def count_records(path: Path) -> int:
 def scan_records(path: Path, check_lengths: bool = False) -> tuple[array[int], str | None]:
     """Where each record begins, and what is wrong with the rest of the file, if anything is.
 
-    check_lengths: believe no length whose CRC is wrong. What came after it would be read as records, too.
+    check_lengths: stop at a length whose CRC is wrong, since the bytes after it would be taken for records.
     """
     offsets, offset = array("Q"), 0
     try:
@@ -73,18 +72,3 @@ def _crc_of_byte(crc: int) -> int:
 
 
 _CRC32C = [_crc_of_byte(byte) for byte in range(256)]
-
-
-def deal(counts: Mapping[str, int], num_shards: int, weights: Sequence[int] = ()) -> list[list[str]]:
-    """Files for each shard: the largest first, each to the shard that has least so far for its weight. Pure.
-
-    >>> deal({"a": 5, "b": 3, "c": 2}, 2)
-    [['a'], ['b', 'c']]
-    """
-    shards: list[list[str]] = [[] for _ in range(num_shards)]
-    loads = [0.0] * num_shards
-    for path in sorted(counts, key=lambda path: (-counts[path], path)):
-        lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard]), shard))
-        shards[lightest].append(path)
-        loads[lightest] += counts[path] / (weights[lightest] if weights else 1)
-    return shards

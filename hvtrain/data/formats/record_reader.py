@@ -1,4 +1,4 @@
-"""Single records of TFRecord files: all in turn past damaged ones, one at an offset, one found again."""
+"""Single records of TFRecord files: all in turn past damaged ones, and the search for a damaged one."""
 
 from __future__ import annotations
 
@@ -11,87 +11,61 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-from hvtrain.data.formats.record_framing import HEADER_BYTES, scan_records
-from hvtrain.data.source import reason
+from hvtrain.data.formats.record_framing import FOOTER_BYTES, HEADER_BYTES, scan_records
 
 PIECE_RECORDS = 64
+CORRUPTED = "corrupted record"
 
 
 def walk(path: bytes) -> Iterator[np.ndarray]:
-    """Records of a file in turn, in pieces [n, 2] of (key, data); of a damaged record the data are empty."""
-    offsets, _ = scan_records(Path(path.decode()), check_lengths=True)
-    reader = tf_record_random_reader(path.decode())
+    """The records of a file in turn, in pieces [n, 2] of (place, data). The data of a damaged record are empty."""
+    name = path.decode()
+    offsets, _ = scan_records(Path(name), check_lengths=True)
+    reader = tf_record_random_reader(name)
     for begin in range(0, len(offsets), PIECE_RECORDS):
-        piece = []
-        for number, offset in enumerate(offsets[begin : begin + PIECE_RECORDS], start=begin):
-            try:
-                data = reader.read(offset)[0]
-            except (tf.errors.OpError, IndexError):
-                data = b""
-            piece.append((f"{number} {offset} ".encode() + path, data))
-        yield np.array(piece, object)
+        piece = enumerate(offsets[begin : begin + PIECE_RECORDS], start=begin)
+        yield np.array([(place_of(name, *record).encode(), _read(reader, record[1])) for record in piece], object)
 
 
-def read_at(key: str) -> tuple[str, bytes | None, str]:
-    """The place of a record of walk, for people; its data, or None and why they cannot be read."""
-    number, offset, path = key.split(" ", 2)
-    place = f"{path}, record {number} at byte {offset}"
+def place_of(path: str, number: int, offset: int) -> str:
+    return f"{path}, record {number} at byte {offset}"
+
+
+def _read(reader: tf_record_random_reader, offset: int) -> bytes:
+    """The data of a record; nothing if they are damaged."""
     try:
-        return place, tf_record_random_reader(path).read(int(offset))[0], ""
-    except tf.errors.OpError as error:
-        return place, None, "corrupted record" if isinstance(error, tf.errors.DataLossError) else reason(error)
-    except IndexError:
-        return place, None, "the file ends before it"
+        return reader.read(offset)[0]
+    except (tf.errors.OpError, IndexError):
+        return b""
 
 
-def fingerprints(records: tf.Tensor) -> tf.Tensor:
-    """Strings [n] that tell records [n] apart."""
-    return tf.strings.as_string(tf.bitcast(tf.fingerprint(records), tf.int64))
-
-
-def find_fingerprint(paths: Iterable[str], wanted: str, deadline_seconds: float) -> str | None:
-    """The key of a record with that fingerprint; None when it is not found by a time of time.monotonic."""
+def find_record(paths: Iterable[str], record: bytes, deadline_seconds: float) -> str | None:
+    """The place of a record with these bytes; None if it is not found by a time of time.monotonic()."""
     for path in paths:
-        number = 0
-        try:
-            for records in tf.data.TFRecordDataset(path).batch(PIECE_RECORDS).prefetch(1):
-                found = np.flatnonzero(fingerprints(records).numpy() == wanted.encode())
-                if found.size:
-                    number += int(found[0])
-                    return f"{number} {scan_records(Path(path))[0][number]} {path}"
-                number += len(records)
-                if time.monotonic() > deadline_seconds:
-                    return None
-        except tf.errors.OpError:
-            continue  # Damaged itself, but it is another damage that is looked for.
+        offsets, _ = scan_records(Path(path))
+        lengths = np.diff(np.append(np.asarray(offsets), Path(path).stat().st_size if offsets else ()))
+        for number in np.flatnonzero(lengths == HEADER_BYTES + len(record) + FOOTER_BYTES):
+            if _read(tf_record_random_reader(path), offsets[number]) == record:
+                return place_of(path, int(number), offsets[number])
+            if time.monotonic() > deadline_seconds:
+                return None
     return None
 
 
-def find_corrupted(paths: Iterable[str], message: str, deadline_seconds: float) -> tuple[str, str] | None:
-    """The place of the record that TensorFlow's message about damage is of, which names no file; and what it has."""
-    said = re.search(r"(?:corrupted|truncated) record at (\d+)", message)
-    damaged: tuple[str, str] | None = None
-    for path in paths if said else ():
-        if time.monotonic() > deadline_seconds:
-            break
-        offsets, problem = scan_records(Path(path))
-        for offset in {int(said[1]), int(said[1]) - HEADER_BYTES}:  # type: ignore[index]
-            number = int(np.searchsorted(np.asarray(offsets), offset))
-            if number < len(offsets) and offsets[number] == offset:
-                place, record, why = read_at(f"{number} {offset} {path}")
-                if record is None:
-                    return place, why
-        if problem:  # It was whole when it was counted.
-            damaged = damaged or (path, problem)
-    return damaged
+def find_damage(counts: Mapping[str, int], message: str, skips: bool, deadline_seconds: float) -> str | None:
+    """The file or record that TensorFlow's message is about, which names a byte at most, and what is wrong with it.
 
-
-def find_changed(counts: Mapping[str, int], check_lengths: bool, deadline_seconds: float) -> tuple[str, str] | None:
-    """A file that holds another number of records than when it was opened, and what it holds."""
+    counts: how many records the files held when they were opened. skips: known damage was left out then.
+    """
+    said = re.search(r"record at (\d+)", message)
+    suspects = {int(said[1]), int(said[1]) - HEADER_BYTES} if said else set()
     for path, before in counts.items():
-        now = len(scan_records(Path(path), check_lengths)[0])
-        if now != before:
-            return path, f"holds {now} records and had {before} before"
+        offsets, problem = scan_records(Path(path), skips)
+        if len(offsets) != before or (problem and not skips):
+            return f"{path}: {problem or f'holds {len(offsets)} records and had {before} before'}"
+        for number, offset in enumerate(offsets if suspects else ()):
+            if offset in suspects and not _read(tf_record_random_reader(path), offset):
+                return f"{place_of(path, number, offset)}: {CORRUPTED}"
         if time.monotonic() > deadline_seconds:
             break
     return None

@@ -1,4 +1,4 @@
-"""Parquet files as files: where they lie, the rows of each row group, and one row group as arrays. No TensorFlow."""
+"""Parquet files: where they lie, the rows of each row group, and one row group as arrays."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hvtrain.data.formats.record_framing import LEAVE_OUT
+from hvtrain.data.source import LEAVE_OUT
 from hvtrain.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class RowGroup:
-    """A piece of a Parquet file that is read as a whole."""
+    """A part of a Parquet file that is read as a whole."""
 
     path: str
     number: int
@@ -30,7 +30,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns that are read, and what they may hold. `record.field` names the field of a struct."""
+    """The two columns that are read, and the values allowed. `record.field` names the field of a struct."""
 
     image: str
     label: str
@@ -39,20 +39,20 @@ class Columns:
 
 
 class Rows(NamedTuple):
-    """What a row group holds."""
+    """The content of a row group."""
 
     images: np.ndarray
-    """Encoded ones as objects [n], pixels as they are [n, h, w, c]."""
+    """Encoded images as objects [n], or pixels [n, h, w, c]."""
     labels: np.ndarray
-    """int32 [n]; -1 in rows that are wrong."""
+    """int32 [n]; -1 in rows that cannot be used."""
     wrong: dict[int, str]
-    """Rows that cannot be used, and why."""
+    """The rows that cannot be used, and why."""
 
 
 def find_files(place: Path, split: str) -> list[Path]:
     """The Parquet files of a split by name: PLACE/SPLIT*.parquet, and all in the folder PLACE/SPLIT.
 
-    Spark and others write a folder of that name instead of a file; what begins with _ or . is theirs, not data.
+    Spark and others write a folder of that name instead of a file; names that begin with _ or . are not data.
     A place that is a file is the training part.
     """
     if place.is_file():
@@ -65,7 +65,7 @@ def find_files(place: Path, split: str) -> list[Path]:
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
-    """The row groups that hold rows, and the columns. Raises DataError for a file that is damaged."""
+    """The row groups that hold rows, and the columns. Raises DataError if the file is damaged."""
     try:
         with pq.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
@@ -78,7 +78,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
-    """The type of the pixels, or of the bytes that encode them. Raises DataError where a column is missing or wrong."""
+    """The type of the pixels, or of the bytes that encode them. Raises DataError if a column is missing or wrong."""
     image, label = _type_of(path, schema, columns.image), _type_of(path, schema, columns.label)
     if not pa.types.is_integer(label):
         raise DataError(f"{path}: column {columns.label} is {label}; labels must be whole numbers")
@@ -95,21 +95,19 @@ def is_encoded(kind: pa.DataType) -> bool:
 
 
 def read_group(group: RowGroup, columns: Columns) -> Rows:
-    """The rows of a row group. Raises DataError when it cannot be read at all."""
+    """The rows of a row group. Raises DataError if it cannot be read at all."""
     try:
         with pq.ParquetFile(group.path) as file:
             # One thread: the cores are shared out among the ranks of a host, and pyarrow would take them all.
             table = file.read_row_group(group.number, columns=[columns.image, columns.label], use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
-        raise DataError(f"{group} cannot be read: {_first_line(error)}; write the file again, {LEAVE_OUT}") from error
+        raise DataError(f"{group} cannot be read: {_first_line(error)}") from error
     if table.num_rows != group.num_rows:
-        raise DataError(
-            f"{group} has {table.num_rows} rows and had {group.num_rows} before; leave files alone in a run"
-        )
+        raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
     wrong: dict[int, str] = {}
     labels = _labels(_column(table, columns.label), columns, wrong)
     images = _column(table, columns.image)
-    _refuse(wrong, pc.is_null(images), f"{columns.image} is null; drop that row")
+    _refuse(wrong, pc.is_null(images), f"{columns.image} is null")
     is_list = hasattr(images.type, "value_type")
     pixels = _pixels(images, columns, wrong) if is_list else images.fill_null(b"").to_numpy()
     labels[np.fromiter(wrong, np.int64)] = -1
@@ -117,18 +115,15 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
 
 
 def _labels(labels: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) -> np.ndarray:
-    _refuse(wrong, pc.is_null(labels), f"{columns.label} is null; drop that row")
+    _refuse(wrong, pc.is_null(labels), f"{columns.label} is null")
     values = labels.fill_null(0).to_numpy()
     for row in np.flatnonzero((values < 0) | (values >= columns.num_classes)):
-        wrong[int(row)] = (
-            f"label {values[row]} is outside 0 ... {columns.num_classes - 1}; "
-            "mend the labels or say how many classes there are"
-        )
+        wrong[int(row)] = f"label {values[row]} is outside 0 ... {columns.num_classes - 1}"
     return values.astype(np.int32)
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) -> np.ndarray:
-    """[n, h, w, c]; zeros in rows that have not as many numbers as there are pixels."""
+    """Pixels [n, h, w, c]; zeros in rows with too few or too many numbers."""
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
@@ -139,7 +134,7 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) ->
         images = images.take(pa.array(whole))
     flat = pc.list_flatten(images)
     for row in np.unique(np.flatnonzero(pc.is_null(flat, nan_is_null=True).to_numpy()) // num_pixels):
-        wrong.setdefault(int(whole[row]), "a pixel is null or NaN; mend or drop that row")
+        wrong.setdefault(int(whole[row]), "a pixel is null or NaN")
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)
     if len(whole) == len(lengths):
         return values
@@ -154,7 +149,7 @@ def _refuse(wrong: dict[int, str], rows: pa.ChunkedArray, what: str) -> None:
 
 
 def _path(names: list[str], column: str) -> list[str]:
-    """A column whose own name has dots comes before a field."""
+    """A column whose own name has dots comes before a field of a struct."""
     return [column] if column in names else column.split(".")
 
 

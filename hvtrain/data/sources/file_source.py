@@ -1,107 +1,179 @@
-"""What all sources of files share: examples that cannot be read are named, or left out and told."""
+"""What all sources of files share: an example that cannot be read is named, or left out and counted."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.record_framing import LEAVE_OUT
 from hvtrain.data.manifest import of_files
-from hvtrain.data.pipeline.decode import decoded_pixels
-from hvtrain.data.pipeline.streams import Then
+from hvtrain.data.pipeline.decode import check_image_shape, decoded_pixels
+from hvtrain.data.pipeline.streams import Read, StreamedSource, Then, end_with_python
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.pipeline.unreadable import Careful, Keys, Read, failed_key
+from hvtrain.data.pipeline.unreadable import read_batches
 from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import Source, Unreadable
+from hvtrain.data.source import LEAVE_OUT, Unreadable, reason
 from hvtrain.errors import DataError
 
-SEARCH_SECONDS = 5.0
+Piece = TypeVar("Piece")
+Example = Sequence[np.ndarray]
+"""One example's part of a batch, as arrays of one element."""
 
 
-class FileSource(Source):
-    """A source that reads batches with read_carefully, and finds an example again by its key.
+class FileSource(StreamedSource):
+    """A source of files with encoded images of any size. If they hold pixels, preprocessing() says so.
 
-    Its files hold encoded images of any size; a source whose files hold pixels says so in preprocessing().
+    on_error="stop": an example that cannot be read ends the stream with an error that explain() understands.
+    on_error="skip": it is noted. In training a good example of its batch takes its place, so that all batches stay
+    full and a stream stays a function of what the files hold; in evaluation it is left out.
     """
 
-    transform: Transform = Transform()
-
-    @cached_property
-    def _lost(self) -> dict[str, Unreadable]:
-        """Whole files, or pieces of them, that were left out. By place, so that each counts once."""
-        return {}
-
-    @cached_property
-    def _told(self) -> set[str]:
-        return set()
+    def __init__(self, dir: str, image_shape: Sequence[int], transform: Transform) -> None:
+        self.folder = Path(dir).expanduser()
+        self.origin = str(self.folder)
+        self.image_shape, self.transform = check_image_shape(image_shape), transform
+        self._places: set[str] = set()  # Of all that was left out: each counts once.
+        self._new: list[Unreadable] = []
+        self._failure: DataError | None = None
 
     @abstractmethod
     def paths(self, split: str) -> list[str]:
         """The files of a split."""
 
-    def manifest(self) -> dict[str, Any]:
-        found = super().manifest()
-        for split, part in found["splits"].items():
-            part.update(of_files(Path(self.origin), self.paths(split)))
-        return found
+    @abstractmethod
+    def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
+        """Where an example of a shard lies and why it cannot be used. why: TensorFlow's error; "" for a label of -1."""
 
-    def preprocessing(self) -> Preprocessing:
-        return decoded_pixels(self.image_shape, self.transform)
+    def sure_reader(self, split: str, topology: Topology) -> Read:
+        """Reads single examples of a batch that `reader` failed on."""
+        return self.reader(split, topology)
 
     @property
     def skips(self) -> bool:
         return self.on_error == "skip"
 
-    @cached_property
-    def _careful(self) -> Careful:
-        return Careful(self.skips)
+    def manifest(self) -> dict[str, Any]:
+        found = super().manifest()
+        for split, part in found["splits"].items():
+            part.update(of_files(self.folder, self.paths(split)))
+        return found
 
-    def lose(self, place: str, why: str, num_examples: int | None = None) -> None:
-        """Notes a file or a piece of one that is left out."""
-        self._lost[place] = Unreadable(place, why, num_examples)
+    def preprocessing(self) -> Preprocessing:
+        return decoded_pixels(self.image_shape, self.transform)
 
-    @abstractmethod
-    def locate(self, key: str) -> tuple[str, str]:
-        """Where the example of that key lies, for people, and why it cannot be read."""
-
-    def search(self, error: Exception) -> Exception:
-        """What explain() answers to errors that hold no key."""
-        return error
-
-    def read_carefully(
-        self,
-        steps: tf.data.Dataset,
-        read: Read,
-        keys: Keys,
-        then: Then,
-        topology: Topology,
-        batch_size: int | None = None,
-        num_local: int = 0,
-    ) -> tf.data.Dataset:
-        """(step, batch...) -> then(step, images, labels), in order; for evaluation with batch_size and num_local."""
-        if batch_size and num_local:
-            return self._careful.evaluation(steps, read, keys, then, topology, batch_size)
-        return self._careful.training(steps, read, keys, then, topology)
+    def leave_out(self, item: Unreadable) -> None:
+        """Notes a file, or a part of one, that on_error="skip" leaves out."""
+        if item.place not in self._places:
+            self._places.add(item.place)
+            self._new.append(item)
 
     def unreadable(self) -> list[Unreadable]:
-        new = [Unreadable(*self.locate(key), 1) for key in self._careful.new_keys()]
-        lost = [item for item in list(self._lost.values()) if item.place not in self._told]
-        self._told.update(item.place for item in lost)
-        return new + lost
+        new, self._new = self._new, []
+        return new
 
     def explain(self, error: Exception) -> Exception:
-        key, whole_batch = failed_key(error)
-        if key is None:
-            return self.search(error)
-        place, why = self.locate(key) if key else (self.origin, "")
-        if whole_batch:
-            return DataError(
-                f"{place}: {why}; and no other example of its batch can be read, so that data.on_error=skip has "
-                f"nothing to put in its place; look at the files and the settings of dataset"
+        return self._failure if self._failure and "DataError" in str(error) else error
+
+    def load(
+        self, batches: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
+    ) -> tf.data.Dataset:
+        end_with_python()
+        read_one = self.sure_reader(split, topology)
+        num_local = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
+        bad: dict[str, Unreadable] = {}  # Of this stream, by place.
+
+        def attempt(example: Example) -> tuple[np.ndarray, int] | None:
+            why = ""
+            try:
+                with tf.device("CPU:0"):
+                    images, labels = read_one(*map(tf.constant, example))
+                if labels[0] >= 0:
+                    return images[0].numpy(), int(labels[0])
+            except tf.errors.OpError as error:
+                why = reason(error)
+            item = self.locate(split, topology, example, why)
+            if not self.skips:
+                raise self._fail(f"{item.place}: {item.why}; fix or remove it, {LEAVE_OUT}")
+            self.leave_out(item)
+            bad[item.place] = item
+            if batch_size and sum(item.num_examples or 0 for item in list(bad.values())) == num_local:
+                raise self._nothing_left(item, f"of the rank's part of {split}")
+            return None
+
+        def repair(none: np.ndarray, *batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            rows = range(len(batch[0]))
+            found = [attempt([part[row : row + 1] for part in batch]) for row in rows]
+            good = [row for row in rows if found[row]]
+            if not batch_size:
+                if not good:
+                    raise self._nothing_left(next(reversed(bad.values())), "of its batch")
+                good = [row if found[row] else good[row % len(good)] for row in rows]
+            kept = [pair for row in good if (pair := found[row])]
+            images = np.stack([image for image, _ in kept]) if kept else none
+            return images, np.array([label for _, label in kept], np.int32)
+
+        found = read_batches(batches, self.reader(split, topology), repair, then, topology)
+        # What was left out makes batches short; only the last one may be.
+        return found.unbatch().batch(batch_size) if batch_size and self.skips else found
+
+    def _nothing_left(self, item: Unreadable, of: str) -> DataError:
+        return self._fail(
+            f"{item.place}: {item.why}; and no other example {of} can be read, so that data.on_error=skip has "
+            "nothing to go on with; check the files and the settings of dataset"
+        )
+
+    def _fail(self, message: str) -> DataError:
+        self._failure = DataError(message)
+        return self._failure
+
+
+class DealtSource(FileSource):
+    """A source whose files are dealt to the ranks in pieces: whole files, or row groups."""
+
+    PIECE: ClassVar[str]
+    """The name of a piece, for error messages."""
+
+    @abstractmethod
+    def counts(self, split: str) -> Mapping[Any, int]:
+        """Examples of each piece of a split."""
+
+    def num_examples(self, split: str) -> int:
+        return sum(self.counts(split).values())
+
+    def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
+        counts = self.counts(split)
+        return [sum(counts[piece] for piece in shard) for shard in self.shards(split, num_shards, weights)]
+
+    def shards(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[list[Any]]:
+        """The pieces of each rank. Each rank needs one for training; for evaluation it may have none."""
+        counts = self.counts(split)
+        if split == "train" and len(counts) < num_shards:
+            raise DataError(
+                f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks, and each "
+                f"rank reads its own; write at least {num_shards} {self.PIECE}s or use fewer ranks"
             )
-        return DataError(f"{place}: {why}; mend or remove it, {LEAVE_OUT}")
+        return deal(counts, num_shards, weights)
+
+    def shard(self, split: str, topology: Topology) -> list[Any]:
+        """This rank's pieces."""
+        return self.shards(split, topology.size, topology.weights)[topology.rank]
+
+
+def deal(counts: Mapping[Piece, int], num_shards: int, weights: Sequence[int] = ()) -> list[list[Piece]]:
+    """Pieces for each shard: the largest first, each to the shard that has least so far for its weight. Pure.
+
+    >>> deal({"a": 5, "b": 3, "c": 2}, 2)
+    [['a'], ['b', 'c']]
+    """
+    shards: list[list[Piece]] = [[] for _ in range(num_shards)]
+    loads = [0.0] * num_shards
+    for piece in sorted(counts, key=lambda piece: (-counts[piece], piece)):
+        lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard]), shard))
+        shards[lightest].append(piece)
+        loads[lightest] += counts[piece] / (weights[lightest] if weights else 1)
+    return shards

@@ -9,13 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.decode import check_image_shape, decode, decode_batch
-from hvtrain.data.pipeline.streams import IndexedSource, Read, Then
+from hvtrain.data.pipeline.decode import decode, decode_batch
+from hvtrain.data.pipeline.streams import IndexedSource, Read, finish, parallel_map
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.pipeline.unreadable import mark_unreadable
-from hvtrain.data.source import reason
+from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.arrays import SPLIT_SEED
-from hvtrain.data.sources.file_source import FileSource
+from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
@@ -27,9 +26,9 @@ class ImageFolder(FileSource, IndexedSource):
     """Class names are the sorted folder names, the same in every split; pixels are scaled to 0 ... 1.
 
     image_shape: every image is resized to [height, width], and read with that many channels.
-    validation_fraction, test_fraction: taken out of train, class by class and the same in every run,
-    where there is no such folder.
-    cache: keep this rank's decoded shard in memory (h x w x c bytes an image) instead of reading files anew.
+    validation_fraction, test_fraction: taken out of train if there is no such folder, class by class and the same
+        in every run.
+    cache: keeps this rank's decoded shard in memory (h x w x c bytes an image) instead of reading files again.
     """
 
     name = "image_folder"
@@ -44,15 +43,12 @@ class ImageFolder(FileSource, IndexedSource):
         flip: bool = True,
         cache: bool = False,
     ) -> None:
-        folder = Path(dir).expanduser()
-        self.origin = str(folder)
-        self.image_shape = check_image_shape(image_shape)
-        self.class_names: list[str] = class_folders(folder / "train")
+        super().__init__(dir, image_shape, Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip))
+        self.class_names: list[str] = class_folders(self.folder / "train")
         self.num_classes = len(self.class_names)
-        self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
         self._cache = cache
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
-        self._files = self._find_files(folder, {"validation": validation_fraction, "test": test_fraction})
+        self._files = self._find_files(self.folder, {"validation": validation_fraction, "test": test_fraction})
 
     def _find_files(self, folder: Path, fractions: dict[str, float]) -> dict[str, Files]:
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
@@ -77,37 +73,33 @@ class ImageFolder(FileSource, IndexedSource):
         return {**files, "train": train}
 
     def num_examples(self, split: str) -> int:
-        return len(self._files.get(split, ([], []))[0])
+        return len(self.paths(split))
 
     def paths(self, split: str) -> list[str]:
         return self._files.get(split, ([], []))[0]
 
     def reader(self, split: str, topology: Topology) -> Read:
-        paths, label_tensor = self._shard(split, topology)
-        shape = self.image_shape
-        if self._cache:
-            key = (split, topology.rank, topology.size)
-            if key not in self._cached:
-                self._cached[key] = self._decode_all(paths, label_tensor, topology)
-            pixels, known = self._cached[key]
-            return lambda indices: (tf.gather(pixels, indices), tf.gather(known, indices))
+        if not self._cache:
+            return self.sure_reader(split, topology)
+        key = (split, topology.rank, topology.size)
+        if key not in self._cached:
+            self._cached[key] = self._decode_all(*self._shard(split, topology), topology)
+        pixels, labels = self._cached[key]
+        return lambda indices: (tf.gather(pixels, indices), tf.gather(labels, indices))
+
+    def sure_reader(self, split: str, topology: Topology) -> Read:
+        paths, labels = self._shard(split, topology)
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             encoded = tf.map_fn(tf.io.read_file, tf.gather(paths, indices))
-            return decode_batch(encoded, shape), tf.gather(label_tensor, indices)
+            return decode_batch(encoded, self.image_shape), tf.gather(labels, indices)
 
         return read
 
-    def load(
-        self, steps: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
-    ) -> tf.data.Dataset:
-        paths, _ = self._shard(split, topology)
-        read = self.reader(split, topology)
-
-        def keys(indices: tf.Tensor) -> tf.Tensor:
-            return tf.gather(paths, indices)
-
-        return self.read_carefully(steps, read, keys, then, topology, batch_size, len(paths))
+    def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
+        paths = self.paths(split)
+        path = paths[topology.share(len(paths))[example[0][0]]]
+        return Unreadable(path, why.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
@@ -128,30 +120,18 @@ class ImageFolder(FileSource, IndexedSource):
             )
 
     def _decode_all(self, paths: tf.Tensor, labels: tf.Tensor, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """All images, and their labels, -1 for one that cannot be read: whoever wants that one hears of it."""
+        """All images, and their labels: -1 for one that cannot be read, so that it is read again, and named, later."""
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        known = np.zeros([len(paths)], np.int32)
+        known = np.full([len(paths)], -1, np.int32)
 
-        def read(paths: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return decode_batch(tf.map_fn(tf.io.read_file, paths), self.image_shape), labels
+        def read(number: tf.Tensor, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return number, decode(tf.io.read_file(path), self.image_shape)
 
-        batches = tf.data.Dataset.from_tensor_slices((paths, labels)).batch(CACHE_BATCH)
-        for at, batch in mark_unreadable(batches, read, topology).enumerate().as_numpy_iterator():
-            place = slice(at * CACHE_BATCH, (at + 1) * CACHE_BATCH)
-            pixels[place], known[place] = batch
+        images = parallel_map(tf.data.Dataset.from_tensor_slices(paths).enumerate(), read).ignore_errors()
+        for numbers, batch in finish(images.batch(CACHE_BATCH), topology).as_numpy_iterator():
+            pixels[numbers], known[numbers] = batch, labels.numpy()[numbers]
         with tf.device("CPU:0"):
             return tf.constant(pixels), tf.constant(known)
-
-    def locate(self, key: str) -> tuple[str, str]:
-        try:
-            encoded = tf.io.read_file(key)
-        except tf.errors.OpError as error:
-            return key, f"cannot be read ({reason(error).removeprefix(f'{key}; ')})"
-        try:
-            decode(encoded, self.image_shape)
-        except tf.errors.OpError as error:
-            return key, f"cannot be decoded ({reason(error)})"
-        return key, "could not be read, but can now"
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,17 +32,20 @@ FASHION_FILES = KerasFiles(
 )
 
 
-def mnist(
+def _idx_source(
+    files: KerasFiles,
+    class_names: Sequence[str],
+    /,
     dir: str | None = None,
     num_validation: int = 5000,
     standardize: str = "per_pixel",
     shift_pixels: int = 0,
     flip: bool = False,
 ) -> ArraySource:
-    """Handwritten digits. Without `dir`: Keras's cache, then Keras's download."""
-    origin, load = _find(MNIST_FILES, dir, None)
+    """Without `dir`: the Debian package (of Fashion-MNIST), then Keras's cache, then Keras's download."""
+    origin, load = _find(files, dir)
     return ArraySource(
-        "mnist",
+        files.name,
         load,
         (28, 28, 1),
         10,
@@ -51,52 +54,29 @@ def mnist(
         num_validation=num_validation,
         shift_pixels=shift_pixels,
         flip=flip,
-        class_names=[str(digit) for digit in range(10)],
+        class_names=class_names,
     )
 
 
-def fashion_mnist(
-    dir: str | None = None,
-    num_validation: int = 5000,
-    standardize: str = "per_pixel",
-    shift_pixels: int = 0,
-    flip: bool = False,
-) -> ArraySource:
-    """Articles of clothing. Without `dir`: the Debian package, then Keras's cache, then its download."""
-    origin, load = _find(FASHION_FILES, dir, DEBIAN_FOLDER)
-    return ArraySource(
-        "fashion_mnist",
-        load,
-        (28, 28, 1),
-        10,
-        origin=origin,
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=FASHION_CLASSES,
-    )
+mnist = partial(_idx_source, MNIST_FILES, tuple("0123456789"))
+fashion_mnist = partial(_idx_source, FASHION_FILES, FASHION_CLASSES)
 
 
-def _find(files: KerasFiles, dir: str | None, package_folder: Path | None) -> tuple[str, Callable[[], Arrays]]:
-    """Where the data lies, in words, and the function that reads it. A `dir` that lacks a file is an error."""
-    folder, origin = package_folder, f"Debian package dataset-fashion-mnist ({package_folder})"
+def _find(files: KerasFiles, dir: str | None) -> tuple[str, Callable[[], Arrays]]:
+    """Where the data lie, for the run's header, and the function that reads them. Refuses a `dir` that lacks a file."""
+    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
     if dir is not None:
         folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
         missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
         if missing:
             raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-
-    if folder is not None and all(find_idx(folder, name) for name in FILE_NAMES):
-        return origin, partial(_read_folder, folder)
-    return files.fetch(), files.load
+    elif files is MNIST_FILES or not all(find_idx(folder, name) for name in FILE_NAMES):
+        return files.fetch(), files.load
+    return origin, partial(_read_folder, folder)
 
 
 def _read_folder(folder: Path) -> Arrays:
-    arrays = {}
-    for split, names in FILES.items():
-        images_path, labels_path = (find_idx(folder, name) for name in names)
-        if images_path is None or labels_path is None:
-            raise DataError(f"{folder}: the {split} files went away since they were found")
-        arrays[split] = read_pair(images_path, labels_path)
-    return arrays
+    # A file that went away since it was found is named when it is read.
+    return {
+        split: read_pair(*(find_idx(folder, name) or folder / name for name in names)) for split, names in FILES.items()
+    }

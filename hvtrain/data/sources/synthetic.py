@@ -1,4 +1,4 @@
-"""One random batch, again and again: measures the speed of everything but the data."""
+"""One random batch, again and again, to measure the speed of everything but the data."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.decode import check_image_shape
 from hvtrain.data.pipeline.streams import FOREVER, finish
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, StreamRequest
 from hvtrain.errors import ConfigError
 
 
 class Synthetic(Source):
-    """Normal noise and random labels, one batch per rank, kept in memory; there is nothing to learn."""
+    """Normal noise and random labels, one batch per rank in memory. There is nothing to learn."""
 
     name = "synthetic"
     origin = "random numbers"
@@ -38,17 +37,10 @@ class Synthetic(Source):
     def num_examples(self, split: str) -> int:
         return self._counts.get(split, 0)
 
-    def training(
-        self,
-        topology: Topology,
-        batch_size: int,
-        seed: int,
-        start_step: int,
-        steps_per_epoch: int,
-        num_examples: int | None = None,
-    ) -> tf.data.Dataset:
-        batch = self._batch(topology, batch_size, seed)
-        share = Share(batch_size, steps_per_epoch, num_examples or 0)
+    def training(self, request: StreamRequest) -> tf.data.Dataset:
+        topology = request.topology
+        batch = self._batch(topology, request.batch_size, request.seed)
+        share = request.share_of(len(topology.share(self.num_examples("train"))))
         if share.is_full:
             return finish(tf.data.Dataset.from_tensors(batch).repeat(), topology)
 
@@ -56,7 +48,7 @@ class Synthetic(Source):
             size = share.begin(step + 1, tf.minimum) - share.begin(step, tf.minimum)
             return batch[0][:size], batch[1][:size]
 
-        steps = tf.data.Dataset.range(start_step, FOREVER).map(lambda step: step % share.steps)
+        steps = tf.data.Dataset.range(request.start_step, FOREVER).map(lambda step: step % share.steps)
         return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:

@@ -4,6 +4,7 @@ Exits as hvtrain.verify does: with 1 when a check failed.
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 from leaves import ForgetsToReduce
@@ -45,8 +46,8 @@ def versions():
     return {"keras": f"3.{hvd.rank()}"}
 
 
-def same_for_all(self, topology, *rest, **options):
-    return training(self, Topology(0, topology.size), *rest, **options)
+def same_for_all(self, request):
+    return training(self, replace(request, topology=Topology(0, request.topology.size)))
 
 
 def restores_nothing(newest, model):

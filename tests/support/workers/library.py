@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
-from hvtrain.data import from_arrays
+from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.collectives import sum_arrays
 from hvtrain.strategies.horovod import HorovodStrategy
@@ -138,7 +138,7 @@ def shards():
     source = from_arrays(x, x[:, 0, 0, 0] % 3, x_test, x_test[:, 0, 0, 0] % 3, standardize="none")
     topology = Topology(RANK, SIZE)
     steps = len(topology.share(37))
-    training = source.training(topology, 1, seed=4, start_step=0, steps_per_epoch=steps).take(steps)
+    training = source.training(StreamRequest(topology, 1, seed=4, start_step=0, steps_per_epoch=steps)).take(steps)
     test = source.evaluation("test", topology, 4)
     return {
         name: [int(i) for images, _ in dataset for i in images.numpy().ravel()]

@@ -24,6 +24,7 @@ from hvtrain import runner
 from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
+from hvtrain.data import StreamRequest
 from hvtrain.errors import UserError
 from hvtrain.training.batch_weights import with_rank_weights
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
@@ -74,7 +75,7 @@ def against_the_joint_batches(config):
     seed_everything(config, hvd.rank())
     source, plan, topology = open_data(config, strategy.comm)
     share = plan.shares[hvd.rank()]
-    stream = source.training(topology, share.batch_size, 1, 0, share.steps, share.num_examples)
+    stream = source.training(StreamRequest(topology, share.batch_size, 1, 0, share.steps, share.num_examples))
     everyone = strategy.comm.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
     found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
     first = None

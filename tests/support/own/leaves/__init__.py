@@ -1,6 +1,7 @@
 """A user's own package: a model, a data set, and ways in which either can fail on one rank."""
 
 import os
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -34,7 +35,7 @@ def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, s
     )
     if same_data != "no":
         shared = source.training
-        source.training = lambda topology, *rest: shared(Topology(0, topology.size), *rest)
+        source.training = lambda request: shared(replace(request, topology=Topology(0, request.topology.size)))
         source.same_on_all_ranks = same_data == "meant"
     return source
 

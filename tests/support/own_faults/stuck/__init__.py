@@ -16,9 +16,9 @@ def data(rank=0, batch=-1, seconds=FOREVER, evaluation_seconds=0.0):
     source = digits()
     streams, evaluations = source.training, source.evaluation
 
-    def training(topology, *rest, **options):
-        batches = streams(topology, *rest, **options)
-        if topology.rank != rank or batch < 0:
+    def training(request):
+        batches = streams(request)
+        if request.topology.rank != rank or batch < 0:
             return batches
 
         def late(number, pair):
