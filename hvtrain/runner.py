@@ -131,7 +131,7 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
     """Evaluates on the test data and writes the results; returns None if another plan is to continue."""
     plan, strategy, position = run.plan, run.strategy, monitors.position
     cut_short = monitors.interruption.reason
-    if plan.hands_over and position.step == plan.num_steps and not cut_short:
+    if plan.ends_early and position.step == plan.num_steps and not cut_short:
         return None
     metrics = {}
     with explain_errors(run, model, position):

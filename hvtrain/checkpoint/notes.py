@@ -1,7 +1,7 @@
-"""A note, on each host that has no checkpoints of its own, of where the newest one lies. Knows no ranks.
+"""A note, on each host without checkpoints of its own, of where the newest checkpoint lies. Knows no ranks.
 
-Without a shared disk rank 0's host alone has checkpoints. A start without that host would begin anew at step 0 and
-not know better; hvtrain.restore.newest reads the notes and refuses. The launcher gives its own note in VARIABLE.
+Without a shared disk only rank 0's host has checkpoints. A start without that host would silently begin at step 0, so
+hvtrain.restore.newest reads the notes and refuses. The launcher passes its own note in VARIABLE.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 NOTE_FILE = "newest-checkpoint.json"
 VARIABLE = "HVTRAIN_NEWEST_CHECKPOINT"
-_MOST_BYTES = 10_000
+_MAX_BYTES = 10_000
 _HOST = re.compile(r"[\w.-]{1,253}")
 _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
 
 
 @dataclass(frozen=True)
 class Note:
-    """A host that writes checkpoints of a run, and the step of the newest that is known to be whole; 0: none is yet.
+    """A host that writes checkpoints of a run, and the step of its newest complete one; 0: none yet.
 
-    run_id is None where the run is not known.
+    run_id is None if the run is not known.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Note:
 
 
 def checked_run_id(value: object) -> str | None:
-    """A run's identifier as found in a file; None for anything that is none, as in checkpoints of older versions.
+    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions.
 
     >>> checked_run_id("0123456789ab"), checked_run_id("../x"), checked_run_id(None)
     ('0123456789ab', None, None)
@@ -48,10 +48,10 @@ def checked_run_id(value: object) -> str | None:
 
 
 def read(folder: Path) -> Note | None:
-    """The note in a run folder; None where there is none, or nothing that could be one."""
+    """The note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
         found = json.loads(path.read_text(encoding="utf-8"))
         step, host, run_id = found["step"], found["host"], checked_run_id(found["run_id"])
@@ -62,7 +62,7 @@ def read(folder: Path) -> Note | None:
 
 
 def forget(folder: Path, run_id: str | None) -> None:
-    """Removes the note of a run folder, if it is not this run's; None: whatever it is."""
+    """Removes the note of a run folder unless it is of this run; None: removes any."""
     note = read(folder)
     if note and (run_id is None or note.run_id != run_id):
         with suppress(OSError):
@@ -70,7 +70,7 @@ def forget(folder: Path, run_id: str | None) -> None:
 
 
 def from_launcher(environ: Mapping[str, str]) -> Note | None:
-    """What the launcher knows, as to_ranks() wrote it.
+    """The launcher's note, as to_ranks() wrote it.
 
     >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
@@ -80,7 +80,7 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
 
 
 def to_ranks(step: int, host: str) -> dict[str, str]:
-    """The launcher's note as a variable.
+    """The environment variable that passes the launcher's note.
 
     >>> to_ranks(28, "s1")
     {'HVTRAIN_NEWEST_CHECKPOINT': '28@s1'}
@@ -89,9 +89,9 @@ def to_ranks(step: int, host: str) -> dict[str, str]:
 
 
 class NoteKeeper:
-    """Keeps the note of one host up to date; folder None: this rank keeps none.
+    """Keeps this host's note up to date; folder None: this rank writes none.
 
-    A note that cannot be written costs a warning, once: it is needed only after another failure.
+    If a note cannot be written, one warning says so: notes matter only after another failure.
     """
 
     def __init__(self, folder: Path | None = None, host: str = "", run_id: str | None = None) -> None:
@@ -99,13 +99,13 @@ class NoteKeeper:
         self._host = host
         self._run_id = run_id
 
-    def note(self, whole_step: int) -> None:
-        """A checkpoint is being written on the noted host, where that of whole_step is whole; 0: none yet."""
+    def note(self, complete_step: int) -> None:
+        """Notes that the host writes checkpoints, and that the one of complete_step is complete; 0: none yet."""
         if self._folder is None:
             return
-        note = Note(whole_step, self._host, self._run_id)
+        note = Note(complete_step, self._host, self._run_id)
         before = read(self._folder)
-        if before == note or (before and before.run_id == note.run_id and before.step and not whole_step):
+        if before == note or (before and before.run_id == note.run_id and before.step and not complete_step):
             return
         try:
             write_atomic(self._folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")

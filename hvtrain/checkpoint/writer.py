@@ -1,7 +1,7 @@
-"""Checkpoints are written here: whole or not at all, beside the training. Knows no ranks; the chief alone calls it.
+"""Writes checkpoints, completely or not at all, while training continues. Knows no ranks; only the chief calls it.
 
-Files are flushed to the disk under a temporary name and appear by a rename; what is to go is renamed before it is
-deleted. So step-NNNNNNNN is whole at any moment, and `sweep` finds all that a killed process left by its name.
+Files are flushed to the disk under a temporary name and appear by a rename; old ones are renamed before they are
+deleted. So step-NNNNNNNN is complete at any moment, and `sweep` finds what a killed process left by its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from hvtrain.checkpoint.store import ARRAYS, META, SUMS, listed, name_of, remove
+from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, remove
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.records import TEMPORARY, flush, storage_reason, write_atomic
 from hvtrain.errors import CheckpointError, StorageError, UserError
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH = 30.0
-_BUFFER_BYTES = 1 << 20  # Small arrays go together: each call of the system is a chance to hold up the training.
+_BUFFER_BYTES = 1 << 20  # Groups small arrays: each system call may delay the training.
 _BEST = "best.json"
 _REPLACED, _GONE = f"{TEMPORARY}old-", f"{TEMPORARY}gone-"
-# NumPy's names of types and safetensors's.
-_CODES = {
+# safetensors's names of NumPy's types.
+_TYPES = {
     "bool": "BOOL",
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)},
 }
@@ -43,11 +43,11 @@ _CODES = {
 
 def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Path:
     """Writes folder/step-NNNNNNNN and returns it. Raises CheckpointError; older checkpoints stay as they are."""
-    # safetensors knows no bfloat16 in NumPy: such arrays go as their bits, and meta says which they are.
+    # safetensors has no bfloat16 for NumPy: such arrays are stored as their bits, and meta lists them.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     plain = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
     text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
-    target = folder / name_of(step)
+    target = folder / folder_name(step)
     temporary = folder / f"{TEMPORARY}{target.name}"
     try:
         remove(temporary)
@@ -67,16 +67,16 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
 
 
 def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
-    """A safetensors file in pieces: its header, then the bytes of each array where they lie.
+    """Yields a safetensors file in pieces: its header, then the bytes of each array without a copy.
 
-    safetensors.numpy.save copies all of them at once, and training stands still meanwhile.
+    safetensors.numpy.save copies all arrays at once, which stops the training meanwhile.
     """
-    # The order of safetensors itself: by alignment, then by name.
+    # In the order of safetensors itself: by alignment, then by name.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header, end = {}, 0
     for key, array in ordered:
         begin, end = end, end + array.nbytes
-        header[key] = {"dtype": _CODES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+        header[key] = {"dtype": _TYPES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -85,22 +85,22 @@ def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
-    """Names the best checkpoint so far, and its host where that is another; prune keeps it."""
+    """Records the best checkpoint so far, and its host if it is another; prune keeps that checkpoint."""
     write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value, **host}) + "\n")
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
-    """What mark_best wrote last: step, metric, value and, on another host's disk, host; None where it is not there."""
+    """The record of mark_best: step, metric, value and, if on another host, host; None if the checkpoint is gone."""
     path = folder / _BEST
     if not path.exists():
         return None
     try:
         best = json.loads(path.read_text(encoding="utf-8"))
-        name = name_of(best["step"])
+        name = folder_name(best["step"])
         if not isinstance(best["metric"], str) or not isinstance(best["value"], int | float):
             raise ValueError("no metric and value")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("%s is damaged (%s); the best checkpoint is chosen anew", path, error)
+        log.warning("%s is damaged (%s); the next checkpoint becomes the best", path, error)
         with suppress(OSError):
             remove(path)
         return None
@@ -109,8 +109,8 @@ def read_best(folder: Path) -> dict[str, Any] | None:
 
 def prune(folder: Path, keep: int) -> None:
     """Deletes all but the `keep` newest checkpoints and the best one."""
-    best, paths = read_best(folder), listed(folder)
-    kept = {path.name for path in paths[-keep:]} | {name_of(best["step"]) if best else ""}
+    best, paths = read_best(folder), list_checkpoints(folder)
+    kept = {path.name for path in paths[-keep:]} | {folder_name(best["step"]) if best else ""}
     for path in paths:
         if path.name not in kept:
             gone = path.with_name(f"{_GONE}{path.name}")
@@ -121,7 +121,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes left in a folder that this run alone writes to, and mends a cut replacement."""
+    """Removes what killed processes left in this run's folder, and undoes a replacement that was cut short."""
     for path in folder.glob(f"{TEMPORARY}*"):
         name = path.name.removeprefix(_REPLACED)
         with suppress(OSError):
@@ -132,8 +132,8 @@ def sweep(folder: Path) -> None:
 
 
 def save_model(model: keras.Model, path: Path) -> None:
-    """The model as Keras's file, as a whole. Raises StorageError."""
-    temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put files of its own beside the model.
+    """Saves the model as a Keras file, completely or not at all. Raises StorageError."""
+    temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
     try:
         remove(temporary)
         temporary.mkdir()
@@ -151,9 +151,9 @@ def save_model(model: keras.Model, path: Path) -> None:
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own, one at a time; marks the best, drops the old ones (chief only).
+    """Writes checkpoints in a background thread, one at a time; records the best, deletes old ones (chief only).
 
-    As a context it finishes what it has begun also when training fails, within SECONDS_TO_FINISH.
+    As a context manager it finishes a write even if training fails, within SECONDS_TO_FINISH.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
@@ -161,21 +161,23 @@ class Writer:
         self._config = config
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._unsaved, self.whole_step = "", 0  # The last step that was written.
+        self._unsaved = ""
+        self.whole_step = 0
+        """The last step that was written."""
 
     @property
     def failed(self) -> bool:
-        """True when training is to stop because a write failed; `outcome` says why."""
+        """True if training must stop because a write failed; `outcome` says why. Does not wait."""
         return self._error is not None
 
     def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-        """Begins to write, after the write before is done. The arrays must not change any more."""
+        """Starts a write, after the previous one is done. The arrays must not change afterwards."""
         self.outcome()
         self._thread = threading.Thread(target=self._work, args=(step, arrays, meta), name="checkpoints", daemon=True)
         self._thread.start()
 
     def outcome(self) -> UserError | None:
-        """Waits for the write begun; the error for which training is to stop. Raises what is a defect of ours."""
+        """Waits for the current write; returns the error that stops training, or None. Raises any other exception."""
         if self._thread:
             self._thread.join()
         if self._error is None or isinstance(self._error, UserError):
@@ -183,7 +185,7 @@ class Writer:
         raise self._error
 
     def finish(self) -> None:
-        """At the end: raises the error, if there is one, or says that the last state is not saved."""
+        """Waits for the last write; raises its error, or warns that the last state is not saved."""
         error = self.outcome()
         if error:
             raise error
@@ -203,12 +205,12 @@ class Writer:
             self._unsaved, self.whole_step = "", step
         except UserError as error:
             if self._config.on_error == "stop":
-                advice = "then start again with the same run.dir to go on from the one before"
+                advice = "then start again with the same run.dir to continue from the previous one"
                 self._error = CheckpointError(f"{error}, {advice}")
             else:
                 self._unsaved = str(error)
-                log.warning("%s; training goes on (checkpoint.on_error=warn), the next save tries again", error)
-        except BaseException as error:  # A defect; training waits for it and raises it.
+                log.warning("%s; training continues (checkpoint.on_error=warn), the next save tries again", error)
+        except BaseException as error:  # A bug; outcome() raises it in the training thread.
             self._error = error
 
     def _write(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
@@ -227,7 +229,7 @@ class Writer:
 
 
 def _write_file(path: Path, data: Any) -> str:
-    """Writes pieces, flushed to the disk; returns the file's line for SHA256SUMS."""
+    """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
     digest = hashlib.sha256()
     with path.open("xb", buffering=_BUFFER_BYTES) as stream:
         for piece in data:
@@ -239,7 +241,7 @@ def _write_file(path: Path, data: Any) -> str:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    """Puts the new folder in the place of an old one of the same step, which sweep puts back if only that was done."""
+    """Replaces an older checkpoint of the same step. If it is cut short, sweep restores the older one."""
     old = target.with_name(f"{_REPLACED}{target.name}")
     remove(old)
     if os.path.lexists(target):

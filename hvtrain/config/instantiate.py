@@ -1,4 +1,4 @@
-"""From a group of the configuration to the object it names, with errors that a user can act on."""
+"""Builds the object that a group of the configuration names, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hvtrain.errors import ConfigError, UserError
 
 
 def build(group: str, settings: dict[str, Any], **values: Any) -> Any:
-    """Calls settings["_target_"] with the other settings and the given values (which win).
+    """Calls settings["_target_"] with the other settings and with `values`, which take precedence.
 
-    Raises ConfigError when the target cannot be imported or refuses its arguments.
+    Raises ConfigError if the target cannot be imported or refuses its arguments.
     """
     try:
         return instantiate({**settings, **values}, _convert_="all")
@@ -25,7 +25,7 @@ def build(group: str, settings: dict[str, Any], **values: Any) -> Any:
             reason = " ".join(str(cause).split())
             raise ConfigError(
                 f"{group}._target_={settings['_target_']} cannot be used: {reason}; "
-                f"mend the settings of {group}, or see --help"
+                f"fix the settings of {group}, or see --help"
             ) from error
-        # A defect in the target's own code: its traceback, without Hydra's around it.
+        # A bug in the target's own code: show its traceback without Hydra's around it.
         raise cause from None

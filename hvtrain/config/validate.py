@@ -1,4 +1,4 @@
-"""Settings by name: declared with a type, a range and one line of help; checked; flattened; near misses. Pure."""
+"""Typed settings: declaration with range and help, validation, flattening, suggestions for misspelt names. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvtrain.errors import ConfigError
 
 
 def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field with its one-line description and its range; `low` is the lowest value allowed."""
+    """A dataclass field with a one-line description and a range; `low` is the lowest value allowed."""
     return field(default=default, metadata={"doc": doc, "low": low, "choices": choices})
 
 
 def typed(schema: type, tree: Any, path: str = "") -> Any:
-    """The tree as the dataclass `schema`, whose fields `setting` made; path stands before names in messages.
+    """The tree as the dataclass `schema`, whose fields `setting` made. path is a prefix of names in messages.
 
-    Raises ConfigError, whose message names the setting, what it was, and what it may be.
+    Raises ConfigError that names the setting, its value, and the allowed values.
     """
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path.rstrip('.')}: {tree!r} came where a group of settings was needed")
+        raise ConfigError(f"{path.rstrip('.')}={tree!r} is not a group of settings")
     known = {item.name: item for item in fields(schema)}
     for key in tree:
         if key not in known:
@@ -49,7 +49,7 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
 
 
 def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
-    """The value as its declared type, within its range; 3 is taken for 3.0 but 3.5 not for 3."""
+    """The value as its declared type, within its range; 3 is accepted as 3.0, but 3.5 is not accepted as 3."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
@@ -62,7 +62,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
         with suppress(OverflowError):
             value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         or_null = " or null" if type(None) in options else ""
         raise ConfigError(f"{name}={value} is not {expected.get(kind, 'a group of settings')}{or_null}")
     if rule.get("choices") and value not in rule["choices"]:
@@ -74,7 +74,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names and their values.
+    """The values of a nested dictionary by dotted names.
 
     >>> flatten({"train": {"epochs": 3}, "seed": 1})
     {'train.epochs': 3, 'seed': 1}
@@ -89,7 +89,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """A hint for a misspelt name, or the list of the known ones.
+    """A suggestion for a misspelt name, or the list of known names.
 
     >>> nearest("epoch", ["epochs", "batch_size"])
     "did you mean 'epochs'?"
@@ -101,7 +101,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def seconds(name: str, duration: str) -> float:
-    """Seconds of a duration such as 1d2h, 11h50m or 90s. Raises ConfigError, which names the setting.
+    """Seconds of a duration such as 1d2h, 11h50m or 90s. Raises ConfigError that names the setting.
 
     >>> seconds("time", "1h30m"), seconds("time", "90s")
     (5400.0, 90.0)

@@ -1,4 +1,4 @@
-"""How gradients are put together into messages that are reduced while others are still computed. Pure."""
+"""Groups gradients into messages that are reduced while other gradients are still computed. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 
 def in_buckets(sizes: Sequence[int], bucket_bytes: int, alone_bytes: int = 4 << 20) -> list[list[int]]:
-    """Positions of tensors, in the order in which they are ready, by bucket; one is closed once it holds bucket_bytes.
+    """Positions of tensors by bucket, in the order in which they are ready; a bucket is full at bucket_bytes.
 
-    Tensors of alone_bytes and more share with none: Horovod copies what shares a message into it and out again.
+    Tensors of alone_bytes and more get a bucket of their own: Horovod copies tensors that share a message into a buffer
+    and out again.
 
     >>> in_buckets([10, 10, 10, 30, 5], 25)
     [[0, 1, 2], [3], [4]]

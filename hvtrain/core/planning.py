@@ -1,4 +1,4 @@
-"""How a StepPlan is made: from the settings and the sizes of the shards, or for a run that goes on. Pure."""
+"""Makes a StepPlan from the settings and the sizes of the shards, also for a resumed run. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def make_plan(
     batch_sizes: list[int] | None = None,
     uneven: str = "trim",
 ) -> StepPlan:
-    """The plan of a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] a step.
+    """The plan of a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] per step.
 
-    Steps per epoch are equal on all ranks by construction. What does not fill a batch on all ranks is left out
-    of the epoch (uneven="trim"; another part each time), trained on in short batches ("pad"), or refused ("error").
-    Raises ConfigError when a rank would have no example, or less than one batch.
+    Steps per epoch are equal on all ranks by construction. Examples that do not fill a batch on all ranks are left out
+    of the epoch (uneven="trim"; others each time), trained on in short batches ("pad"), or refused ("error").
+    Raises ConfigError if a rank would have no example, or less than one batch.
     """
     size, total = len(shard_sizes), sum(shard_sizes)
-    batch_sizes = batch_sizes or size_of_each_rank(train.batch_size, ["host"] * size)
+    batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
     if min(shard_sizes) == 0:
         raise ConfigError(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
@@ -65,12 +65,12 @@ def make_plan(
     return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=times)
 
 
-def size_of_each_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Batch sizes by rank, from one number, one for each rank, or one for each host in the order of the ranks.
+def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
+    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order.
 
     Raises ConfigError for a list of any other length.
 
-    >>> size_of_each_rank([48, 16], ["s1", "s1", "s2", "s2"])
+    >>> batch_sizes_by_rank([48, 16], ["s1", "s1", "s2", "s2"])
     [48, 48, 16, 16]
     """
     if isinstance(batch_size, int):
@@ -90,43 +90,42 @@ def _padded(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -
     steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
     if steps > min(shard_sizes):
         raise ConfigError(
-            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} and another so "
-            f"many that an epoch takes {steps} steps; spread the files more evenly, or choose data.uneven=trim"
+            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} but another "
+            f"needs {steps} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
         )
     return tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
 
 
-def takes_over(meta: dict[str, Any], train: TrainConfig, size: int) -> bool:
-    """True when a plan of `size` ranks takes the place of the one by which a checkpoint (its meta) was made.
+def planned_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
+    """Batch sizes of the ranks for which the plan is made: those that the run began with, or the current ones.
 
-    With train.resize=scale, when the ranks are others and no epoch is begun.
+    The current ranks get a plan of their own with train.resize=scale, from the end of an epoch on.
+
+    Args:
+        meta: of the checkpoint to continue from, if any.
+        train: the run's settings.
+        hosts: of the current ranks.
+
+    Raises:
+        CheckpointError: both train.batch_size and the number of ranks have changed.
     """
-    return train.resize == "scale" and meta["num_ranks"] != size and not meta["step_in_epoch"]
-
-
-def dealt_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
-    """Batch sizes of the ranks for which the plan is made: those of the run from its beginning, or those of now.
-
-    meta is what the checkpoint says that the run goes on from; hosts are those of the ranks of now.
-    Raises CheckpointError when train.batch_size has changed and so has the number of ranks.
-    """
-    if meta is None or takes_over(meta, train, len(hosts)):
-        return size_of_each_rank(train.batch_size, hosts)
+    if meta is None or (train.resize == "scale" and meta["num_ranks"] != len(hosts) and not meta["step_in_epoch"]):
+        return batch_sizes_by_rank(train.batch_size, hosts)
     before = meta["batch_size"]
     if train.batch_size == before:
         return meta["batch_sizes"]
     if meta["num_ranks"] != len(hosts):
         raise CheckpointError(
-            f"the run was begun with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
-            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: train.batch_size={before} goes on"
+            f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
         )
-    return size_of_each_rank(train.batch_size, hosts)
+    return batch_sizes_by_rank(train.batch_size, hosts)
 
 
-def going_on(plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int) -> StepPlan:
-    """The plan, made from dealt_batch_sizes, on `size` ranks and from where the checkpoint stands.
+def resumed_plan(plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int) -> StepPlan:
+    """The plan, made from planned_batch_sizes, on `size` ranks and from the checkpoint's position.
 
-    Other ranks than the plan's carry it out to the end, or (train.resize=scale) to the end of the epoch begun.
+    Another number of ranks follows it to the end, or with train.resize=scale to the end of the current epoch.
     """
     if meta is None:
         return plan

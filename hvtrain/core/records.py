@@ -1,4 +1,4 @@
-"""What a run leaves behind in numbers: result.json and history.csv, written by rank 0. Pure."""
+"""Records of a run: result.json and history.csv, written by rank 0. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvtrain.errors import StorageError
 
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
-# How all names begin of what is not yet whole, or about to go. What a killed process left is known by it.
+# Prefix of files that are incomplete or about to be deleted, by which leftovers of a killed process are found.
 TEMPORARY = ".tmp-"
 
 
@@ -33,10 +33,10 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The final numbers of a run, as result.json holds them.
+    """The final numbers of a run, in result.json.
 
     images_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
-    step over the same steps; both are None when every step was warm-up. num_steps is the whole run's.
+    step over the same steps; both are None if every step was warm-up. num_steps counts the whole run.
     """
 
     test_accuracy: float | None
@@ -55,13 +55,13 @@ class RunRecord:
     versions: dict[str, str]
     config: dict[str, Any]
     split: dict[str, Any] | None = None
-    """What a step's time went to, in seconds, and the slowest rank (callbacks/speed.py)."""
+    """Seconds of a step by purpose, and the slowest rank (callbacks/speed.py)."""
     skipped_examples: int = 0
-    """Over all ranks, where data.on_error=skip; since this start of the run."""
+    """Over all ranks, with data.on_error=skip; since this start of the run."""
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file as a whole: readers see the old text or the new one, also after a crash.
+    """Replaces a file atomically: readers see the old text or the new one, even after a crash.
 
     Raises StorageError; the old file then stays.
     """
@@ -80,7 +80,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -89,14 +89,14 @@ def flush(path: Path) -> None:
 
 
 def storage_reason(error: OSError, folder: Path, needed_bytes: int) -> str:
-    """Why a file was not written, with the room that it needed and the room that there is."""
+    """The reason why a file was not written, with the space that it needed and the space that is free."""
     try:
         while not folder.exists():
             folder = folder.parent
         room = os.statvfs(folder)
-    except OSError:  # A mount that is gone does not even say how much room there is.
+    except OSError:  # A lost mount does not even report its free space.
         return f"{error.strerror or error} ({needed_bytes:,} bytes needed at {folder})"
-    files = ", no file more" if room.f_files and not room.f_favail else ""
+    files = ", no free inode" if room.f_files and not room.f_favail else ""
     free_bytes = room.f_bavail * room.f_frsize
     return f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free_bytes:,} free{files} at {folder})"
 
@@ -105,12 +105,8 @@ def write_result(folder: Path, record: RunRecord) -> None:
     write_atomic(folder / RESULT_FILE, json.dumps(asdict(record), indent=2) + "\n")
 
 
-def read_result(folder: Path) -> RunRecord:
-    return RunRecord(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
-
-
 def write_history(folder: Path, records: list[EpochRecord]) -> None:
-    """Writes history.csv anew: the columns of EpochRecord, then one column for each metric met so far."""
+    """Writes history.csv: the columns of EpochRecord, then one for each metric in any record."""
     own = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
     text = io.StringIO()
@@ -122,7 +118,7 @@ def write_history(folder: Path, records: list[EpochRecord]) -> None:
 
 
 def read_history(folder: Path) -> list[EpochRecord]:
-    """The rows of history.csv, or none when there is no such file. Raises StorageError where it is damaged."""
+    """The rows of history.csv, or none if there is no such file. Raises StorageError if it is damaged."""
     path = folder / HISTORY_FILE
     if not path.exists():
         return []
@@ -135,5 +131,5 @@ def read_history(folder: Path) -> list[EpochRecord]:
                 metrics = {name: float(cell) for name, cell in row.items() if cell}
                 records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
-        raise StorageError(f"{path} is damaged ({error}); mend it or move it away, then start again") from error
+        raise StorageError(f"{path} is damaged ({error}); fix it or move it away, then start again") from error
     return records

@@ -1,9 +1,8 @@
-"""The learning rate as a pure function of the step. `learning_rate` puts it into the graph; tests call it as it is.
+"""The learning rate as a pure function of the step. `learning_rate` puts it into the graph; tests call it directly.
 
-Every schedule first warms up linearly from the base rate (of one rank) to the peak rate (base times the
-scale of the plan), per step, as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2;
-with one rank both are the same and the warm-up is flat. Being a function of the step alone, the rate is
-right after a resume without any state of its own.
+Every schedule first warms up linearly, step by step, from the base rate (of one rank) to the peak rate (base times the
+scale of the plan), as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2. With one rank both are the
+same and the warm-up is flat. A function of the step alone needs no state to be right after a resume.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hvtrain.errors import ConfigError
 
 
 class Scalars:
-    """The few functions a schedule uses, on Python numbers. keras.ops has the same names for tensors."""
+    """The functions that schedules use, on Python numbers. keras.ops has the same names for tensors."""
 
     minimum = staticmethod(min)
     maximum = staticmethod(max)
@@ -31,7 +30,7 @@ class Scalars:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Warm-up over warmup_epochs, then the decay that a subclass gives, over the rest of num_steps.
+    """Warm-up over warmup_epochs, then a subclass's decay over the rest of num_steps.
 
     base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
     """
@@ -44,19 +43,19 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < math.inf:
-            raise ConfigError(f"schedule.warmup_epochs={self.warmup_epochs} is out of range; needed: 0 or more")
+            raise ConfigError(f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0")
 
     @property
     def warmup_steps(self) -> int:
         return round(self.warmup_epochs * self.steps_per_epoch)
 
     def __call__(self, step: Any, ops: Any = Scalars) -> Any:
-        """Learning rate of one step, a float (with the default ops) or a tensor (with keras.ops)."""
+        """Learning rate at a step: a float with the default ops, a tensor with keras.ops."""
         warmup = max(1, self.warmup_steps)
-        climbing = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)
+        rising = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)
         decay_steps = max(1, self.num_steps - self.warmup_steps)
         progress = ops.minimum(ops.maximum((step - self.warmup_steps) / decay_steps, 0.0), 1.0)
-        return ops.where(step < self.warmup_steps, climbing, self.peak * self.decay(step, progress, ops))
+        return ops.where(step < self.warmup_steps, rising, self.peak * self.decay(step, progress, ops))
 
     @abstractmethod
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
@@ -65,7 +64,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """The peak rate to the end.
+    """The peak rate until the end.
 
     >>> Constant(base=0.1, peak=0.4, steps_per_epoch=10, num_steps=100, warmup_epochs=1)(5)
     0.25

@@ -15,10 +15,10 @@ from hvtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's examples of an epoch, cut into steps: full batches as long as there are, then what is left.
+    """One rank's examples of an epoch, cut into steps: full batches first, then the remainder.
 
-    num_examples defaults to full batches in all steps. No step is empty, since a rank without an example would
-    have nothing to say about the gradient: the last ones leave at least one example for each step to come.
+    num_examples defaults to full batches in all steps. No step is empty, since a rank without an example would have no
+    gradient: the last batches are cut so that each step has at least one example.
     """
 
     batch_size: int
@@ -32,11 +32,11 @@ class Share:
 
     @property
     def is_full(self) -> bool:
-        """True when every step has a full batch."""
+        """True if every step has a full batch."""
         return self.num_examples == self.steps * self.batch_size
 
     def begin(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
-        """Examples before a step of the epoch, 0 ... steps; with tf.minimum for tensors of steps.
+        """Number of examples before a step of the epoch, 0 ... steps. Pass tf.minimum for tensors of steps.
 
         >>> [Share(32, 3, 66).begin(step) for step in range(4)]
         [0, 32, 64, 66]
@@ -52,11 +52,12 @@ class Share:
 class StepPlan:
     """All numbers that the ranks must agree on. Steps are the same on every rank.
 
-    shares: how the data are dealt, one share for each rank that the run began with.
-    num_ranks: the ranks that work on it, where they are others: they cut each step's joint batch evenly.
-    shift: steps that the run has counted beyond (or short of) those that this plan would have led to so far.
-    scheduled_steps: the plan's own steps in all, where num_steps, which the run counts, are others.
-    accumulate: steps whose gradients make up one change of weights; an epoch has a multiple of them.
+    shares: distribution of the data, one share for each rank that the run began with.
+    num_steps: steps of the run, at which this plan ends.
+    size: number of ranks now; if it is not that of the shares, ranks cut each step's joint batch evenly.
+    shift: steps that the run has counted beyond (or short of) this plan's, because it began with another plan.
+    scheduled_steps: all steps of this plan, if not num_steps.
+    accumulate: steps whose gradients make up one change of weights; the steps of an epoch are a multiple of it.
     """
 
     shares: tuple[Share, ...]
@@ -64,33 +65,28 @@ class StepPlan:
     base_learning_rate: float
     learning_rate_factor: float
     num_examples: int = 0
-    num_ranks: int = 0
+    size: int = 0
     shift: int = 0
     scheduled_steps: int = 0
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_ranks", self.num_ranks or len(self.shares))
+        object.__setattr__(self, "size", self.size or len(self.shares))
         object.__setattr__(self, "scheduled_steps", self.scheduled_steps or self.num_steps)
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.num_ranks
+    def is_resized(self) -> bool:
+        """True if the number of ranks is not the one that the run began with."""
+        return self.size != len(self.shares)
 
     @property
-    def is_cut_anew(self) -> bool:
-        """True when other ranks work on it than it was made for."""
-        return self.num_ranks != len(self.shares)
-
-    @property
-    def hands_over(self) -> bool:
-        """True when it ends before its time, for another plan to go on."""
+    def ends_early(self) -> bool:
+        """True if it ends before the run does, and another plan continues."""
         return self.num_steps < self.scheduled_steps + self.shift
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """How much of the data each share holds, in the smallest whole numbers."""
+        """Proportions of the shares, in the smallest whole numbers."""
         return reduced([share.batch_size for share in self.shares])
 
     @property
@@ -100,72 +96,72 @@ class StepPlan:
     @property
     def batch_sizes(self) -> list[int]:
         """Examples of a full step, by rank."""
-        if self.is_cut_anew:
+        if self.is_resized:
             return [end - begin for begin, end in pairwise(self._even_cuts(self.global_batch))]
         return [share.batch_size for share in self.shares]
 
     @property
     def global_batch(self) -> int:
-        """Examples that one full step consumes over all ranks."""
+        """Examples of a full step over all ranks."""
         return sum(share.batch_size for share in self.shares)
 
     @property
     def examples_per_epoch(self) -> int:
-        """Examples that an epoch consumes over all ranks; num_examples of the data set where none is left out."""
+        """Examples of an epoch over all ranks; num_examples of the data set unless some are left out."""
         return sum(share.num_examples for share in self.shares)
 
     @property
     def is_full(self) -> bool:
-        """True when every step has a full batch."""
+        """True if every step has a full batch."""
         return all(share.is_full for share in self.shares)
 
     @property
     def is_even(self) -> bool:
-        """True when all ranks have batches of one size in all steps, so that means over ranks are plain means."""
+        """True if all ranks have batches of one size in all steps, so that means over ranks are plain means."""
         return len(set(self.batch_sizes)) == 1 and self.is_full
 
     def parts(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[tuple[Any, Any]]:
-        """Each rank's part, from and to, of the joint batch of a step of the epoch: the shares' batches in a row.
+        """Each rank's slice (begin, end) of the joint batch of a step of the epoch: all shares' batches, concatenated.
 
         >>> StepPlan((Share(32, 10), Share(32, 10)), 10, 0.1, 2.0).on(3).parts(0)
         [(0, 22), (22, 43), (43, 64)]
         """
-        dealt = self.begins(step, minimum)
-        return list(pairwise(self._even_cuts(dealt[-1]) if self.is_cut_anew else dealt))
+        offsets = self.share_offsets(step, minimum)
+        return list(pairwise(self._even_cuts(offsets[-1]) if self.is_resized else offsets))
 
     def shares_of(self, rank: int) -> range:
-        """The shares of which a rank has a part in some step; with full batches it is one and the same part."""
+        """The shares that overlap a rank's slices in any step; with full batches all steps are the same."""
         steps = range(1 if self.is_full else self.steps_per_epoch)
         touched: set[int] = set()
-        for dealt, (begin, end) in ((self.begins(step), self.parts(step)[rank]) for step in steps):
-            touched.update((bisect_right(dealt, begin) - 1, bisect_left(dealt, end) - 1))
+        for offsets, (begin, end) in ((self.share_offsets(step), self.parts(step)[rank]) for step in steps):
+            touched.update((bisect_right(offsets, begin) - 1, bisect_left(offsets, end) - 1))
         return range(min(touched), max(touched) + 1)
 
-    def on(self, num_ranks: int) -> StepPlan:
-        """This plan on another number of ranks. Raises ConfigError where a rank would have no example of a step."""
-        last = self.steps_per_epoch - 1  # Shares have full batches first, so no step is smaller.
-        smallest = self.begins(last)[-1]
-        if num_ranks > smallest:
+    def on(self, size: int) -> StepPlan:
+        """This plan on another number of ranks. Raises ConfigError if a rank would have no example in a step."""
+        last = self.steps_per_epoch - 1  # Shares have full batches first, so this step is the smallest.
+        smallest = self.share_offsets(last)[-1]
+        if size > smallest:
             raise ConfigError(
-                f"{num_ranks} ranks are more than the {smallest} examples of step {last + 1} of an epoch, as the run's "
-                f"{len(self.shares)} ranks began; use at most {smallest} ranks, or train.resize=scale"
+                f"{size} ranks are more than the {smallest} examples of step {last + 1} of an epoch, planned for the "
+                f"{len(self.shares)} ranks that the run began with; use at most {smallest} ranks, or train.resize=scale"
             )
-        return replace(self, num_ranks=num_ranks)
+        return replace(self, size=size)
 
     def until_epoch_end(self, step: int) -> StepPlan:
-        """This plan up to the end of the epoch that is begun at a step of the run."""
+        """This plan, cut short at the end of the epoch that a step of the run is in."""
         left = -self.position(step)[1] % self.steps_per_epoch
         return replace(self, num_steps=min(step + left, self.num_steps))
 
     def from_position(self, step: int, epoch: int, step_in_epoch: int) -> StepPlan:
-        """This plan for a run that stands there after so many steps, maybe of another plan."""
+        """This plan for a run that reached this position after `step` steps, maybe with another plan."""
         shift = step - epoch * self.steps_per_epoch - step_in_epoch
         return replace(self, num_steps=max(step, self.scheduled_steps + shift), shift=shift)
 
     def weight(self, rank: int, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
-        """Weight of a rank's mean gradient in the mean over ranks: its examples of the step over the ranks' mean.
+        """Weight of a rank's mean gradient: its number of examples in a step of the epoch over the ranks' mean number.
 
-        With it the mean over the ranks is the mean over all examples of the step. step is one of the epoch.
+        With it the mean over the ranks is the mean over all examples of the step.
 
         >>> plan = StepPlan((Share(48, 10), Share(16, 10)), 10, 0.1, 2.0)
         >>> plan.weight(0, 3), plan.weight(1, 3)
@@ -175,8 +171,8 @@ class StepPlan:
         begin, end = parts[rank]
         return self.size * (end - begin) / parts[-1][1]
 
-    def begins(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[Any]:
-        """Where the shares' batches of a step of the epoch begin in the joint batch, and its end."""
+    def share_offsets(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[Any]:
+        """Offsets of the shares' batches in the joint batch of a step of the epoch, and its end."""
         sizes = [share.begin(step + 1, minimum) - share.begin(step, minimum) for share in self.shares]
         return list(accumulate(sizes, initial=0))
 
@@ -185,7 +181,7 @@ class StepPlan:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs begun; the last one may be cut short by train.steps."""
+        """Number of epochs; train.steps may cut the last one short."""
         return math.ceil((self.num_steps - self.shift) / self.steps_per_epoch)
 
     @property
@@ -193,7 +189,7 @@ class StepPlan:
         return self.base_learning_rate * self.learning_rate_factor
 
     def position(self, step: int) -> tuple[int, int]:
-        """Epoch (from 0) and step within it of the run's step.
+        """Epoch (from 0) and step within it at a step of the run.
 
         >>> StepPlan((Share(32, 10),) * 2, 35, 0.1, 2.0).position(23)
         (2, 3)

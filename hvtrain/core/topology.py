@@ -1,4 +1,4 @@
-"""Where this process stands among the others. A value that is handed around, never asked of a library."""
+"""This process's rank among the others, as a value that is passed around."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Topology:
-    """Place of one process (rank) in a job; the default is a job of one.
+    """Place of one process (rank) in a job; the default is a job of one process.
 
-    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights, one for each
-    rank, say how much of the data each gets; empty: all the same.
+    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights, one for
+    each rank, are their shares of the data; empty: equal shares.
 
     >>> Topology(rank=1, size=4).is_chief
     False
@@ -36,11 +36,11 @@ class Topology:
 
     @property
     def is_chief(self) -> bool:
-        """True on rank 0, the only one that writes checkpoints and records and speaks on the console."""
+        """True on rank 0, the only one that writes checkpoints and records and logs to the console."""
         return self.rank == 0
 
     def share(self, num_items: int) -> Sequence[int]:
-        """Indices of this rank's share of num_items: rank, rank + size, ...; equal shares differ by at most one.
+        """Indices of this rank's share of num_items: rank, rank + size, ...; equal shares differ by at most one item.
 
         >>> list(Topology(rank=1, size=3).share(8))
         [1, 4, 7]

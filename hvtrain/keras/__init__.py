@@ -1,7 +1,7 @@
 """Horovod's Keras interface, made to work on Keras 3: `import hvtrain.keras as hvd`.
 
-Names and arguments are those of horovod.tensorflow.keras and horovod.keras. The core (start, ranks, collectives)
-is Horovod's; what Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is written anew here.
+Names and arguments are those of horovod.tensorflow.keras and horovod.keras. The core (init, ranks, collectives) is
+Horovod's. What Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is implemented here.
 """
 
 from horovod.tensorflow import (

@@ -1,6 +1,6 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models. Every rank must enter each of them.
 
-Only numbers travel through Horovod's kernels; objects are pickled by Horovod itself between ranks of one job.
+Only numbers travel through Horovod's kernels. Horovod itself pickles objects, between ranks of one job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 
-# What Horovod's broadcast kernel takes (horovod/tensorflow/mpi_ops.cc); variables of other types go as objects.
+# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc); variables of other types travel as objects.
 _BROADCAST_TYPES = frozenset(
     "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
 )
@@ -31,7 +31,7 @@ def allreduce(
     compression: Any = hvd.Compression.none,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """The value reduced over all ranks (default: Average), a tensor. A gradient tape differentiates it."""
+    """The value reduced over all ranks (default: Average), as a tensor. A gradient tape differentiates it."""
     return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -45,9 +45,9 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """All ranks' values joined along the first dimension, in which alone they may differ, as a tensor.
+    """All ranks' values, concatenated along the first dimension, as a tensor. Only that dimension may differ.
 
-    Under a gradient tape, as in Horovod, the gradient is the mean over the ranks of each one's for this rank's rows.
+    Its gradient under a tape is Horovod's: the mean over the ranks of their gradients for this rank's rows.
     """
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
@@ -60,14 +60,14 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 def reducescatter(
     value: Any, name: str | None = None, op: int = hvd.Average, process_set: Any = hvd.global_process_set
 ) -> Any:
-    """The value reduced over all ranks, cut along the first dimension; each rank gets its part, a tensor."""
+    """This rank's part, along the first dimension, of the value reduced over all ranks, as a tensor."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Inside a tf.compat.v1 graph: the operation that broadcasts all its variables.
+    """In a tf.compat.v1 graph: the operation that broadcasts all its variables.
 
-    Keras 3 keeps no list of all variables, so elsewhere this raises RuntimeError, as Horovod does.
+    Keras 3 keeps no list of all variables, so this raises RuntimeError elsewhere, as Horovod does.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -80,9 +80,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank.
 
-    They go by position, packed into few messages: names that Keras makes up (dense_1, sgd_3) may differ
+    They are matched by position and packed into few messages: names that Keras makes up (dense_1, sgd_3) may differ
     between ranks, and Horovod, which pairs tensors by name, would wait for ever.
-    Raises RankError when ranks hold variables of different shape or type.
+    Raises RankError if ranks hold variables of different shape or type.
     """
     if hvd.size() == 1:
         return
@@ -98,8 +98,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     for number, chunk in enumerate(_chunks([tensor for tensor in tensors if tensor.dtype.name in _BROADCAST_TYPES])):
         packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in chunk], axis=0)
         received = hvd.broadcast(packed, root_rank, name=f"hvtrain.broadcast.{number}")
-        sizes = [tensor.shape.num_elements() for tensor in chunk]
-        for tensor, part in zip(chunk, tf.split(received, sizes)):
+        for tensor, part in zip(chunk, tf.split(received, [tensor.shape.num_elements() for tensor in chunk])):
             tensor.assign(tf.reshape(part, tensor.shape))
     other = [tensor for tensor in tensors if tensor.dtype.name not in _BROADCAST_TYPES]
     if other:
@@ -108,14 +107,14 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
             tensor.assign(value)
 
 
-def _chunks(tensors: list[Any], most_bytes: int = 64 << 20) -> list[list[Any]]:
-    """Tensors of one type together, in their order, in runs of about most_bytes."""
+def _chunks(tensors: list[Any], chunk_bytes: int = 64 << 20) -> list[list[Any]]:
+    """Lists of tensors of one type, in their order, of about chunk_bytes each."""
     chunks: list[list[Any]] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        filled = most_bytes
+        filled = chunk_bytes
         for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
             num_bytes = tensor.shape.num_elements() * dtype.size
-            if filled + num_bytes > most_bytes:
+            if filled + num_bytes > chunk_bytes:
                 chunks.append([])
                 filled = 0
             chunks[-1].append(tensor)
@@ -127,7 +126,7 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
 
     Builds the optimizer first, so that its slots exist. Seeds of dropout and the like stay each rank's own:
-    equal masks on all ranks would be less random than the joint batch on one process has.
+    equal masks on all ranks would be less random than those of one process on the joint batch.
     """
     optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
     if optimizer is not None and not optimizer.built:

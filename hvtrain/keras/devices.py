@@ -1,8 +1,7 @@
-"""One GPU for each local rank, chosen before TensorFlow touches a device.
+"""One GPU for each local rank, chosen before TensorFlow initializes a device.
 
-Every process that a launcher starts sees all GPUs of its host until told otherwise, and TensorFlow
-refuses to change what it sees once a device was used. `choose_gpus` is the rule, a pure function;
-`pin_gpu` asks all ranks and applies it.
+Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its visible devices once
+one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all ranks' views and applies it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hvtrain.system import cores
 
 @dataclass(frozen=True)
 class View:
-    """What one rank sees: its host, its local rank, and the names of the GPUs visible to it, in order."""
+    """One rank's view of its host: local rank, and names of the visible GPUs in order."""
 
     host: str
     local_rank: int
@@ -29,12 +28,12 @@ class View:
 
 
 def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
-    """For each rank the index, among the GPUs that it sees, of the one it is to use; None when it sees none.
+    """For each rank the index, among the GPUs that it sees, of the one to use; None if it sees none.
 
-    views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES
-    unset, or set for the host) take them by local rank; ranks that see different ones (set for each rank)
-    take the first of their own. Raises RankError when two ranks of a host would get the same GPU, or
-    there is none left, unless share is true: then they share, round robin.
+    views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set
+    for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises
+    RankError if two ranks of a host would get the same GPU or none is left, unless share is true: then they share,
+    round robin.
 
     >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
     [0, 1]
@@ -44,30 +43,23 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     hosts: dict[str, list[View]] = {}
     for view in views:
         hosts.setdefault(view.host, []).append(view)
-    chosen = [_index(view, hosts[view.host], share) for view in views]
-    if not share:
-        for (host, gpu), ranks in _shared(views, chosen).items():
-            raise RankError(
-                f"{ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
-                "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
-            )
+    chosen = [_choose(view, hosts[view.host], share) for view in views]
+    users = _users(views, chosen)
+    if not share and users and max(users.values()) > 1:
+        (host, gpu), num_ranks = users.most_common(1)[0]
+        raise RankError(
+            f"{num_ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
+            "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
+        )
     return chosen
 
 
-def _shared(views: list[View], chosen: list[int | None]) -> dict[tuple[str, str], int]:
-    """Host and name of each GPU that several ranks use, and how many."""
-    users = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
-    return {gpu: ranks for gpu, ranks in users.items() if ranks > 1}
-
-
-def _index(view: View, on_host: list[View], share: bool) -> int | None:
+def _choose(view: View, on_host: list[View], share: bool) -> int | None:
     if not view.gpus:
         return None
     if any(other.gpus != view.gpus for other in on_host):
         return 0
-    if view.local_rank < len(view.gpus):
-        return view.local_rank
-    if share:
+    if view.local_rank < len(view.gpus) or share:
         return view.local_rank % len(view.gpus)
     raise RankError(
         f"host {view.host} has {len(view.gpus)} visible GPU(s) for {len(on_host)} ranks; "
@@ -75,17 +67,22 @@ def _index(view: View, on_host: list[View], share: bool) -> int | None:
     )
 
 
+def _users(views: list[View], chosen: list[int | None]) -> Counter[tuple[str, str]]:
+    """Number of ranks that use each GPU, by host and name."""
+    return Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
+
+
 def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
 
-    On a host without GPUs a rank keeps the memory that tensors free for the next ones, and with pin_cores it stays on
-    its share of the cores (system/cores.py). Call it after init and before TensorFlow touches a device. A device reads
+    On a host without GPUs the rank keeps memory of freed tensors for new ones, and with pin_cores it stays on its share
+    of the cores (system/cores.py). Call it after init and before TensorFlow initializes a device. A device reads
     "s1 GPU 0" or "s1 CPU".
-    Raises RankError when ranks would share a GPU and share is false, or TensorFlow has touched one already.
+    Raises RankError if ranks would share a GPU and share is false, or if TensorFlow has initialized one already.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        # Now: to gather allocates, and starts TensorFlow's threads, one for each core that it sees.
+        # Before _gather, which allocates, and starts one TensorFlow thread for each core that this process may use.
         _keep_freed_memory()
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())
@@ -95,20 +92,19 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     index = chosen[hvd.rank()]
     if index is not None:
         _use_only(gpus[index])
-    if _shared(views, chosen):
-        # NCCL refuses two ranks of a communicator on one GPU unless it is told that this is meant.
+    if any(num_ranks > 1 for num_ranks in _users(views, chosen).values()):
+        # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [
-        f"{view.host} CPU" if mine is None else f"{view.host} GPU {view.gpus[mine]}"
-        for view, mine in zip(views, chosen)
+        f"{view.host} CPU" if own is None else f"{view.host} GPU {view.gpus[own]}" for view, own in zip(views, chosen)
     ]
 
 
 def _keep_freed_memory() -> None:
-    """TensorFlow's pool for GPUs ("best fit with coalescing") serves the CPU too, as large as this host's memory.
+    """Makes TensorFlow use its GPU allocator (best fit with coalescing) on the CPU, up to this host's memory.
 
-    Its other allocator has each large gradient's memory given back to the system and taken anew in the next step, and
-    the pages of 100 MB cost more than to reduce them.
+    The default allocator returns each large gradient's memory to the system and takes new pages in the next step; for
+    100 MB that costs more than the reduction.
     """
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
     mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -116,7 +112,7 @@ def _keep_freed_memory() -> None:
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES where it is set.
+    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set.
 
     >>> visible_names("2,3", 2), visible_names(None, 2)
     (('2', '3'), ('0', '1'))
@@ -131,7 +127,7 @@ def _use_only(gpu: tf.config.PhysicalDevice) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise RankError(
-            f"a GPU was to be pinned and TensorFlow has started all of them already ({error}); "
+            f"cannot pin a GPU: TensorFlow has initialized all of them already ({error}); "
             "call pin_gpu right after init, before anything makes a tensor or a model"
         ) from error
 
@@ -139,8 +135,8 @@ def _use_only(gpu: tf.config.PhysicalDevice) -> None:
 def _gather(view: View) -> list[View]:
     if hvd.size() == 1:
         return [view]
-    # An eager collective would start TensorFlow on all GPUs, and then none can be pinned any more. A session of
-    # its own, which is to know of no GPU, starts nothing that outlives it.
+    # An eager collective would initialize all GPUs, and then none could be pinned. A session that knows of no GPU
+    # leaves nothing initialized.
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
         return hvd.allgather_object(view, session=session, name="hvtrain.devices")

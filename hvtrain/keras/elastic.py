@@ -12,9 +12,9 @@
     train(state)
 
 `run` calls train again: from the last commit after a rank was lost, from where it was after ranks joined.
-A rank that joins runs what stands before `run` alone, so no message between ranks may stand there. Leave
-BroadcastGlobalVariablesCallback out too: it sends once in each rank's life, and KerasState.sync does its work.
-Make all optimizers there, not in train: messages are named by the order in which a rank made its optimizers.
+A new rank runs the code before `run` alone, so that code may not use collectives. Make all optimizers there, not in
+train: messages are named by the order in which a rank made its optimizers. Leave BroadcastGlobalVariablesCallback out:
+each rank broadcasts once in its life, and KerasState.sync does the same.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
-from hvtrain.keras.lost_ranks import lost_ranks_told
+from hvtrain.keras.lost_ranks import raise_for_elastic
 from hvtrain.keras.structure import forget_comparisons
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
-# Set as model.stop_training to end an epoch early. True to Keras, and no other callback sets this very object.
+# The value of model.stop_training that ends an epoch early: true to Keras, and no other callback sets this object.
 _END_OF_EPOCH = "end of the epoch that was begun before the reset"
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """func(state, *args, **kwargs), called again after each loss or gain of ranks until it returns (every rank).
+    """Decorates func(state, ...), which is called again whenever ranks are lost or join, until it returns (every rank).
 
-    Errors of Horovod's operations lead back to the last commit; every other error is raised as it is.
+    An error of Horovod's operations returns to the last commit; every other error is raised unchanged.
     """
 
     @functools.wraps(func)
     def converted(state: Any, *args: Any, **kwargs: Any) -> Any:
-        with lost_ranks_told():
+        with raise_for_elastic():
             return func(state, *args, **kwargs)
 
     return run_fn(converted, _restart)
 
 
 def _restart() -> None:
-    # Not hvtrain's own init, which wants the number of ranks of the launch.
+    # Not hvtrain's own init, which expects the number of ranks of the launch.
     hvd.shutdown()
     hvd.init()
     forget_comparisons()
 
 
 class KerasState(ObjectState):
-    """All that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
+    """State that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
 
-    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions anew, because
-    the number of ranks is written into the graph; make a tf.function of your own anew in train.
+    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions again, because the
+    graph contains the number of ranks; create a tf.function of your own inside train.
 
     Args:
-        model: a Keras model; ValueError when it is not built and so has no weights yet.
+        model: a Keras model. Raises ValueError if it is not built and so has no weights yet.
         optimizer: default: the one that the model is compiled with.
         kwargs: further values to keep and to sync, attributes of this object from now on, such as batch=0,
-            epoch=0. They are copied at each commit, so a list that grew since is cut back by restore.
+            epoch=0. They are copied at each commit, so restore also undoes changes inside a list.
     """
 
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
@@ -84,27 +84,27 @@ class KerasState(ObjectState):
         self.save()
 
     def save(self) -> None:
-        """Copies everything to host memory."""
+        """Copies the state to host memory."""
         values = [variable.numpy() for variable in self._variables()]
         attributes = copy.deepcopy(self._attributes())
-        # At once, after all that can fail: never half of one commit and half of another.
+        # Together, after everything that can fail, so that two commits never mix.
         self._saved_values, self._saved_state = values, attributes
 
     def restore(self) -> None:
-        """Undoes all changes since the last commit, to the bit."""
+        """Undoes all changes since the last commit, bit by bit."""
         for variable, value in zip(self._variables(), self._saved_values, strict=True):
             variable.assign(value)
         self.__dict__.update(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Sets everything to what rank 0 has now, and saves it (every rank)."""
-        with lost_ranks_told():
+        """Sets the state to rank 0's, and saves it (every rank)."""
+        with raise_for_elastic():
             broadcast_variables(self._variables(), root_rank=0)
             self.__dict__.update(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
         self.save()
 
     def reset(self) -> None:
-        """Has Keras trace its functions anew, for another number of ranks."""
+        """Makes Keras trace its functions again, for another number of ranks."""
         self.model.train_function = self.model.test_function = self.model.predict_function = None
 
     def _variables(self) -> list[tf.Variable]:
@@ -118,9 +118,9 @@ class KerasState(ObjectState):
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
 
-    It does so just before what comes next: the following batch or epoch, or the end of fit. Then all callbacks,
-    in whatever order, have written into the state; and no commit lies between an epoch's last batch and its
-    end, where fit would have to go on with an epoch of no batches.
+    It commits at the beginning of the next batch or epoch, or at the end of fit. By then all callbacks, in whatever
+    order, have updated the state; and no commit falls between an epoch's last batch and its end, where fit would have
+    to resume with an epoch of no batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -134,7 +134,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # After each reset, so that all ranks count alike.
+        # After each reset, so that all ranks count the same.
         self.batches_remaining = self.batches_per_commit
         self._epoch_ended = False
 
@@ -162,16 +162,16 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps state.batch: how many batches of this epoch are done, 0 again at the end of the epoch.
+    """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
 
-    (Upstream keeps the index of the last batch since the reset: one batch would be repeated, and a second reset
-    in the same epoch would forget what was done before the first.)
+    (Upstream keeps the index of the last batch since the reset: it would repeat one batch, and forget the batches
+    before the first of two resets in one epoch.)
 
-    The first epoch after a reset has only the steps that are left of it, at least one. Give fit the
-    steps_per_epoch of a whole epoch, and data that begin at batch number state.batch. Where another number of
-    ranks means other steps in an epoch, scale state.batch before fit.
+    The first epoch after a reset has only its remaining steps, at least one. Give fit the steps_per_epoch of a whole
+    epoch, and data that begin at batch number state.batch. If another number of ranks means other steps in an epoch,
+    scale state.batch before fit.
 
-    Raises ValueError at the start of fit where Keras does not know the steps in an epoch.
+    Raises ValueError at the start of fit if Keras does not know the steps in an epoch.
     """
 
     def __init__(self, state: Any) -> None:
@@ -182,15 +182,15 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.params.get("steps"):
             raise ValueError(
-                "Keras does not know the number of steps in an epoch, so an epoch could not go on after a reset; "
+                "Keras does not know the number of steps in an epoch, so an epoch could not resume after a reset; "
                 "pass steps_per_epoch to fit"
             )
         self._done_before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
-        # fit reads its number of steps once, before callbacks could change it. But it looks at stop_training
-        # after each batch and again after the epoch, so that a stop that is taken back ends the epoch alone.
+        # fit reads its number of steps once, before callbacks could change it. But it checks stop_training after each
+        # batch and again after the epoch, so setting and then clearing it ends only the epoch.
         if self._done_before and self.state.batch >= self.params["steps"] and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
 
@@ -201,10 +201,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps state.epoch: how many epochs are done, those before resets included.
+    """Updates state.epoch, the number of epochs done, including those before resets.
 
-    Right for both ways to go on: fit(epochs=all - state.epoch), and fit(initial_epoch=state.epoch, epochs=all),
-    with which other callbacks see the true epoch too.
+    Works with both ways to resume: fit(epochs=all - state.epoch), and fit(initial_epoch=state.epoch, epochs=all),
+    where other callbacks see the true epoch too.
     """
 
     def __init__(self, state: Any) -> None:

@@ -1,7 +1,7 @@
-"""A gradient that is not finite stops all ranks in the same step, before it reaches the weights.
+"""Stops all ranks in the same step when a gradient is not finite, before it reaches the weights.
 
-NaN and infinity survive the sum over the ranks, so every rank sees them in what it received and no message is
-needed to agree. Only then do the ranks ask each other whose own gradient it was.
+NaN and infinity survive the sum over the ranks, so every rank sees them in the result and no message is needed to
+agree. Only then do the ranks exchange whose own gradient it was.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-MARK = "hvtrain: the gradient is not finite"
+NOT_FINITE = "hvtrain: the gradient is not finite"
 
 
 class FiniteCheck:
-    """Lets gradients through when they are finite; else remembers the ranks at fault and fails the step.
+    """Passes finite gradients on; otherwise remembers the ranks at fault and fails the step.
 
-    The step fails with tf.errors.InvalidArgumentError, whose text holds MARK, on every rank.
+    The step fails on every rank with tf.errors.InvalidArgumentError, whose message holds NOT_FINITE.
     """
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
-            # Of any length: in an elastic job the number of ranks changes.
+            # Shape [None]: the number of ranks changes in an elastic job.
             nobody = tf.zeros([hvd.size()], tf.int32)
             self._at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
 
@@ -33,37 +33,36 @@ class FiniteCheck:
         return [rank for rank, fault in enumerate(self._at_fault.numpy()) if fault]
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
-        """`reduced` again, once it is known to be finite. own: this rank's gradients before the reduction.
+        """The gradients in `reduced`, once they are known to be finite.
 
-        excused: a condition, the same on all ranks, under which non-finite gradients are let through.
+        Args:
+            own: this rank's gradients before the reduction.
+            reduced: gradients after it.
+            excused: a condition, the same on all ranks, under which non-finite gradients pass.
         """
-        fine = tf.logical_or(are_finite(reduced), excused)
 
-        def report() -> tf.Operation:
+        def fail() -> tf.Operation:
             fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
             faults = hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
             with tf.control_dependencies([self._at_fault.assign(faults)]):
-                return tf.debugging.Assert(False, [MARK, "by rank:", faults])
+                return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
-        def through() -> tf.Operation:
-            return tf.no_op()
-
-        with tf.control_dependencies([tf.cond(fine, through, report)]):
-            return [_identity(gradient) for gradient in reduced]
+        passed = tf.cond(tf.logical_or(are_finite(reduced), excused), tf.no_op, fail)
+        with tf.control_dependencies([passed]):
+            return [None if gradient is None else map_values(tf.identity, gradient) for gradient in reduced]
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """True when all values are finite. A sum of each tensor is one pass over it, and what is not finite stays so."""
+    """True if all values are finite. One pass: a tensor's sum is not finite if one of its values is not."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    # Half precision would overflow in the sum alone.
+    # Half precision would overflow in the sum.
     values = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in values]
     return tf.math.is_finite(tf.add_n(sums)) if sums else tf.constant(True)
 
 
-def _identity(gradient: Any) -> Any:
-    if gradient is None:
-        return None
+def map_values(function: Any, gradient: Any) -> Any:
+    """Applies a function to a dense gradient, or to the values of IndexedSlices."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient)
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)

@@ -1,4 +1,4 @@
-"""What operations between ranks need inside a graph: a name that is the same on all ranks, and a count of what ran."""
+"""Names and counters of operations between ranks inside a graph: the same names on all ranks, counts of what ran."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import tensorflow as tf
 _counters: dict[str, tf.Variable] = {}
 
 
-def place_name(kind: str) -> str:
-    """A name by the place among operations of this kind in the outermost graph that is being traced.
+def positional_name(kind: str) -> str:
+    """A name from the position among operations of this kind in the outermost graph that is being traced.
 
-    Horovod pairs tensors of different ranks by name. A name from Keras's would differ where one rank has made
-    more layers or models than another. The place in the graph is the same on all ranks, in each trace, on ranks
-    that trace more often too. Operations outside of graphs run one after the other and can share a name.
+    Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more layers
+    or models than another. The position in the graph is the same on all ranks and in each trace, even on a rank that
+    traces more often. Eager operations run one after the other and can share a name.
     """
     if tf.executing_eagerly():
         return f"hvtrain_{kind}"
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches are graphs of other classes; the graph around the outermost has no outer one.
+    # Bodies of loops and branches are function graphs too; the graph outside the outermost one has no outer graph.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = getattr(graph, f"_hvtrain_{kind}", 0)
@@ -33,6 +33,6 @@ def counter(kind: str) -> tf.Variable:
 
 
 def new_counter() -> tf.Variable:
-    """On the CPU, so that reading it waits for no GPU."""
+    """A counter on the CPU, so that reading it waits for no GPU."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")

@@ -1,4 +1,4 @@
-"""Which errors mean that a rank was lost: TensorFlow and Horovod say it in many ways."""
+"""Recognizes errors that mean a lost rank, which TensorFlow and Horovod report in many ways."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-# What TensorFlow says when a message between ranks broke: the words of Horovod, Gloo or NCCL, or the operation's
-# type. Not the bare word Horovod: a traceback out of the user's data function may hold it in the name of a folder.
+# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod is not enough:
+# a traceback out of the user's data function may hold it in the name of a folder.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -18,10 +18,10 @@ _LOST = re.compile(
 
 
 @contextlib.contextmanager
-def lost_ranks_told() -> Iterator[None]:
-    """TensorFlow's error for a broken message becomes the one that Horovod's elastic loop waits for.
+def raise_for_elastic() -> Iterator[None]:
+    """Turns TensorFlow's error for a lost rank into HorovodInternalError, which Horovod's elastic loop catches.
 
-    Only UnknownError: Horovod's kernels raise others for what each retry would meet again, as tensors whose
+    Only UnknownError: Horovod's kernels raise other types for what each retry would meet again, such as tensors whose
     shapes differ between ranks.
     """
     try:
@@ -32,6 +32,6 @@ def lost_ranks_told() -> Iterator[None]:
         raise
 
 
-def tells_of_lost_ranks(error: BaseException) -> bool:
-    """True for an error that came because a message between ranks broke."""
+def is_lost_rank_error(error: BaseException) -> bool:
+    """True if communication between ranks broke."""
     return bool(_LOST.search(str(error)))

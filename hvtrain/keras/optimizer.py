@@ -1,9 +1,9 @@
 """DistributedOptimizer: a Keras 3 optimizer that steps on the gradients of all ranks.
 
-Horovod's own hooks a method that Keras 3 does not call, and so reduces nothing and says nothing. Ours
-reduces where the step is entered, or, of gradients that Keras accumulates, where it clips them. So there is one
-reduction for each step that changes weights, and clipping, weight decay and whatever else the optimizer's class does
-act on the reduced gradient (checked against one process on the joint batch, see tests/keras).
+Horovod's own version hooks a method that Keras 3 never calls, so it silently reduces nothing. This one reduces where
+the step is entered, or, with Keras's gradient accumulation, just before clipping. So there is one reduction for each
+step that changes weights, and clipping, weight decay and whatever else the optimizer's class does act on the reduced
+gradient (checked against one process on the joint batch, see tests/keras).
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 
 from hvtrain.keras.arguments import local_weights
-from hvtrain.keras.ballot import Ballot
 from hvtrain.keras.finite import FiniteCheck
 from hvtrain.keras.hooks import (
     Distributed,
     DistributedAccumulation,
     DistributedLossScale,
     DistributedLossScaleAccumulation,
-    finite_check_of,
-    make,
-    own_steps,
-    reducer_of,
-    scale_only_scaled_losses,
+    Hook,
+    hook_of,
+    make_distributed,
+    overridden_steps,
 )
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.shared_flag import SharedFlag
 from hvtrain.step_timing import StepMarks
 
 
@@ -52,29 +51,29 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     check_finite: bool = False,
     bucket_bytes: int = 0,
 ) -> keras.optimizers.Optimizer:
-    """The same optimizer object, which from now on reduces gradients over all ranks before it steps.
+    """Makes this optimizer reduce gradients over all ranks before it steps, and returns the same object.
 
-    Its class becomes a subclass of its own that keeps the name, so slots and iterations it already has
-    stay, and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model` wrap
-    the loaded optimizer again, `DistributedOptimizer(model.optimizer)`, or use hvtrain.keras.load_model.
+    Its class becomes a subclass of the same name, so slots and iterations that it already has stay, and a saved model
+    loads as the plain Keras optimizer anywhere. After `keras.models.load_model` wrap the loaded optimizer again,
+    `DistributedOptimizer(model.optimizer)`, or use hvtrain.keras.load_model.
 
-    It either steps on the joint gradient or raises: RankError where the ranks' gradients differ in number, names,
-    shapes or types, which is compared once for each step that is traced; ValueError inside another optimizer. What
-    the optimizer's class overrides (apply, apply_gradients) gets gradients that are reduced already. Gradients that it
-    computes by itself in its step are its own to reduce, with DistributedGradientTape.
+    It either steps on the joint gradient or raises. What the optimizer's class overrides (apply, apply_gradients) gets
+    gradients that are reduced already. Gradients that the class computes by itself in its step are its own to reduce,
+    with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is wrapped:
-    an overflow on one rank is then seen by all of them, and all skip the step together. It scales nothing where
-    no loss goes through its scale_loss, as in a loop of your own or with compile(auto_scale_loss=False).
+    Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is wrapped: all ranks
+    see an overflow on one of them, and skip the step together. It scales nothing if no loss goes through its
+    scale_loss, as in a loop of your own or with compile(auto_scale_loss=False).
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
+        name: new name of the optimizer.
         op: Average, Sum or Adasum, over the ranks. Adasum (Maleki et al. 2020) needs MPI and 2, 4, 8, ... ranks.
         compression: Compression.none or Compression.fp16 on the wire.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.
         backward_passes_per_step: accumulate that many batches for each step (Keras's
-            gradient_accumulation_steps); their gradients are summed, or averaged where
+            gradient_accumulation_steps); their gradients are summed, or averaged if
             average_aggregated_gradients is true. Either way there is one reduction for each step.
         num_groups, groups: number of fused messages for each type of gradient (default: one), or lists of
             variables whose gradients travel together.
@@ -82,15 +81,16 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         scale_local_gradients: divide the gradients of local variables (see register_local_var on the result,
             and PartialDistributedOptimizer) by the number of ranks, as the averaged ones are.
         device_dense, device_sparse: as in Horovod.
-        check_finite: fail the step on all ranks, before it changes weights, where a reduced gradient is not
+        check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient is not
             finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups, messages of about so many bytes, the last variables' first,
-            which are reduced while other gradients are computed; gradients of 4 MiB or more alone (not in Horovod).
+        bucket_bytes: instead of num_groups and groups, messages of about that many bytes, the last variables first,
+            reduced while other gradients are computed; gradients of 4 MiB or more alone (not in Horovod).
 
     Raises:
         TypeError: not a Keras 3 optimizer.
-        ValueError: wrapped twice, arguments that exclude each other, or gradient_accumulation_steps of an optimizer
-            that overrides Keras's step.
+        ValueError: wrapped twice, or a step inside another optimizer; arguments that exclude each other, or
+            gradient_accumulation_steps of an optimizer that overrides Keras's step.
+        RankError: in the first step that is traced, if the ranks' gradients differ in number, names, shapes or types.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} came where a keras.optimizers.Optimizer was needed")
@@ -98,9 +98,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
-    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
-        optimizer = LossScaleOptimizer(optimizer)
-        scale_only_scaled_losses(optimizer)
+    if check_finite and process_set is not None:
+        raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
+    requires_scaled_loss = is_scaled = isinstance(optimizer, LossScaleOptimizer)
+    if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
+        optimizer, is_scaled = LossScaleOptimizer(optimizer), True
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step)
@@ -119,18 +121,15 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    if check_finite and process_set is not None:
-        raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
-    finite = FiniteCheck() if check_finite else None
+    hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(DistributedOptimizer, **options)
-    is_scaled = isinstance(optimizer, LossScaleOptimizer)
     if inner.gradient_accumulation_steps:
-        _refuse_own_steps(inner)
-        make(inner, DistributedAccumulation, reducer, finite, wrap)
+        _refuse_overridden_steps(inner)
+        make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
-            make(optimizer, DistributedLossScaleAccumulation, reducer, finite, wrap)
+            make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
     else:
-        make(optimizer, DistributedLossScale if is_scaled else Distributed, reducer, finite, wrap)
+        make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     return optimizer
 
 
@@ -140,7 +139,7 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     **kwargs: Any,
 ) -> keras.optimizers.Optimizer:
-    """A DistributedOptimizer that leaves the gradients of local_layers on their rank.
+    """A DistributedOptimizer that keeps the gradients of local_layers on their rank.
 
     The layers must be built. Keep them out of the broadcast too:
     BroadcastGlobalVariablesCallback(0, local_variables=layer.trainable_weights).
@@ -153,46 +152,47 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """True for what DistributedOptimizer returned."""
-    return reducer_of(optimizer) is not None
+    """True if the optimizer came from DistributedOptimizer."""
+    return hook_of(optimizer) is not None
 
 
 def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
-    reducer = reducer_of(optimizer)
-    return reducer.num_reductions if reducer else 0
+    hook = hook_of(optimizer)
+    return hook.reducer.num_reductions if hook else 0
 
 
-def mark(optimizer: Any, marks: StepMarks) -> None:
-    """Has the steps of a distributed optimizer, in what is traced from now on, mark their reductions."""
-    reducer = reducer_of(optimizer)
-    if reducer:
-        reducer.marks = marks
+def time_reductions(optimizer: Any, marks: StepMarks) -> None:
+    """Makes steps of a distributed optimizer that are traced from now on record the times of their reductions."""
+    hook = hook_of(optimizer)
+    if hook:
+        hook.reducer.marks = marks
 
 
 def divide_losses(optimizer: Any) -> None:
-    """For a model whose step passes its loss through scale_loss, once, as Keras's own does: see Reducer.divide_losses.
+    """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
 
-    The weights are the same, and a pass over all gradients is saved. Under a loss scale nothing changes.
+    For a model whose step passes its loss through scale_loss once, as Keras's own does. The weights are the same.
+    Has no effect on a LossScaleOptimizer.
     """
-    reducer = reducer_of(optimizer)
-    if reducer and not isinstance(optimizer, LossScaleOptimizer):
-        reducer.divide_losses()
+    hook = hook_of(optimizer)
+    if hook and not isinstance(optimizer, LossScaleOptimizer):
+        hook.reducer.divide_losses()
 
 
 def ranks_at_fault(optimizer: Any) -> list[int]:
-    """After a step failed for a gradient that was not finite: the ranks whose own it was."""
-    check = finite_check_of(optimizer)
-    return check.ranks if check else []
+    """Ranks whose own gradient was not finite, after a step failed because of it."""
+    hook = hook_of(optimizer)
+    return hook.finite_check.ranks if hook and hook.finite_check else []
 
 
-def add_ballot(optimizer: Any, num_questions: int) -> Ballot:
-    """A ballot whose votes travel with this optimizer's gradients; for functions that are traced after this."""
-    reducer = reducer_of(optimizer)
-    if reducer is None:
-        raise TypeError("a DistributedOptimizer is needed, whose messages carry the votes")
-    reducer.ballot = Ballot(num_questions)
-    return reducer.ballot
+def add_shared_flag(optimizer: Any) -> SharedFlag:
+    """A flag that travels with this optimizer's gradients, in functions that are traced after this."""
+    hook = hook_of(optimizer)
+    if hook is None:
+        raise TypeError("a DistributedOptimizer is needed, whose messages carry the flag")
+    hook.reducer.flag = SharedFlag()
+    return hook.reducer.flag
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
@@ -204,9 +204,9 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
     optimizer.gradient_accumulation_steps = steps
 
 
-def _refuse_own_steps(optimizer: keras.optimizers.Optimizer) -> None:
-    """The mean of what such a class makes of each rank's micro-batches is not what it makes of the joint ones."""
-    names = own_steps(type(optimizer))
+def _refuse_overridden_steps(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses a class whose step is not linear in the gradients: its mean over ranks is not that of the joint batch."""
+    names = overridden_steps(type(optimizer))
     if names:
         raise ValueError(
             f"{type(optimizer).__name__} overrides {', '.join(names)} and has gradient_accumulation_steps="
@@ -215,5 +215,5 @@ def _refuse_own_steps(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizer and those that it steps with, as LossScaleOptimizer's and MultiOptimizer's."""
+    """The optimizer and those that it steps with, as in LossScaleOptimizer and MultiOptimizer."""
     return [optimizer, getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or [])]

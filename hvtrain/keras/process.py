@@ -1,8 +1,8 @@
-"""Start and stop of one rank: with any launcher, or with none.
+"""Starts one rank under any launcher, or under none.
 
-Horovod finds its place from what the launcher left in the environment. Two cases need help: no launcher
-at all (a bare MPI start fails under the MPI wheel, so Gloo starts alone), and settings meant for one
-launcher that are exported under another, which makes every rank a job of its own, silently.
+Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher at all (MPI cannot
+start alone from the MPI wheel, so Gloo starts instead), and settings for one launcher that are exported under another,
+which silently makes every rank a job of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvtrain.system import cores, interfaces
 
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-CYCLE = "HOROVOD_CYCLE_TIME"
-# Open MPI's own choice for two ranks takes as much new memory as it sums, each time; segments stay in the cache.
-_RING_IN_SEGMENTS = {
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+# Open MPI's default for two ranks allocates as much memory as it sums, each time; segments stay in the cache.
+_SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
@@ -30,31 +30,29 @@ _RING_IN_SEGMENTS = {
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of ranks that the launcher says it started; None when nothing launched this process.
+    """Number of ranks that the launcher started; None if no launcher started this process.
 
     >>> launched_size({"OMPI_COMM_WORLD_SIZE": "4"})
     4
     >>> launched_size({}) is None
     True
     """
-    for name in _SIZE_VARIABLES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return None
+    sizes = (environ.get(name, "") for name in _SIZE_VARIABLES)
+    return next((int(size) for size in sizes if size.isdigit()), None)
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
-    """True in an elastic job, where ranks come and go; the launcher's number of them may be old already."""
+    """True in an elastic job, where the launcher's number of ranks may be out of date."""
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; a second call does nothing. Arguments are those of horovod.tensorflow.init.
 
-    Raises RankError when the launcher started several ranks and this one finds itself alone.
+    Raises RankError if the launcher started several ranks and this one finds no other.
     """
     _choose_interface()
-    _choose_pace()
+    _set_defaults()
     elastic = is_elastic()
     expected = launched_size()
     if expected is None and not elastic:
@@ -62,14 +60,11 @@ def init(*args: Any, **kwargs: Any) -> None:
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
     before = cores.threads()
     hvd.init(*args, **kwargs)
-    if _is_by_mpi() and not tf.config.list_physical_devices("GPU"):
-        _let_others_go_first(cores.threads() - before)
+    if _uses_mpi() and not tf.config.list_physical_devices("GPU"):
+        _lower_priority(cores.threads() - before)
     if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
-        settings = ", ".join(
-            f"{name}={os.environ[name]}"
-            for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
-            if name in os.environ
-        )
+        names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+        settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
         hvd.shutdown()
         raise RankError(
             f"the launcher started {expected} ranks but this one finds itself alone"
@@ -77,63 +72,66 @@ def init(*args: Any, **kwargs: Any) -> None:
         )
 
 
-def _let_others_go_first(threads: set[int]) -> None:
-    """Horovod's threads wait inside MPI without sleep, on cores that compute; they need them when nothing else does.
+def keep_mpi_initialized() -> None:
+    """Initializes MPI before Horovod does, so that Horovod can be shut down and started again (call before init).
 
-    5 below the others in niceness is a quarter of the core where both want it.
+    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once.
+    """
+    if _uses_mpi():
+        _set_defaults()
+        from mpi4py import MPI  # noqa: F401  (its import initializes MPI)
+
+
+def _lower_priority(threads: set[int]) -> None:
+    """Makes Horovod's threads yield to others: they poll inside MPI, without sleep, on cores that compute.
+
+    A niceness 5 above the others' gives them a quarter of a contended core.
     """
     for thread in threads:
         with suppress(ProcessLookupError):  # It has ended meanwhile.
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
 
 
-def hold_mpi() -> None:
-    """Before init, so that another one can follow: Horovod ends an MPI that it began, and it begins only once."""
-    if _is_by_mpi():
-        _choose_pace()
-        from mpi4py import MPI  # noqa: F401  (begins it)
-
-
-def _is_by_mpi() -> bool:
+def _uses_mpi() -> bool:
     by_mpi = any(name in os.environ for name in _SIZE_VARIABLES if name != "HOROVOD_SIZE")
     return by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo"
 
 
 def _is_on_one_host() -> bool:
-    """True where the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
+    """True if the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
     launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
     return os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE")
 
 
-def _choose_pace() -> None:
-    """How MPI waits and sums, when Horovod looks for gradients (ms) and what it joins; what the user has set stays.
+def _set_defaults() -> None:
+    """Sets how MPI waits and sums, Horovod's cycle time (ms) and fusion; variables that the user set stay.
 
-    Horovod's threads meet once a cycle, idle or not, and all but the last of them wait inside MPI, which takes a whole
-    core of each. So the wait is to give way to what computes; and as they wait all the time, a shorter cycle costs no
-    more. Between hosts it would be a message on the network each time, so there Horovod's 1 ms stays.
+    Horovod's threads meet once a cycle, and all but the last of them wait inside MPI, which takes a whole core of each.
+    So they yield to threads that compute; and since they wait all the time anyway, a shorter cycle costs nothing.
+    Between hosts each cycle is a message on the network, so Horovod's 1 ms stays there.
     """
-    # Messages are the buckets: what a cycle joins besides is copied. On all ranks alike, or they would wait for ever.
+    # Buckets are the messages already; fusing them again would only copy. All ranks must set the same, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    if not _is_by_mpi():
+    if not _uses_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if not _is_on_one_host():
         return
-    os.environ.setdefault(CYCLE, "0.1")
+    os.environ.setdefault(CYCLE_TIME, "0.1")
     if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
-        os.environ.update(_RING_IN_SEGMENTS)
+        os.environ.update(_SEGMENTED_RING)
 
 
 def _choose_interface() -> None:
-    """Gloo and NCCL talk over the interface that leads to the launcher, whatever it is called on this host.
+    """Sets the interface for Gloo and NCCL to the one that leads to the launcher.
 
-    horovodrun names one interface for all hosts; names differ (eth0 here, ens5 there).
+    horovodrun names one interface for all hosts, but names differ between hosts (eth0, ens5).
     """
     launcher, named = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_IFACE")
     if not launcher or not named:
         return
     address = interfaces.address_towards(launcher)
-    # On the launcher's own host the way is none at all, and the name is that host's.
+    # On the launcher's own host the route is local, and the name is right.
     if address != launcher and (found := interfaces.interface_of(address)) and found != named:
         os.environ["HOROVOD_GLOO_IFACE"] = found
         os.environ["NCCL_SOCKET_IFNAME"] = found

@@ -1,13 +1,14 @@
-"""The mean of the gradients over all ranks, counted inside the graph. DistributedOptimizer and the tape call it.
+"""Reduces gradients over all ranks, counted inside the graph. DistributedOptimizer and the tape call it.
 
-A Python counter inside a tf.function counts traces; ours is a variable that the graph itself increments,
-after the reduced values are there, so it says what really ran.
+A Python counter inside a tf.function counts traces. This one is a variable that the graph increments after the reduced
+values have arrived, so it counts what ran.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,176 +16,166 @@ import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras.arguments import check_arguments
-from hvtrain.keras.ballot import Ballot
+from hvtrain.keras.finite import map_values
 from hvtrain.keras.in_graph import new_counter
+from hvtrain.keras.shared_flag import SharedFlag
 from hvtrain.keras.structure import compare_structure
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+_OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
-
-# Horovod pairs tensors of different ranks by name. Names made from Keras's would differ where one rank has
-# built more models than another; the order in which a program makes its optimizers does not.
+# Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
+# than another; the order in which a program makes its optimizers does not.
 _numbers = itertools.count()
 
 
-def number_anew() -> None:
-    """Numbers the optimizers to come from 0, as a rank does that begins now (every rank; none uses older ones)."""
+def restart_numbering() -> None:
+    """Numbers new optimizers from 0, as a rank that just started does (every rank; none may use older ones)."""
     global _numbers
     _numbers = itertools.count()
 
 
+@dataclass(eq=False)
 class Reducer:
-    """Reduces lists of gradients over the ranks; calling it is collective (every rank of the process set).
+    """Reduces lists of gradients over the ranks. Calling it is collective (every rank of the process set).
 
-    Dense gradients travel in groups, so that they are fused into few messages: one for each type and each of
-    num_groups parts, or as `groups`, lists of variables, says (others then go by themselves). With bucket_bytes it is
-    as many groups as in_buckets makes, the last variables first: their gradients are ready first, and are reduced
-    while others are computed (Li et al. 2020, "PyTorch Distributed", section 3.2). An IndexedSlices
-    goes as an allgather of its rows; None stays None, at the same position. Gradients of local variables are
-    not exchanged, only divided by the number of ranks where scale_local_gradients is true (horovod#3695).
+    Dense gradients travel in groups, so that they are fused into few messages: for each type num_groups of them, or as
+    `groups`, lists of variables, says (the remaining gradients each on their own). With bucket_bytes the groups are
+    those of in_buckets, the last variables first: their gradients are ready first, and are reduced while others are
+    computed (Li et al. 2020, "PyTorch Distributed", section 3.2). IndexedSlices are gathered by rows; None stays None,
+    at the same position. Gradients of local variables are not exchanged, only divided by the number of ranks if
+    scale_local_gradients is true (horovod#3695).
     """
 
-    def __init__(
-        self,
-        op: int = hvd.Average,
-        compression: Any = hvd.Compression.none,
-        sparse_as_dense: bool = False,
-        groups: int | list[list[Any]] | None = None,
-        bucket_bytes: int = 0,
-        predivide_factor: float = 1.0,
-        scale: float = 1.0,
-        device_dense: str = "",
-        device_sparse: str = "",
-        process_set: Any = None,
-        scale_local_gradients: bool = True,
-        name: str | None = None,
-        count: tf.Variable | None = None,
-    ) -> None:
-        self.process_set = process_set or hvd.global_process_set
-        check_arguments(op, predivide_factor, groups, self.process_set)
-        self.op = op
-        self.compression = compression
-        self.sparse_as_dense = sparse_as_dense
-        self.groups = groups
-        self.bucket_bytes = bucket_bytes
-        self.predivide_factor = predivide_factor
-        self.scale = scale
-        self.device_dense = device_dense
-        self.device_sparse = device_sparse
-        self.scale_local_gradients = scale_local_gradients
+    op: int = hvd.Average
+    compression: Any = hvd.Compression.none
+    sparse_as_dense: bool = False
+    groups: int | list[list[Any]] | None = None
+    bucket_bytes: int = 0
+    predivide_factor: float = 1.0
+    scale: float = 1.0
+    device_dense: str = ""
+    device_sparse: str = ""
+    process_set: Any = None
+    scale_local_gradients: bool = True
+    name: str = field(default_factory=lambda: f"hvtrain_gradients_{next(_numbers)}")
+    count: tf.Variable = field(default_factory=new_counter)
+    num_calls: int = 0
+    """Calls from Python: one for each step that is traced or runs eagerly."""
+    flag: SharedFlag | None = None
+    """Travels with the first group."""
+    marks: StepMarks | None = None
+    """Timer of the steps traced from now on: when gradients were ready, and when they were reduced."""
+
+    def __post_init__(self) -> None:
+        self.process_set = self.process_set or hvd.global_process_set
+        check_arguments(self.op, self.predivide_factor, self.groups, self.process_set)
         self._divides_losses = False
-        self.ballot: Ballot | None = None
         self._local: set[int] = set()
-        self.name = name or f"hvtrain_gradients_{next(_numbers)}"
-        self._count = new_counter() if count is None else count
-        self.num_calls = 0
-        """Calls from Python: one for each step that is traced, or that runs eagerly."""
-        self.marks: StepMarks | None = None
-        """What is traced from now on marks when gradients were ready, and when they were reduced."""
 
     @property
     def num_reductions(self) -> int:
-        """Reductions that ran so far on this rank."""
-        return int(self._count.numpy())
+        """Reductions that this rank has run."""
+        return int(self.count.numpy())
 
     @property
     def is_alone(self) -> bool:
-        """True where there is nobody to exchange with: one rank, or a rank outside the process set."""
+        """True if there is no other rank to exchange with: one rank, or a rank outside the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     def register_local(self, variables: Iterable[Any]) -> None:
-        """Leaves the gradients of these variables on their rank."""
-        self._local.update(identity(variable) for variable in variables)
+        """Keeps the gradients of these variables on their rank."""
+        self._local.update(map(variable_id, variables))
 
     def divide_losses(self) -> None:
-        """From now on the mean's division is that of each rank's loss, one number, and gradients are only summed.
+        """Takes the mean by dividing each rank's loss, one number, by the number of ranks; gradients are then summed.
 
-        For steps whose loss goes through scale_loss, as in Keras's own train_step. Where values are compressed on the
-        wire nothing changes: smaller ones would lose digits there.
+        For steps whose loss goes through scale_loss, as in Keras's own train_step. Has no effect if values are
+        compressed on the wire, where smaller ones would lose digits.
         """
         if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is hvd.Compression.none:
             self.op, self._divides_losses = hvd.Sum, True
 
-    def share_of(self, loss: tf.Tensor) -> tf.Tensor:
-        """What the gradients of this rank are to be those of."""
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """The loss to differentiate on this rank."""
         if self.is_alone or not self._divides_losses:
             return loss
         return loss / tf.cast(self.process_set.size(), loss.dtype)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """The gradients reduced over the ranks, in the same order; unchanged when there is one rank.
+        """The gradients reduced over the ranks, in the same order; unchanged if there is one rank.
 
-        variables, one for each gradient, are needed where some are local or grouped by variables.
-        Raises RankError where ranks would not reduce the same gradients, see structure.compare_structure.
+        variables, one for each gradient, are needed if some are local or grouped by variables.
+        Raises RankError if ranks would not reduce the same gradients, see structure.compare_structure.
         """
         self.num_calls += 1
         reduced = list(gradients)
         if self.is_alone:
             return reduced
-        keys = [identity(variable) for variable in variables or ()] or [-1] * len(reduced)
-        for index in [i for i, key in enumerate(keys) if key in self._local and reduced[i] is not None]:
-            reduced[index] = self._kept_local(reduced[index])
-        if self.sparse_as_dense:
-            reduced = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in reduced]
-        exchanged = [i for i, key in enumerate(keys) if key not in self._local]
-        named = list(variables or [None] * len(reduced))
-        of_all = [reduced[i] for i in exchanged], [named[i] for i in exchanged]
-        compare_structure(self.name, self._settings(), *of_all, self.process_set)
+        variables = list(variables or [None] * len(reduced))
+        ids = [variable_id(variable) for variable in variables]
+        exchanged = [i for i, key in enumerate(ids) if key not in self._local]
+        for i, gradient in enumerate(reduced):
+            if i not in exchanged and gradient is not None:
+                reduced[i] = self._scale_local(gradient)
+            if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+                reduced[i] = tf.convert_to_tensor(reduced[i])
+        structure = [reduced[i] for i in exchanged], [variables[i] for i in exchanged]
+        compare_structure(self.name, self._settings(), *structure, self.process_set)
         shared = [i for i in exchanged if reduced[i] is not None]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
-        dense = [i for i in shared if i not in sparse]
+        groups = self._groups(reduced, [i for i in shared if i not in sparse], ids)
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = []
-        groups = self._groups(reduced, dense, keys)
         for number, group in enumerate(groups):
             tensors = [reduced[i] for i in group]
-            wishes = [self.ballot.wishes(tensors[0].dtype)] if self.ballot and number == 0 else []
-            values = self._reduce_group([*tensors, *wishes], f"{self.name}_{number}")
-            if self.ballot and wishes:
-                done.append(self.ballot.count(values.pop()))
-            for index, value in zip(group, values):
-                reduced[index] = value
-        for index in sparse:
-            reduced[index] = self._reduce_sparse(reduced[index], f"{self.name}_sparse_{index}")
-        done += [reduced[i] for i in dense] + [reduced[i].values for i in sparse]
+            if self.flag and number == 0:
+                tensors.append(self.flag.own(tensors[0].dtype))
+            values = self._reduce_group(tensors, f"{self.name}_{number}")
+            if self.flag and number == 0:
+                done.append(self.flag.update(values.pop()))
+            for i, value in zip(group, values):
+                reduced[i] = value
+        for i in sparse:
+            reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
+        done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
         if done:
             with tf.control_dependencies(done):
-                self._count.assign_add(1)
+                self.count.assign_add(1)
         if self.marks and ready is not None:
-            # The others may be applied while the last ones are on their way.
+            # Only the last group waits for the clock: the others may be applied while it is on its way.
             last = groups[-1] if groups else []
-            for index, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
-                reduced[index] = value
+            for i, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
+                reduced[i] = value
         return reduced
 
     def _settings(self) -> str:
-        """All that must be the same on all ranks for their messages to match."""
+        """The settings that must be the same on all ranks for their messages to match."""
         groups = self.groups if isinstance(self.groups, int | None) else [len(group) for group in self.groups]
-        op = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}[self.op]
-        factors = f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, votes={self.ballot is not None}"
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
-        messages = f"compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}"
-        return f"op={op}, {messages}, {factors}"
+        return (
+            f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
+            f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}"
+        )
 
-    def _groups(self, gradients: list[Any], dense: list[int], keys: list[int]) -> list[list[int]]:
+    def _groups(self, gradients: list[Any], dense: list[int], ids: list[int]) -> list[list[int]]:
         """Positions of the dense gradients that travel together; those of one group have one type."""
         parts = [dense]
         if isinstance(self.groups, list):
-            wanted = [{identity(variable) for variable in group} for group in self.groups]
-            named = [[i for i in dense if keys[i] in group] for group in wanted]
-            parts = [*named, *([i] for i in dense if not any(keys[i] in group for group in wanted))]
+            wanted = [set(map(variable_id, group)) for group in self.groups]
+            parts = [[i for i in dense if ids[i] in group] for group in wanted]
+            parts += [[i] for i in dense if not any(ids[i] in group for group in wanted)]
         elif self.bucket_bytes and self.groups is None:
             last_first = dense[::-1]
-            buckets = in_buckets([gradient_bytes(gradients[i]) for i in last_first], self.bucket_bytes)
+            buckets = in_buckets([_num_bytes(gradients[i]) for i in last_first], self.bucket_bytes)
             parts = [[last_first[position] for position in bucket] for bucket in buckets]
         groups = []
         for part in parts:
             for dtype in dict.fromkeys(gradients[i].dtype for i in part):
                 same = [i for i in part if gradients[i].dtype == dtype]
-                count = self.groups if isinstance(self.groups, int) else 1
-                length = -(-len(same) // count)
+                length = -(-len(same) // (self.groups if isinstance(self.groups, int) else 1))
                 groups += [same[start : start + length] for start in range(0, len(same), length)]
         return groups
 
@@ -202,7 +193,7 @@ class Reducer:
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
-            # Horovod's grouped one fails on Adasum (an unbound name in horovod/tensorflow/__init__.py).
+            # Horovod's grouped_allreduce fails on Adasum (an unbound name in horovod/tensorflow/__init__.py).
             values = [hvd.allreduce(tensor, name=f"{name}_{i}", **options) for i, tensor in enumerate(tensors)]
         else:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
@@ -218,18 +209,16 @@ class Reducer:
         factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
 
-    def _kept_local(self, gradient: Any) -> Any:
+    def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-        return gradient * tf.cast(factor, gradient.dtype)
+        return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
-def gradient_bytes(gradient: tf.Tensor) -> int:
-    """0 where the shape is not known before it is there."""
+def _num_bytes(gradient: tf.Tensor) -> int:
+    """Size of a gradient; 0 if its shape is only known at run time."""
     return (gradient.shape.num_elements() or 0) * gradient.dtype.size
 
 
-def identity(variable: Any) -> int:
-    """What makes a Keras variable and the TensorFlow variable inside it the same."""
-    return id(getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable)
+def variable_id(variable: Any) -> int:
+    """The same number for a Keras variable and for the TensorFlow variable inside it."""
+    return id(variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable))

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 from horovod.common.elastic import State
 
 from hvtrain.keras.elastic import run
-from hvtrain.keras.reduction import number_anew
+from hvtrain.keras.reduction import restart_numbering
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Resets(State):
         return result
 
     def reset(self) -> None:
-        number_anew()
+        restart_numbering()
 
     def save(self) -> Any:
         """Does nothing: the program keeps its own state."""

@@ -1,4 +1,4 @@
-"""Saved models come back with an optimizer that reduces."""
+"""Loads saved models with an optimizer that reduces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_model(
 ) -> keras.Model:
     """keras.models.load_model, with the optimizer wrapped in DistributedOptimizer; its slots and iterations stay.
 
-    custom_optimizers are classes of one's own; a model that was saved without an optimizer comes without one.
+    custom_optimizers are classes of your own. A model that was saved without an optimizer comes without one.
     Raises ValueError for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for a file that
     holds code, such as a Lambda layer's, unless keras.config.enable_unsafe_deserialization() was called.
     """

@@ -2,7 +2,7 @@
 
 Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from it, and count
 go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of squares, which Horovod's layer for
-Keras 2 reduces, lose the variance where the mean is large: at thousands of standard deviations no digit is left.
+Keras 2 reduces, lose the variance if the mean is large: at thousands of standard deviations no digit is left.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.in_graph import counter, place_name
+from hvtrain.keras.in_graph import counter, positional_name
 
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """keras.layers.BatchNormalization whose mean and variance in training are those of all ranks' batches together.
+    """keras.layers.BatchNormalization that trains on the mean and variance of all ranks' batches together.
 
-    In training each call is collective, forward and backward: every rank must make it, as often and in the same
-    order; batches may differ in size, down to empty ones. Inference, and one rank, are Keras's. Outputs, gradients
-    and moving statistics are those of one process on the joint batch where the gradients are averaged over the
-    ranks (DistributedOptimizer) and each rank's loss is the mean over its batch (for batches that differ in size,
-    times its size * number of ranks / size of the joint batch).
+    In training each call is collective, forward and backward: every rank must make it, as often and in the same order.
+    Batches may differ in size, down to empty ones. Inference, and one rank, are Keras's. Outputs, gradients and moving
+    statistics are those of one process on the joint batch if gradients are averaged over the ranks
+    (DistributedOptimizer) and each rank's loss is the mean over its batch (for batches that differ in size, times its
+    size * number of ranks / size of the joint batch).
 
-    Arguments are those of Keras's layer; fused stands first because Horovod's layer has it there. Compile with
-    jit_compile="auto" (the default, which leaves XLA out because of this layer) or False.
+    Arguments are those of Keras's layer; fused comes first as in Horovod's layer. Compile with jit_compile="auto" (the
+    default, which leaves XLA out because of this layer) or False.
 
     Raises:
         ValueError: fused=True or None, or synchronized=True.
@@ -35,30 +35,29 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise ValueError(f"fused={fused} came: a fused kernel sees one rank only; leave fused out")
+            raise ValueError(f"fused={fused} is not supported: a fused kernel sees one rank only; leave fused out")
         if kwargs.get("synchronized"):
             raise ValueError(
-                "synchronized=True is for tf.distribute; this layer always synchronises through Horovod, leave it out"
+                "synchronized=True is for tf.distribute; this layer always synchronizes through Horovod, leave it out"
             )
         super().__init__(**kwargs)
         self.supports_jit = False
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Where Keras's layer takes its moments; inputs are float32 or float64 already, under any policy."""
+        """Overrides the moments of Keras's layer; inputs are float32 or float64 under any policy."""
         if hvd.size() == 1:
             return super()._moments(inputs, mask)
         axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]
-        mean, deviations, count = local_moments(inputs, mask, axes)
-        rows = _rows_of_all_ranks(tf.concat([mean, deviations, count], axis=0))
+        rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
         mean, variance = combine(rows, inputs.shape[self.axis])
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
-    """Mean, sum of squared deviations and count of this rank's batch; of no elements they are zero.
+    """Mean, sum of squared deviations and count of this rank's batch; all zero for an empty batch.
 
-    The first two have one value for each channel. The count has one for all, with a mask one for each: a mask
-    lacks the last axis only, so that over channels first it may leave other positions to each channel.
+    The first two have one value for each channel. The count has one for all, or with a mask one for each channel: a
+    mask lacks the last axis only, so with channels first it may leave other positions to each channel.
     """
     zero = tf.zeros([], inputs.dtype)
     used = None
@@ -80,10 +79,9 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
 def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
     """Mean and (biased) variance of each channel, from rows of mean, sum of squared deviations and count.
 
-    In float64, which costs nothing on a few values: all ranks' rounding then is that of one mean.
+    In float64, which is cheap for so few values: rounding is then that of one mean, not of one for each rank.
     """
-    rows = tf.cast(rows, tf.float64)
-    means, deviations, counts = tf.split(rows, [num_channels, num_channels, -1], axis=1)
+    means, deviations, counts = tf.split(tf.cast(rows, tf.float64), [num_channels, num_channels, -1], axis=1)
     count = tf.reduce_sum(counts, axis=0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), count)
     deviation = tf.reduce_sum(deviations + counts * tf.square(means - mean), axis=0)
@@ -92,9 +90,9 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row: Any) -> Any:
-    """A matrix of all ranks' rows, the same on all ranks; it goes as a sum of matrices that are zero elsewhere.
+    """A matrix of all ranks' rows, the same on all ranks, as the sum of matrices that are zero elsewhere.
 
-    Not as an allgather: that fails where a rank has joined (hvd.join), whose row is zeros here, a count of 0.
+    Not an allgather: that fails once a rank has joined (hvd.join), whose row is zeros here, a count of 0.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -105,23 +103,18 @@ def _rows_of_all_ranks(row: Any) -> Any:
 def _own_row_of_sum(gradients: Any) -> Any:
     """The gradient of _rows_of_all_ranks, and the other way round, so that higher derivatives are right too.
 
-    A sum, not a mean: what each rank's row did to the losses of all ranks. Each rank's gradient is then that of
-    the sum of all losses, and the mean over ranks that the optimizer takes is that of their mean.
+    A sum, not a mean: the effect of each rank's row on the losses of all ranks. Each rank's gradient is then that of
+    the sum of all losses, and the mean over ranks that the optimizer takes is the gradient of their mean.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor: Any) -> Any:
-    # Not a name for each layer: it would be there twice at once where a model uses the layer twice. And not the
-    # one that Horovod's registered gradient makes, which comes from Keras's names.
-    total = hvd.allreduce(tensor, op=hvd.Sum, name=place_name("sync_batch_norm"), ignore_name_scope=True)
+    # The name is not the layer's, which would occur twice at once in a model that uses the layer twice; nor the one
+    # of Horovod's registered gradient, which comes from Keras's names.
+    total = hvd.allreduce(tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True)
     # A tf.function that is called twice in one graph has each of its names there twice. Functions that write the
     # same variable run one after the other, in the order of the program: on all ranks the same sum comes first.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total
-
-
-def num_synchronisations() -> int:
-    """Sums over ranks, forward and backward, that this rank's layers ran so far, counted in the graph."""
-    return int(counter("sync_batch_norm").numpy())

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: the gradients of all ranks, for training loops of one's own."""
+"""DistributedGradientTape: gradients of all ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.arguments import local_weights
-from hvtrain.keras.in_graph import counter, place_name
-from hvtrain.keras.reduction import Reducer, identity
+from hvtrain.keras.in_graph import counter, positional_name
+from hvtrain.keras.reduction import Reducer, variable_id
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
@@ -27,12 +27,14 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """The same tape, whose gradient() from now on reduces over all ranks (every rank must call it).
+    """Makes this tape's gradient() reduce over all ranks (every rank must call it), and returns the same tape.
 
-    Arguments are those of DistributedOptimizer. Sources may be Keras or TensorFlow variables. Use it with a
-    plain optimizer: with a DistributedOptimizer the gradients would be reduced twice.
+    Arguments are those of DistributedOptimizer. Sources may be Keras or TensorFlow variables. Use it with a plain
+    optimizer: a DistributedOptimizer would reduce the gradients twice.
     """
-    options = {
+    gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
+    gradtape._hvtrain_local = {}
+    gradtape._hvtrain_options = {
         "op": op,
         "compression": compression,
         "sparse_as_dense": sparse_as_dense,
@@ -43,9 +45,6 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
         "process_set": process_set,
         "scale_local_gradients": scale_local_gradients,
     }
-    gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
-    gradtape._hvtrain_options = options
-    gradtape._hvtrain_local = {}
     return gradtape
 
 
@@ -55,7 +54,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     **kwargs: Any,
 ) -> tf.GradientTape:
-    """A DistributedGradientTape that leaves the gradients of local_layers on their rank."""
+    """A DistributedGradientTape that keeps the gradients of local_layers on their rank."""
     weights = local_weights(local_layers)
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     for weight in weights:
@@ -64,32 +63,32 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
 
 def num_tape_reductions() -> int:
-    """Reductions that this rank's tapes ran so far, counted in the graph."""
+    """Reductions that this rank's tapes have run, counted in the graph."""
     return int(counter("tape").numpy())
 
 
 class _ReducesGradients:
-    """Put before tf.GradientTape; reduces what it computes."""
+    """Mixin before tf.GradientTape that reduces the gradients it computes."""
 
     _hvtrain_options: dict[str, Any]
     _hvtrain_local: dict[int, Any]
 
     def register_local_source(self, source: Any) -> None:
-        """Leaves the gradient of this source on its rank."""
-        self._hvtrain_local[identity(source)] = source
+        """Keeps the gradient of this source on its rank."""
+        self._hvtrain_local[variable_id(source)] = source
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        kwargs.pop("use_generic_names", None)  # Upstream's; names here never depend on those of variables.
+        kwargs.pop("use_generic_names", None)  # Horovod's; our names never depend on those of variables.
         flat = [s.value if isinstance(s, keras.Variable) else s for s in tf.nest.flatten(sources)]
         gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
-        reducer = Reducer(name=place_name("tape"), count=counter("tape"), **self._hvtrain_options)
+        reducer = Reducer(name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
         return tf.nest.pack_sequence_as(sources, reducer(gradients, flat))
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """(source, gradient) pairs of the local sources, and of the others."""
+        """Pairs (source, gradient): those of the local sources, and the others."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
-        local = [pair for pair in pairs if identity(pair[0]) in self._hvtrain_local]
-        return local, [pair for pair in pairs if identity(pair[0]) not in self._hvtrain_local]
+        local = [pair for pair in pairs if variable_id(pair[0]) in self._hvtrain_local]
+        return local, [pair for pair in pairs if variable_id(pair[0]) not in self._hvtrain_local]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
-from hvtrain.core.planning import make_plan, size_of_each_rank
+from hvtrain.core.planning import batch_sizes_by_rank, make_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import reduced
@@ -67,7 +67,7 @@ def forecast(
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
-    batch_sizes = size_of_each_rank(config.train.batch_size, hosts)
+    batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)

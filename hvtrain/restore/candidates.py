@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvtrain.checkpoint.notes import Note
-from hvtrain.checkpoint.store import name_of
+from hvtrain.checkpoint.store import folder_name
 from hvtrain.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Candidate:
     seen_step: int
 
     def __str__(self) -> str:
-        return f"{name_of(self.step)} of {f'run {self.run_id}' if self.run_id else 'an unknown run'} on {self.host}"
+        return f"{folder_name(self.step)} of {f'run {self.run_id}' if self.run_id else 'an unknown run'} on {self.host}"
 
 
 def of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:
@@ -83,9 +83,11 @@ def check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequenc
     if not away:
         return
     newest = max(away, key=lambda note: note.step)
-    missing = f"checkpoint {name_of(newest.step)} of this run is" if newest.step else "this run's first checkpoints are"
+    missing = (
+        f"checkpoint {folder_name(newest.step)} of this run is" if newest.step else "this run's first checkpoints are"
+    )
     here = ", ".join(dict.fromkeys(hosts))
-    present = f"the newest on {here} is {name_of(seen)}" if seen >= 0 else f"there is none on {here}"
+    present = f"the newest on {here} is {folder_name(seen)}" if seen >= 0 else f"there is none on {here}"
     raise CheckpointError(
         f"{missing} on host {newest.host}, which has no rank now, and {present}; start with that host too, copy "
         f"{folder / 'checkpoints'} from there, or continue without it with resume=available"

@@ -120,7 +120,7 @@ class _Search:
                 self._checkpoint.arrays if self._checkpoint else None, self._root, self.comm, is_missing
             )
             if arrays is not None:
-                self._checkpoint = Checkpoint(Path(store.name_of(saved.step)), saved.step, dict(saved.meta), arrays)
+                self._checkpoint = Checkpoint(Path(store.folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
         if self._root and saved.host:
             self._send_records()
         return self._checkpoint if self.wanted else None
@@ -132,7 +132,7 @@ class _Search:
             raise CheckpointError(
                 f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
             )
-        paths = store.listed(self.checkpoints) if self.has_own_disk else []
+        paths = store.list_checkpoints(self.checkpoints) if self.has_own_disk else []
         paths = [path for path in paths if path not in self._damaged]
         committed = self.run_state.checkpoint
         step = store.step_of(paths[-1]) if paths else -1
@@ -171,7 +171,7 @@ class _Search:
         where = "" if place.is_chief else f"host {place.host}: "
         own = list(self._damaged.values())
         if saved:
-            own = [store.passed_over(path, line, saved.step) for path, line in self._damaged.items()]
+            own = [store.set_aside(path, line, saved.step) for path, line in self._damaged.items()]
         lines = [line for lines in self.comm.gather([f"{where}{line}" for line in own]) for line in lines]
         if lines and not saved:
             raise CheckpointError(

@@ -16,11 +16,11 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.equality import WeightCheck as KerasWeightCheck
-from hvtrain.keras.finite import MARK as NOT_FINITE
-from hvtrain.keras.lost_ranks import tells_of_lost_ranks
+from hvtrain.keras.finite import NOT_FINITE
+from hvtrain.keras.lost_ranks import is_lost_rank_error
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
-from hvtrain.keras.optimizer import mark, ranks_at_fault
-from hvtrain.keras.process import hold_mpi
+from hvtrain.keras.optimizer import ranks_at_fault, time_reductions
+from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
@@ -144,7 +144,7 @@ class HorovodStrategy(Strategy):
     ) -> keras.optimizers.Optimizer:
         settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
         distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
-        mark(distributed, self.marks)
+        time_reductions(distributed, self.marks)
         if divide_losses:
             divide_losses_of(distributed)
         return distributed
@@ -154,7 +154,7 @@ class HorovodStrategy(Strategy):
         hvd.shutdown()
 
     def expect_restart(self) -> None:
-        hold_mpi()
+        keep_mpi_initialized()
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         self.bucket_bytes = int(bucket_mib * MIB)
@@ -165,7 +165,7 @@ class HorovodStrategy(Strategy):
             hvd.init()
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if tells_of_lost_ranks(error) else None
+        verdict = self.watchdog.cause() if is_lost_rank_error(error) else None
         if verdict is None:
             return None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")

@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.records import write_atomic
 from hvtrain.errors import ConfigError
-from hvtrain.keras.process import CYCLE
+from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
 from hvtrain.training.run import Run
@@ -58,7 +58,7 @@ class CommSettings:
 
     def apply(self, strategy: Strategy) -> None:
         """Restarts communication with these settings (every rank)."""
-        strategy.restart({CYCLE: f"{self.cycle_ms:g}"}, self.bucket_mib)
+        strategy.restart({CYCLE_TIME: f"{self.cycle_ms:g}"}, self.bucket_mib)
 
 
 def default_settings(config: RunConfig) -> CommSettings:
@@ -67,7 +67,7 @@ def default_settings(config: RunConfig) -> CommSettings:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
         )
-    cycle_ms = float(os.environ.get(CYCLE, CommSettings.cycle_ms))
+    cycle_ms = float(os.environ.get(CYCLE_TIME, CommSettings.cycle_ms))
     return CommSettings(cycle_ms, float(config.strategy.get("bucket_mib", CommSettings.bucket_mib)))
 
 

@@ -70,6 +70,6 @@ def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: i
             StreamRequest(place, share.batch_size, seed, step - plan.shift, share.steps, share.num_examples)
         )
 
-    if plan.is_cut_anew:
+    if plan.is_resized:
         return regrouped(stream_of, plan, topology, step - plan.shift)
     return stream_of(topology.rank)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.planning import dealt_batch_sizes, going_on, make_plan
+from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.records import TEMPORARY
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
@@ -50,7 +50,7 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None)
             probe.unlink()
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
-    if config.resume == "never" and not begun and store.listed(checkpoints):
+    if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
@@ -77,12 +77,12 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
     source: Source = comm.all_or_raise(lambda: build("dataset", config.dataset))
     source.on_error = config.data.on_error
     hosts = comm.gather(comm.topology.host)
-    batch_sizes = dealt_batch_sizes(saved, config.train, hosts)
+    batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
-    plan = going_on(plan, saved, config.train, len(hosts))
-    return source, plan, replace(comm.topology, weights=() if plan.is_cut_anew else plan.weights)
+    plan = resumed_plan(plan, saved, config.train, len(hosts))
+    return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:

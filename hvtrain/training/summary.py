@@ -48,7 +48,7 @@ def resized(start: Start, plan: StepPlan) -> str:
     if start.num_ranks == plan.size:
         return ""
     parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
-    end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.hands_over else ""
+    end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.ends_early else ""
     return f"{ranks}: {batch} and {rate} as before{parts}{end}"
 
 

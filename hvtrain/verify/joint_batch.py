@@ -1,7 +1,7 @@
-"""N ranks with a batch each against one process on all of them: the same weights, or the ranks do not train together.
+"""Compares N ranks with a batch each against one process on all batches: if the weights differ, ranks train apart.
 
-Every rank starts from other weights and has other data, so nothing but broadcast and reduction can make the
-results equal; one rank alone, without the reduction, must end elsewhere, or the comparison would prove nothing.
+Every rank starts from other weights and has other data, so only broadcast and reduction can make the results equal.
+One rank alone, without the reduction, must end with other weights, or the comparison would prove nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import SGD
 
 import hvtrain.keras as hvd
 
@@ -21,10 +22,10 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A small model of some kind, trained with some optimizer.
+    """A small model trained with some optimizer.
 
     kind: "dense", "embedding" (sparse gradients), "unused" (a variable without gradient) or a dtype policy.
-    tolerance: largest relative difference in any weight or slot that rounding may make.
+    tolerance: largest relative difference in any weight or slot that rounding may cause.
     """
 
     optimizer: Callable[[], keras.optimizers.Optimizer]
@@ -33,8 +34,8 @@ class Case:
     steps_per_reduction: int = 1
 
 
-class OwnStep(keras.optimizers.SGD):
-    """Normalizes each gradient and steps by itself, without Keras's apply."""
+class OwnStep(SGD):
+    """An optimizer with a step of its own: it normalizes each gradient, and does not call Keras's apply."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for gradient, variable in zip(grads, trainable_variables):
@@ -42,36 +43,28 @@ class OwnStep(keras.optimizers.SGD):
         self.iterations.assign_add(1)
 
 
-FAMILIES = {
-    "sgd": Case(lambda: keras.optimizers.SGD(0.05)),
-    "momentum": Case(lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)),
+CASES = {
+    "sgd": Case(lambda: SGD(0.05)),
+    "momentum": Case(lambda: SGD(0.05, momentum=0.9, nesterov=True)),
     "rmsprop": Case(lambda: keras.optimizers.RMSprop(0.003)),
     "adam": Case(lambda: keras.optimizers.Adam(0.003)),
     "adamw": Case(lambda: keras.optimizers.AdamW(0.003, weight_decay=0.01)),
     "lamb": Case(lambda: keras.optimizers.Lamb(0.003)),
     "lion": Case(lambda: keras.optimizers.Lion(0.0005)),
-}
-SPARSE = {"sparse gradients": Case(lambda: keras.optimizers.SGD(0.05, momentum=0.9), "embedding")}
-ACCUMULATION = {
-    "accumulation": Case(
-        lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4
-    )
-}
-OWN_STEP = {"a step of its own": Case(lambda: OwnStep(0.05))}
-# Half precision rounds the activations of a part otherwise than those of the joint batch.
-PRECISION = {
-    "mixed_bfloat16": Case(lambda: keras.optimizers.SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
-    "mixed_float16": Case(
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mixed_float16", 1e-2
-    ),
+    "a step of its own": Case(lambda: OwnStep(0.05)),
+    "sparse gradients": Case(lambda: SGD(0.05, momentum=0.9), "embedding"),
+    "accumulation": Case(lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4),
+    # Half precision rounds the activations of a part differently from those of the joint batch.
+    "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
+    "mixed_float16": Case(lambda: keras.optimizers.LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
 }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative to the largest value of each array: weights and float slots.
+    """Largest differences of weights and float slots, relative to the largest value of each array.
 
-    error: N ranks against one process; error_without_reduction: one rank alone against it; ranks_differ: the ranks
+    error: N ranks against one process. error_without_reduction: one rank alone against it. ranks_differ: the ranks
     against each other, at the start (after the broadcast) or at the end.
     """
 
@@ -86,35 +79,35 @@ def compare(
 ) -> Comparison:
     """Trains the case on all ranks, on one process, and on one rank alone (every rank; the same result on each).
 
-    wrap makes the distributed optimizer of the case's.
+    wrap makes the case's optimizer distributed.
     """
     rank, size = hvd.rank(), hvd.size()
     x, y = _data(case.kind, steps * size * batch)
     order = np.arange(len(x)).reshape(steps, size, batch)
-    mine = [(x[i], y[i]) for i in order[:, rank]]
-    joint = [(x[i.ravel()], y[i.ravel()]) for i in order]
-    before, after, reductions = _train(case, mine, rank, wrap)
-    # Rank 0 has the joint batch and the last rank is alone, at the same time; both start from rank 0's weights.
+    own = [(x[i], y[i]) for i in order[:, rank]]
+    before, after, reductions = _train(case, own, rank, wrap)
+    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
+    joint: Arrays | None = None
     alone: Arrays | None = None
-    together: Arrays | None = None
+    if rank == 0:
+        joint = _train(case, [(x[i.ravel()], y[i.ravel()]) for i in order], seed=0)[1]
     if rank == size - 1:
         alone = _train(case, [(x[i], y[i]) for i in order[:, 0]], seed=0)[1]
-    if rank == 0:
-        together = _train(case, joint, seed=0)[1]
-    everyone = hvd.allgather_object((before, after, reductions, together, alone), name="hvtrain.compare")
-    first, expected = everyone[0], everyone[0][3]
+    everyone = hvd.allgather_object((before, after, reductions, joint, alone), name="hvtrain.compare")
+    first_before, first_after, _, expected, _ = everyone[0]
     return Comparison(
-        error=largest_difference(first[1], expected),
+        error=largest_difference(first_after, expected),
         error_without_reduction=largest_difference(everyone[-1][4], expected),
         ranks_differ=max(
-            largest_difference(found[at], first[at]) for found in everyone for at in (0, 1) if found is not first
+            max(largest_difference(before, first_before), largest_difference(after, first_after))
+            for before, after, *_ in everyone
         ),
-        reductions=min(found[2] for found in everyone),
+        reductions=min(reductions for _, _, reductions, *_ in everyone),
     )
 
 
 def largest_difference(ours: Arrays, theirs: Arrays) -> float:
-    """Over all arrays, relative to the largest value of each; infinite where something is not finite."""
+    """Over all arrays, relative to the largest value of each; infinite if a value is not finite."""
     largest = 0.0
     for a, b in zip(ours, theirs, strict=True):
         gap = np.max(np.abs(a - b), initial=0.0) / (np.max(np.abs(b), initial=0.0) + 1e-12)
@@ -123,7 +116,7 @@ def largest_difference(ours: Arrays, theirs: Arrays) -> float:
 
 
 class Unused(keras.layers.Layer):
-    """Holds a weight that the loss does not depend on: its gradient is None."""
+    """A layer whose weight the loss does not depend on: its gradient is None."""
 
     def build(self, input_shape: Any) -> None:
         self.weight = self.add_weight(shape=(2,), name="unused")
@@ -155,9 +148,7 @@ def _train(
 ) -> tuple[Arrays, Arrays, int]:
     """Weights before, weights and float slots after one pass over the batches, and the number of reductions."""
     model = _model(case.kind, seed)
-    optimizer = case.optimizer()
-    if wrap:
-        optimizer = wrap(optimizer)
+    optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     if wrap:
         hvd.broadcast_model(model)

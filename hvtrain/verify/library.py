@@ -1,4 +1,4 @@
-"""The checks that need nothing of the user's: environment, exchange, optimizers, data, metrics, checkpoints."""
+"""Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.evaluation import evaluate
 from hvtrain.training.summary import device_map, versions
 from hvtrain.verify.check import Check, CheckError
-from hvtrain.verify.joint_batch import ACCUMULATION, FAMILIES, OWN_STEP, PRECISION, SPARSE, Case, compare
+from hvtrain.verify.joint_batch import CASES, Case, compare
 
-STEPS = 8
+BATCH, STEPS = 16, 8
 
 
 def library_checks(strategy: Strategy) -> Iterator[Check]:
-    """All of them, in the order in which a failure explains those after it."""
+    """Yields the checks in an order in which an early failure explains later ones (two ranks or more)."""
     yield Check("versions", partial(_versions, strategy))
     yield Check("controller", partial(_controller, strategy))
     yield Check("devices", partial(_devices, strategy))
     yield Check("broadcast", _broadcast)
-    for name, case in {**FAMILIES, **OWN_STEP, **SPARSE, **ACCUMULATION, **PRECISION}.items():
+    for name, case in CASES.items():
         yield Check(name, partial(_joint_batch, case))
     yield Check("overflow", _overflow)
-    yield Check("unlike models", _unlike_models)
+    yield Check("different models", _different_models)
     yield Check("shards", partial(_shards, strategy))
     yield Check("metrics", partial(_metrics, strategy))
     yield Check("checkpoint", partial(_checkpoint, strategy))
@@ -50,13 +50,12 @@ def _versions(strategy: Strategy) -> str:
 
 
 def _controller(strategy: Strategy) -> str:
-    places = strategy.comm.gather((hvd.size(), hvd.mpi_enabled(), strategy.topology.host, hvd.rank(), hvd.local_rank()))
-    sizes = [place[0] for place in places]
-    if sizes != [len(places)] * len(places) or [place[3] for place in places] != list(range(len(places))):
-        raise CheckError(f"ranks see jobs of {sizes} ranks; start all of them with one launcher")
-    if len({(place[2], place[4]) for place in places}) < len(places):
-        raise CheckError("two ranks are the same local rank of one host; give each host a name of its own")
-    hosts = dict.fromkeys(place[2] for place in places)
+    places = strategy.comm.gather((hvd.size(), hvd.rank(), strategy.topology.host, hvd.local_rank()))
+    if [place[:2] for place in places] != [(len(places), rank) for rank in range(len(places))]:
+        raise CheckError(f"ranks see jobs of {[place[0] for place in places]} ranks; start all with one launcher")
+    if len({place[2:] for place in places}) < len(places):
+        raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
+    hosts = dict.fromkeys(host for *_, host, _ in places)
     return f"{strategy.description()}, {len(places)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
 
 
@@ -66,16 +65,16 @@ def _devices(strategy: Strategy) -> str:
     if len(set(gpus)) < len(gpus):
         raise CheckError(f"ranks share a GPU: {device_map(devices)}; start fewer ranks or give each its own")
     if gpus and len(gpus) < len(devices):
-        raise CheckError(f"some ranks have a GPU and some have none: {device_map(devices)}; look at the hosts without")
+        raise CheckError(
+            f"some ranks have a GPU and some have none: {device_map(devices)}; check the hosts without one"
+        )
     return device_map(devices)
 
 
 def _broadcast() -> str:
-    generator = np.random.default_rng(hvd.rank())
-    values = [
-        generator.normal(size=(3, size)).astype(dtype)
-        for size, dtype in ((5, "float32"), (0, "float32"), (2, "float64"))
-    ]
+    """Variables of several types, one of them empty, that differ between ranks."""
+    normal = np.random.default_rng(hvd.rank()).normal
+    values = [normal(size=(3, 5)).astype("float32"), np.zeros((3, 0), "float32"), normal(size=(3, 2))]
     variables = [tf.Variable(value) for value in [*values, np.array(hvd.rank()), np.array([hvd.rank() == 0])]]
     differ = len(set(hvd.allgather_object(fingerprint(variables))))
     hvd.broadcast_variables(variables, 0)
@@ -83,15 +82,15 @@ def _broadcast() -> str:
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError("variables differ between ranks after a broadcast; look at the network and at Horovod's build")
     if differ < hvd.size():
-        raise CheckError("ranks drew the same random numbers, so the broadcast proved nothing; a defect of this check")
+        raise CheckError("ranks drew the same random numbers, so the broadcast proved nothing; please report this bug")
     return f"5 variables differed on {differ} rank(s), and are rank 0's on all of them"
 
 
 def _joint_batch(case: Case) -> str:
-    found = compare(case, STEPS)
+    found = compare(case, STEPS, BATCH)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
-    if size > 1 and found.reductions != expected:
+    if found.reductions != expected:
         raise CheckError(
             f"{found.reductions} reductions in the graph for {expected} steps that change weights; "
             "the optimizer that trains is not the distributed one"
@@ -103,14 +102,16 @@ def _joint_batch(case: Case) -> str:
         )
     if found.ranks_differ:
         raise CheckError(f"weights differ between ranks by {found.ranks_differ:.2g}; look at broadcast and reduction")
-    if size > 1 and found.error_without_reduction < 3 * case.tolerance:
-        raise CheckError("one rank without reduction ends with the same weights, so this proved nothing")
-    alone = f"; without reduction {found.error_without_reduction:.1g}" if size > 1 else ""
-    return f"{size} x 16 equal 1 x {16 * size} to {found.error:.1g}{alone}; {found.reductions} reductions"
+    if found.error_without_reduction < 3 * case.tolerance:
+        raise CheckError("one rank without reduction ends with the same weights, so the comparison proves nothing")
+    return (
+        f"{size} x {BATCH} equal 1 x {BATCH * size} to {found.error:.1g}; "
+        f"without reduction {found.error_without_reduction:.1g}; {found.reductions} reductions"
+    )
 
 
 def _overflow() -> str:
-    """An infinite gradient on the last rank alone."""
+    """An infinite gradient on the last rank only."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -123,25 +124,22 @@ def _overflow() -> str:
     return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
 
 
-def _unlike_models() -> str:
+def _different_models() -> str:
     """The last rank has a model of another width."""
-    if hvd.size() == 1:
-        return "one rank has no other to differ from"
     width = 3 if hvd.rank() == hvd.size() - 1 else 2
     optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable([0.0] * width)
     try:
         optimizer.apply([tf.ones(width)], [variable])
+        refused = False
     except RankError as error:
-        said = str(error)
-    else:
-        said = ""
-    if not all(hvd.allgather_object("cannot reduce the gradients" in said)):
-        raise CheckError("gradients of unlike shapes were summed; a defect of hvtrain.keras or of Horovod's build")
-    return "gradients of unlike shapes are refused on all ranks before they are summed"
+        refused = "cannot reduce the gradients" in str(error)
+    if not all(hvd.allgather_object(refused)):
+        raise CheckError("gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build")
+    return "gradients of different shapes are refused on all ranks before they are summed"
 
 
 def _shards(strategy: Strategy) -> str:
-    """Which of some images each rank reads in an epoch; each image holds its number."""
+    """The images that each rank reads in an epoch; each image holds its number."""
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
@@ -155,27 +153,26 @@ def _shards(strategy: Strategy) -> str:
 
 
 def _metrics(strategy: Strategy) -> str:
-    """On shards of different sizes, against one process."""
+    """Metrics on shards of different sizes, against one process."""
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(51, 4)).astype("float32"), generator.integers(0, 3, 51)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     hvd.broadcast_variables(model.weights, 0)
-    # Rank 0 has most of them, the others a few each.
+    # Rank 0 has most of the examples, the others a few each.
     few = 3 if hvd.size() < 16 else 0
-    mine = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
-    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(8), strategy.comm)
+    own = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
+    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8), strategy.comm)
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
-    gap = max(abs(together[name] - alone[name]) for name in together)
-    gap = max(strategy.comm.gather(gap))
+    gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
     if gap > 1e-5:
         raise CheckError(f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples")
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
 
 
 def _checkpoint(strategy: Strategy) -> str:
-    """Written by rank 0, lost, restored by rank 0, broadcast."""
+    """A checkpoint of a small model."""
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse", jit_compile=False)
@@ -184,27 +181,26 @@ def _checkpoint(strategy: Strategy) -> str:
 
 
 def round_trip(model: keras.Model, strategy: Strategy) -> str:
-    """Of a model whose optimizer is built; its variables are as before afterwards."""
+    """Writes a checkpoint, sets all variables to zero, restores it on rank 0 and broadcasts (every rank).
+
+    The model's optimizer must be built. Its variables are unchanged afterwards.
+    """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
-    with tempfile.TemporaryDirectory() as folder:
 
-        def write() -> None:
-            writer.write(Path(folder), 1, store.snapshot(model, [store.rank_state(model)]), {})
+    saved: list[store.Checkpoint] = []
 
-        def restore() -> None:
-            newest, _ = store.read_newest(Path(folder))
-            assert newest is not None
-            store.restore(newest, model)
+    def write() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = writer.write(Path(folder), 1, store.snapshot(model, [store.rank_state(model)]), {})
+            saved.append(store.read(path))
 
-        strategy.comm.on_chief(write)
-        for variable in variables:
-            variable.assign(keras.ops.zeros_like(variable.value))
-        strategy.comm.on_chief(restore)
+    strategy.comm.on_chief(write)
+    for variable in variables:
+        variable.assign(keras.ops.zeros_like(variable.value))
+    strategy.comm.on_chief(lambda: store.restore(saved[0], model))
     strategy.comm.broadcast_model(model)
     after = strategy.comm.gather(fingerprint([variable.value for variable in variables]))
     if after != [before] * len(after):
-        raise CheckError(
-            "variables differ after a checkpoint was written and restored; look at the folder's file system"
-        )
+        raise CheckError("variables differ after a checkpoint was written and restored; check the file system of /tmp")
     return f"{len(variables)} variables written, lost, restored and broadcast: the same bits on all ranks"

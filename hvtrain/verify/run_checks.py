@@ -1,4 +1,4 @@
-"""All checks, from the start of the ranks to their end."""
+"""Runs all checks, from the start of the ranks to their end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvtrain.verify.own_run import own_run_checks
 
 
 def verify(config: RunConfig, own_run: bool) -> bool:
-    """True when every check passes on every rank. own_run: with the model, data and optimizer of config too."""
+    """True if every check passes on every rank. own_run: also check the model, data and optimizer of config."""
     strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
     try:
         topology = strategy.start()
         if topology.size == 1:
-            raise RankError("one rank came and at least two are compared; start them with horovodrun -np 2")
+            raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
         console.start_log(topology.is_chief)
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         checks = list(library_checks(strategy))

@@ -22,7 +22,7 @@ def said(output):
 
 
 def steps(run):
-    return [store.read(path).step for path in store.listed(run / "checkpoints")]
+    return [store.read(path).step for path in store.list_checkpoints(run / "checkpoints")]
 
 
 def strays(run):
@@ -46,7 +46,9 @@ def test_a_full_disk_stops_all_ranks(tmp_path):
         (line,) = said(output)
         assert line.startswith("hvtrain: checkpoint step-00000726 was not written: No space left on device (6"), line
         assert " bytes needed, " in line and f" free at {run / 'checkpoints'})" in line
-        assert line.endswith("make room there, then start again with the same run.dir to go on from the one before")
+        assert line.endswith(
+            "make room there, then start again with the same run.dir to continue from the previous one"
+        )
         assert "Traceback" not in output
         newest, damaged = store.read_newest(run / "checkpoints")
         assert steps(run) == [242, 484] and newest.step == 484 and damaged == []

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvtrain.checkpoint import store, writer
+from hvtrain.errors import CheckpointError
+from newest_checkpoint import META, newest
 
 # The same examples in each run, so that a failure is of the code; no deadline, the machine may be busy.
 FIXED = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -31,13 +34,13 @@ def arrays(step):
 def whole(step):
     """The files of a whole checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        path = writer.write(Path(folder), step, arrays(step), {"metrics": {"loss": 0.5}, "callbacks": {}})
+        path = writer.write(Path(folder), step, arrays(step), {**META, "metrics": {"loss": 0.5}, "callbacks": {}})
         return {name: (path / name).read_bytes() for name in FILES}
 
 
 def put(folder, step, files):
-    path = folder / store.name_of(step)
-    path.mkdir()
+    path = folder / store.folder_name(step)
+    path.mkdir(parents=True)
     for name, data in files.items():
         (path / name).write_bytes(data)
 
@@ -50,12 +53,17 @@ def with_right_sums(files):
 def read_beside_a_whole_one(files):
     """What is taken where these files are those of step 20, and the checkpoint of step 10 is whole."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "checkpoints"
         put(folder, 10, whole(10))
         put(folder, 20, files)
-        newest, damaged = store.read_newest(folder)
+        try:
+            found, damaged = newest(folder)
+        except CheckpointError as error:
+            # Complete, with right sums, and of no run.
+            assert re.match(r"checkpoint step-00000020 lacks [\w, ]+ and cannot be resumed", str(error))
+            return store.read(folder / "step-00000020")
         assert store.read(folder / "step-00000010").step == 10, "it is still there"
-        if newest.step == 10:
+        if found.step == 10:
             (line,) = damaged
             assert line.startswith("checkpoint step-00000020 is damaged: "), line
             assert line.endswith("step-00000010 is taken, 10 steps are lost"), line
@@ -63,7 +71,7 @@ def read_beside_a_whole_one(files):
             assert (folder / "damaged-step-00000020").is_dir()
         else:
             assert damaged == []
-        return newest
+        return found
 
 
 def mutated(data, draw):
@@ -86,8 +94,8 @@ def mutated(data, draw):
 def test_any_damage_is_noticed_and_nothing_else_raised(data):
     name = data.draw(st.sampled_from(FILES))
     files = {**whole(20), name: mutated(whole(20)[name], data.draw)}
-    newest = read_beside_a_whole_one(files)
-    if newest.step == 20:
+    found = read_beside_a_whole_one(files)
+    if found.step == 20:
         assert files[store.ARRAYS] == whole(20)[store.ARRAYS], "the sums let no change through"
         assert files[store.META] == whole(20)[store.META]
 
@@ -98,9 +106,9 @@ def test_right_sums_over_anything(data):
     name = data.draw(st.sampled_from(FILES[:2]))
     content = data.draw(st.sampled_from(["mutated", "mutated", "random"]))
     changed = mutated(whole(20)[name], data.draw) if content == "mutated" else data.draw(st.binary(max_size=60))
-    newest = read_beside_a_whole_one(with_right_sums({**whole(20), name: changed}))
-    assert isinstance(newest.meta, dict)
-    assert all(isinstance(array, np.ndarray) for array in newest.arrays.values())
+    found = read_beside_a_whole_one(with_right_sums({**whole(20), name: changed}))
+    assert isinstance(found.meta, dict)
+    assert all(isinstance(array, np.ndarray) for array in found.arrays.values())
 
 
 json_values = st.recursive(
@@ -114,8 +122,8 @@ json_values = st.recursive(
 def test_any_json_in_meta(key, value):
     meta = {**json.loads(whole(20)[store.META]), key: value} if key else value
     files = {**whole(20), store.META: json.dumps(meta).encode()}
-    newest = read_beside_a_whole_one(with_right_sums(files))
-    assert newest.step == 10 or key == "metrics" or meta["step"] == 20
+    found = read_beside_a_whole_one(with_right_sums(files))
+    assert found.step == 10 or key == "metrics" or meta["step"] == 20
 
 
 def header(tree, length=None):

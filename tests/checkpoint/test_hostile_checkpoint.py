@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
-from hvtrain.checkpoint.callback_records import saved_state
+from hvtrain.checkpoint.callback_records import saved_callbacks
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.data.sources.cifar10 import cifar10
@@ -29,6 +29,7 @@ from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import setup
 from launching import ROOT, train
+from newest_checkpoint import META, newest
 
 ARRAYS = {"model/0000/kernel": np.ones(3, np.float32)}
 
@@ -45,7 +46,7 @@ class Payload:
 
 def put(folder, step, files):
     """A checkpoint of these files, with right sums over them."""
-    path = folder / store.name_of(step)
+    path = folder / store.folder_name(step)
     path.mkdir(parents=True)
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     for name, data in {**files, store.SUMS: "".join(lines).encode()}.items():
@@ -54,7 +55,7 @@ def put(folder, step, files):
 
 
 def good(step, **meta):
-    text = json.dumps({"step": step, "bfloat16": [], **meta})
+    text = json.dumps({**META, "step": step, "bfloat16": [], **meta})
     return {store.ARRAYS: save(ARRAYS), store.META: text.encode()}
 
 
@@ -80,8 +81,8 @@ def is_untouched(outside):
 
 def taken(folder):
     """The step that is taken, and why not the newest."""
-    newest, damaged = store.read_newest(folder)
-    return newest.step, " ".join(damaged)
+    found, damaged = newest(folder)
+    return found.step, " ".join(damaged)
 
 
 @pytest.mark.parametrize("name", [store.ARRAYS, store.META])
@@ -134,7 +135,7 @@ def test_files_that_are_none(name, kind, folder, outside):
         path.symlink_to(outside / "step-00000020" / name if kind == "link" else "/dev/zero")
     step, reason = taken(folder)
     assert step == 10
-    assert f"{name} is no regular file" in reason
+    assert f"{name} is not a regular file" in reason
 
 
 def test_folders_that_lead_out_of_the_run(tmp_path, outside):
@@ -149,10 +150,10 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
 
 def test_callbacks_get_numbers_only():
     meta = {"callbacks": {"stop": {"wait": 3, "best": 0.5, "model": 1, "__class__": 2}}}
-    assert saved_state(meta, {}) == {"stop": {"wait": 3.0, "best": 0.5}}
+    assert saved_callbacks(meta, {}) == {"stop": {"wait": 3.0, "best": 0.5}}
     for wrong in ([1], {"stop": 3}, {"stop": {"wait": "x"}}, {"stop": {"wait": [1]}}):
-        with pytest.raises(CheckpointError, match="callbacks are no numbers"):
-            saved_state({"callbacks": wrong}, {})
+        with pytest.raises(CheckpointError, match="callback state is not made of numbers"):
+            saved_callbacks({"callbacks": wrong}, {})
 
 
 @pytest.mark.parametrize("suffix", ["keras", "h5"])
@@ -225,7 +226,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     folder = run / "checkpoints"
     code, output = train(None, 1, "train.epochs=1", "strategy=single", f"run.dir={run}", cwd=tmp_path)
     assert code == 0, output
-    (path,) = store.listed(folder)
+    (path,) = store.list_checkpoints(folder)
     harmful = {"_target_": "os.system", "command": f"touch {marker}"}
     meta = json.loads((path / store.META).read_text())
     meta["config"] = {**dict.fromkeys(meta["config"], harmful), "callbacks": {"x": harmful}}

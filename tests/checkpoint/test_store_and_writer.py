@@ -16,6 +16,15 @@ from safetensors.numpy import load_file
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import CheckpointError, StorageError
+from newest_checkpoint import META, newest
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """The folder of a run's checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    return folder
 
 
 def model(units=3, seed=0, dtype="float32"):
@@ -37,7 +46,7 @@ def written(folder, *steps, net=None):
     net = net or trained()
     for step in steps:
         arrays = store.snapshot(net, [store.rank_state(net)])
-        writer.write(folder, step, arrays, {"epoch": step // 10})
+        writer.write(folder, step, arrays, {**META, "epoch": step // 10})
     return net
 
 
@@ -49,9 +58,9 @@ def values(net):
 def test_what_was_written_comes_back(tmp_path, dtype):
     net = written(tmp_path, 17, net=model(dtype=dtype))
     other = model(seed=1, dtype=dtype)
-    newest, damaged = store.read_newest(tmp_path)
-    store.restore(newest, other)
-    assert (newest.step, newest.meta["epoch"], damaged) == (17, 1, [])
+    found, damaged = newest(tmp_path)
+    store.restore(found, other)
+    assert (found.step, found.meta["epoch"], damaged) == (17, 1, [])
     assert all(np.array_equal(a, b) for a, b in zip(values(net), values(other), strict=True))
     assert int(other.optimizer.iterations.numpy()) == 1
 
@@ -60,9 +69,9 @@ def test_seeds_of_dropout_come_back(tmp_path):
     net = written(tmp_path, 1)
     expected = net(np.ones((1, 4)), training=True).numpy()
     other = model(seed=5)
-    newest, _ = store.read_newest(tmp_path)
-    store.restore(newest, other)
-    store.restore_rank(newest.rank_state(0), other)
+    found, _ = newest(tmp_path)
+    store.restore(found, other)
+    store.restore_rank(found.rank_state(0), other)
     assert np.array_equal(other(np.ones((1, 4)), training=True).numpy(), expected)
 
 
@@ -81,39 +90,39 @@ def test_any_damage_is_noticed(tmp_path, name, damage):
     path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage])
     if damage == "remove":
         path.unlink()
-    newest, damaged = store.read_newest(tmp_path)
-    assert newest.step == 10
+    found, damaged = newest(tmp_path)
+    assert found.step == 10
     assert len(damaged) == 1
     assert damaged[0].startswith("checkpoint step-00000020 is damaged")
     assert damaged[0].endswith("(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost")
-    assert store.read_newest(tmp_path)[1] == [], "it is not in the way any more"
+    assert newest(tmp_path)[1] == [], "it is not in the way any more"
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
     net = written(tmp_path, 10, 20)
     (tmp_path / "step-00000020" / "meta.json").write_bytes(b"")
-    assert store.read_newest(tmp_path)[0].step == 10
+    assert newest(tmp_path)[0].step == 10
     written(tmp_path, 15, net=net)
     writer.prune(tmp_path, keep=1)
-    assert store.read_newest(tmp_path)[0].step == 15
+    assert newest(tmp_path)[0].step == 15
 
 
 def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
     written(tmp_path, 10)
     (tmp_path / "step-00000010" / "state.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no other checkpoint in .* is whole; choose another run.dir"):
-        store.read_newest(tmp_path)
+        newest(tmp_path)
 
 
 def test_another_model_is_refused_with_the_first_difference(tmp_path):
     written(tmp_path, 10)
-    newest, _ = store.read_newest(tmp_path)
+    found, _ = newest(tmp_path)
     wider = model(units=5)
     before = values(wider)
     with pytest.raises(
         CheckpointError, match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
     ):
-        store.restore(newest, wider)
+        store.restore(found, wider)
     assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"
 
 
@@ -144,30 +153,32 @@ def test_the_file_is_one_of_safetensors(tmp_path):
     assert all(read[key].dtype.name == array.dtype.name for key, array in arrays.items())
 
 
-META = {"metrics": {"val_accuracy": 0.5}}
+MEASURED = {**META, "metrics": {"val_accuracy": 0.5}}
 
 
 def test_what_was_begun_is_finished_also_when_training_fails(tmp_path):
     arrays = {"model/0000/kernel": np.zeros(3_000_000, np.float32)}
     with pytest.raises(ArithmeticError), writer.Writer(tmp_path, CheckpointConfig()) as writing:
-        writing.submit(10, arrays, META)
+        writing.submit(10, arrays, MEASURED)
         raise ArithmeticError
-    assert store.read_newest(tmp_path)[0].step == 10
+    assert newest(tmp_path)[0].step == 10
 
 
 def test_writes_come_one_after_the_other_each_pruned(tmp_path):
     writing = writer.Writer(tmp_path, CheckpointConfig(keep=1))
     for step in range(1, 9):
-        writing.submit(step, {"model/0000/kernel": np.zeros(step * 100_000, np.float32)}, META)
+        writing.submit(step, {"model/0000/kernel": np.zeros(step * 100_000, np.float32)}, MEASURED)
     writing.finish()
-    assert [path.name for path in store.listed(tmp_path)] == ["step-00000001", "step-00000008"], "the first is best"
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-00000001", "step-00000008"], (
+        "the first is best"
+    )
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 def test_an_error_in_the_background(on_error, tmp_path, caplog):
     (tmp_path / "checkpoints").touch()
     writing = writer.Writer(tmp_path / "checkpoints", CheckpointConfig(on_error=on_error))
-    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.float32)}, META)
+    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.float32)}, MEASURED)
     if on_error == "stop":
         with pytest.raises(CheckpointError, match=r"step-00000010 was not written: .*, then start again with the same"):
             writing.finish()
@@ -175,13 +186,13 @@ def test_an_error_in_the_background(on_error, tmp_path, caplog):
         return
     writing.finish()
     assert not writing.failed
-    assert "; training goes on (checkpoint.on_error=warn), the next save tries again" in caplog.messages[0]
+    assert "; training continues (checkpoint.on_error=warn), the next save tries again" in caplog.messages[0]
     assert caplog.messages[1].startswith("the last state is not saved: checkpoint step-00000010 was not written: ")
 
 
 def test_a_defect_in_the_background_is_raised(tmp_path):
     writing = writer.Writer(tmp_path, CheckpointConfig(on_error="warn"))
-    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.complex64)}, META)
+    writing.submit(10, {"model/0000/kernel": np.zeros(3, np.complex64)}, MEASURED)
     with pytest.raises(KeyError):
         writing.finish()
 
@@ -191,7 +202,7 @@ def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, cap
     written(tmp_path, 10)
     (tmp_path / "best.json").write_text(text)
     assert writer.read_best(tmp_path) is None
-    assert "best.json is damaged" in caplog.text and "is chosen anew" in caplog.text
+    assert "best.json is damaged" in caplog.text and "the next checkpoint becomes the best" in caplog.text
     assert not (tmp_path / "best.json").exists()
 
 
@@ -204,19 +215,20 @@ def test_a_best_checkpoint_that_is_gone_is_none(tmp_path):
 def test_what_cannot_be_read_is_not_called_damaged():
     """A file server that fails for a moment would otherwise cost the newest checkpoint."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "checkpoints"
         written(folder, 10, 20)
         folder.chmod(0o777)
+        folder.parent.chmod(0o755)
         (folder / "step-00000020" / "state.safetensors").chmod(0o600)
         os.seteuid(12345)
         try:
             with pytest.raises(
-                StorageError, match=r"step-00000020 cannot be read: Permission denied .*; mend that, and"
+                StorageError, match=r"step-00000020 cannot be read: Permission denied .*; fix that, and"
             ):
-                store.read_newest(folder)
+                newest(folder)
         finally:
             os.seteuid(0)
-        assert store.read_newest(folder)[0].step == 20, "it has its name still"
+        assert newest(folder)[0].step == 20, "it has its name still"
 
 
 def test_keep_and_best(tmp_path):
@@ -233,15 +245,15 @@ def test_a_write_over_an_old_checkpoint_of_the_same_step(tmp_path):
     net = written(tmp_path, 10)
     (tmp_path / "step-00000010" / "meta.json").write_text("{")
     written(tmp_path, 10, net=net)
-    assert store.read_newest(tmp_path)[0].step == 10
+    assert newest(tmp_path)[0].step == 10
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
-def test_what_an_interrupted_write_left_is_passed_over_and_removed(tmp_path):
+def test_what_an_interrupted_write_left_is_set_aside_and_removed(tmp_path):
     written(tmp_path, 10)
     (tmp_path / ".tmp-step-00000020").mkdir()
     (tmp_path / ".tmp-step-00000020" / "state.safetensors").write_bytes(b"half")
-    assert store.read_newest(tmp_path)[0].step == 10
+    assert newest(tmp_path)[0].step == 10
     writer.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
@@ -257,4 +269,4 @@ def test_no_room_leaves_the_old_one_and_says_how_much_is_needed(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
-    assert store.read_newest(tmp_path)[0].step == 10
+    assert newest(tmp_path)[0].step == 10

@@ -60,7 +60,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"callbacks": {"stop": {"patience": 3}}}, "callbacks.stop._target_=None names nothing to call"),
         ({"train": {"deterministic": 1}}, "train.deterministic=1 is not true or false"),
         ({"train": {"precision": "float8"}}, "train.precision=float8 is not one of float32, mixed_bfloat16, mixed"),
-        ({"train": 3}, "train: 3 came where a group of settings was needed"),
+        ({"train": 3}, "train=3 is not a group of settings"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is out of range; it must be at least 1"),
         ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes=nan is out of range"),
         ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),

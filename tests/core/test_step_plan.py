@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.planning import dealt_batch_sizes, going_on, make_plan, size_of_each_rank
+from hvtrain.core.planning import batch_sizes_by_rank, make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.step_plan import Share
 from hvtrain.errors import CheckpointError, ConfigError
 
@@ -79,7 +79,7 @@ def test_uneven_shards_can_be_refused():
     assert plan([64, 64], uneven="error").is_even
     with pytest.raises(ConfigError, match=r"uneven=error and 29 of 1437 training examples of toys fill no batch"):
         plan([719, 718], uneven="error")
-    with pytest.raises(ConfigError, match=r"a rank holds 2 of 1002 .* an epoch takes 32 steps; spread the files"):
+    with pytest.raises(ConfigError, match=r"a rank holds 2 of 1002 .* needs 32 steps for an epoch; spread the files"):
         plan([1000, 2], batch_sizes=[32, 1], uneven="pad")
 
 
@@ -92,11 +92,11 @@ def test_unlike_ranks_weigh_by_their_examples():
 
 def test_batch_sizes_by_rank_and_by_host():
     hosts = ["a", "a", "b"]
-    assert size_of_each_rank(8, hosts) == [8, 8, 8]
-    assert size_of_each_rank([8, 4], hosts) == [8, 8, 4]
-    assert size_of_each_rank([8, 4, 2], hosts) == [8, 4, 2]
+    assert batch_sizes_by_rank(8, hosts) == [8, 8, 8]
+    assert batch_sizes_by_rank([8, 4], hosts) == [8, 8, 4]
+    assert batch_sizes_by_rank([8, 4, 2], hosts) == [8, 4, 2]
     with pytest.raises(ConfigError, match=r"\[8, 4, 2, 1\] has 4 numbers for 3 ranks on 2 hosts; give one number"):
-        size_of_each_rank([8, 4, 2, 1], hosts)
+        batch_sizes_by_rank([8, 4, 2, 1], hosts)
 
 
 @pytest.mark.parametrize(("batch_sizes", "uneven"), [([32, 32], "trim"), ([32, 32], "pad"), ([48, 16], "pad")])
@@ -116,7 +116,7 @@ def test_other_ranks_cut_each_joint_batch_evenly_and_weigh_by_their_part(batch_s
         assert max(sizes) - min(sizes) <= 1 <= min(sizes)
         weights = [cut.weight(rank, step) for rank in range(num_ranks)]
         assert weights == pytest.approx([num_ranks * size / total for size in sizes])
-        begins = made.begins(step)
+        begins = made.share_offsets(step)
         for rank, (begin, end) in enumerate(parts):
             shares = cut.shares_of(rank)
             assert begins[shares[0]] <= begin < end <= begins[shares[-1] + 1]
@@ -140,14 +140,14 @@ def saved(made, step, batch_size=32, shift=0):
 
 def resumed(examples, meta, num_ranks, **train):
     settings = TrainConfig(**train)
-    sizes = dealt_batch_sizes(meta, settings, ["host"] * num_ranks)
+    sizes = planned_batch_sizes(meta, settings, ["host"] * num_ranks)
     made = make_plan(settings, 0.1, [examples // len(sizes)] * len(sizes), "toys", sizes)
-    return going_on(made, meta, settings, num_ranks)
+    return resumed_plan(made, meta, settings, num_ranks)
 
 
 def test_the_plan_of_the_first_ranks_goes_on_whatever_their_number():
     made = resumed(640, None, 2, epochs=4)
-    assert (made.steps_per_epoch, made.num_steps, made.is_cut_anew) == (10, 40, False)
+    assert (made.steps_per_epoch, made.num_steps, made.is_resized) == (10, 40, False)
     for num_ranks in (1, 3):
         later = resumed(640, saved(made, 13), num_ranks, epochs=4)
         assert later == made.on(num_ranks)
@@ -162,7 +162,7 @@ def test_scaled_at_the_end_of_an_epoch():
     later = resumed(640, saved(made, 40), 2, epochs=4, resize="scale")
     assert (later.global_batch, later.steps_per_epoch, later.peak_learning_rate) == (64, 10, 0.2)
     assert (later.position(40), later.num_steps, later.scheduled_steps, later.shift) == ((2, 0), 60, 40, 20)
-    assert later.num_epochs == 4 and not later.hands_over
+    assert later.num_epochs == 4 and not later.ends_early
     assert resumed(640, saved(later, 53, shift=20), 2, epochs=4, resize="scale") == later
     back = resumed(640, saved(later, 50, shift=20), 1, epochs=4, resize="scale")
     assert (back.position(50), back.num_steps, back.shift) == ((3, 0), 70, -10)
@@ -171,18 +171,18 @@ def test_scaled_at_the_end_of_an_epoch():
 def test_scaled_within_an_epoch_that_is_ended_first():
     made = resumed(640, None, 2, epochs=4)
     later = resumed(640, saved(made, 13), 4, epochs=4, resize="scale")
-    assert (later.global_batch, later.num_steps, later.hands_over, later.batch_sizes) == (64, 20, True, [16] * 4)
+    assert (later.global_batch, later.num_steps, later.ends_early, later.batch_sizes) == (64, 20, True, [16] * 4)
     assert later.peak_learning_rate == 0.2 and later.scheduled_steps == 40
     after = resumed(640, saved(later, 20), 4, epochs=4, resize="scale")
     assert (after.global_batch, after.position(20), after.num_steps) == (128, (2, 0), 30)
     last = resumed(640, saved(made, 33), 4, epochs=4, resize="scale")
-    assert (last.num_steps, last.hands_over) == (40, False), "nothing is left for another plan"
+    assert (last.num_steps, last.ends_early) == (40, False), "nothing is left for another plan"
     assert resumed(640, saved(made, 40), 4, epochs=4, resize="scale").num_steps == 40
 
 
 def test_ranks_and_batch_size_do_not_change_at_once():
     meta = saved(resumed(640, None, 2), 13)
-    with pytest.raises(CheckpointError, match=r"begun with train.batch_size=32 on 2 ranks, and now it is 16 on 4;"):
+    with pytest.raises(CheckpointError, match=r"began with train.batch_size=32 on 2 ranks, and now it is 16 on 4;"):
         resumed(640, meta, 4, batch_size=16)
     assert resumed(640, meta, 2, batch_size=16).global_batch == 32, "refused where it is compared: resuming"
     listed = saved(resumed(640, None, 2, batch_size=[24, 8]), 3, batch_size=[24, 8])

@@ -21,7 +21,7 @@ def plan_for(source, batch_sizes, uneven="trim") -> StepPlan:
 
 def joint(source, plan, start_step, num_steps=9) -> list[tuple[np.ndarray, np.ndarray]]:
     """The batches of all ranks of a plan, one rank's behind the other's, by step."""
-    weights = () if plan.is_cut_anew else plan.weights
+    weights = () if plan.is_resized else plan.weights
     places = [Topology(rank, plan.size, weights=weights) for rank in range(plan.size)]
     streams = [training_batches(source, plan, place, SEED, start_step) for place in places]
     steps = zip(*(stream.take(num_steps).as_numpy_iterator() for stream in streams))

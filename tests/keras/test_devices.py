@@ -196,4 +196,4 @@ def test_real_ranks_with_a_list_each(tmp_path):
 def test_a_tensor_made_first_is_named(tmp_path):
     code, output = run(None, 1, "python", str(WORKERS / "fake_gpus.py"), "touch", cwd=tmp_path, FAKE_GPUS="1")
     assert code == 1
-    assert "rank 0 a GPU was to be pinned and TensorFlow has started all of them already" in output
+    assert "rank 0 cannot pin a GPU: TensorFlow has initialized all of them already" in output

@@ -89,7 +89,7 @@ def test_inference_is_that_of_keras(ranks):
     [
         ({"fused": True}, "fused=True"),
         ({"fused": None}, "fused=None"),
-        ({"synchronized": True}, "always synchronises through Horovod"),
+        ({"synchronized": True}, "always synchronizes through Horovod"),
     ],
 )
 def test_what_it_cannot_do_is_refused(arguments, message):

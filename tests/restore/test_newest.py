@@ -176,7 +176,7 @@ def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_
         f"step-00000008 is taken, {step - 8} steps are lost"
         for step in (16, 12)
     ]
-    assert not store.listed(tmp_path / "s2" / "checkpoints")
+    assert not store.list_checkpoints(tmp_path / "s2" / "checkpoints")
 
 
 def test_all_are_damaged(tmp_path):
@@ -184,7 +184,7 @@ def test_all_are_damaged(tmp_path):
     message = the_error(find_on(tmp_path, ["s1", "s2"]))
     assert message.startswith("host s2: checkpoint step-00000016 is damaged: ")
     assert "no other checkpoint in" in message
-    assert store.listed(tmp_path / "s2" / "checkpoints")
+    assert store.list_checkpoints(tmp_path / "s2" / "checkpoints")
 
 
 def test_what_cannot_be_read_is_said_with_its_host(tmp_path):

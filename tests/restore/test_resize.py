@@ -142,7 +142,7 @@ def test_scaled_at_once_or_after_the_rest_of_an_epoch_ends_the_same(others):
 
 def test_another_batch_size_on_another_number_of_ranks_is_refused(others):
     for rank in others[2]:
-        assert "the run was begun with train.batch_size=32 on 2 ranks, and now it is 16 on" in rank["other"]["error"]
+        assert "the run began with train.batch_size=32 on 2 ranks, and now it is 16 on" in rank["other"]["error"]
 
 
 @pytest.mark.nightly

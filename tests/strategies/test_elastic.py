@@ -126,6 +126,6 @@ def test_epochs_are_counted_without_initial_epoch_too(alone):
 def test_what_cannot_be_kept_is_told(alone):
     assert alone["messages"] == [
         "unbuilt is not built and has no weights to keep; call model.build(input_shape)",
-        "Keras does not know the number of steps in an epoch, so an epoch could not go on after a reset; "
+        "Keras does not know the number of steps in an epoch, so an epoch could not resume after a reset; "
         "pass steps_per_epoch to fit",
     ]

@@ -105,14 +105,13 @@ def killed(work, point):
 def wrong(folder, num_done):
     """What is not as promised in a folder that the next start has swept."""
     least = WRITES[num_done - 1][0] if num_done else 0
-    newest, damaged = store.read_newest(folder)
-    if damaged:
-        yield f"damaged: {damaged}"
+    paths = store.list_checkpoints(folder)
+    newest = store.read(paths[-1]) if paths else None
     if (newest.step if newest else 0) < least:
         yield f"the newest is {newest and newest.step}, though {least} was complete"
     if newest and not np.array_equal(newest.arrays["model/0000/kernel"], arrays(newest.step)["model/0000/kernel"]):
         yield f"step {newest.step} holds something else"
-    names = {path.name for path in store.listed(folder)}
+    names = {path.name for path in paths}
     stray = {path.name for path in folder.iterdir()} - names - {"best.json"}
     if stray:
         yield f"stray: {stray}"

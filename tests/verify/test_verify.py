@@ -13,7 +13,7 @@ OWN_PATH = str(ROOT / "tests/support/own")
 LIBRARY = [
     "versions", "controller", "devices", "broadcast", "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion",
     "a step of its own", "sparse gradients", "accumulation", "mixed_bfloat16", "mixed_float16", "overflow",
-    "unlike models", "shards", "metrics", "checkpoint",
+    "different models", "shards", "metrics", "checkpoint",
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_each_check_can_fail(tmp_path):
     found, texts = outcomes(output)
     assert found == dict.fromkeys(
         [
-            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "unlike models",
+            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "different models",
             "shards", "metrics", "checkpoint", "data: leaves", "step of your model", "weights",
         ],
         "FAIL",
@@ -58,7 +58,7 @@ def test_each_check_can_fail(tmp_path):
     assert "variables differ between ranks after a broadcast" in texts["broadcast"]
     assert "0 reductions in the graph for 8 steps" in texts["not reduced"]
     assert "0 reductions in the graph for 8 steps" in texts["own step"]
-    assert "gradients of unlike shapes were summed" in texts["unlike models"]
+    assert "gradients of different shapes were summed" in texts["different models"]
     assert "2 ranks differ from one process on the joint batch by" in texts["not shared"]
     assert "2 ranks differ from one process on the joint batch by" in texts["summed"]
     assert re.search(r"\d+ of 81 samples were read", texts["shards"])

@@ -26,7 +26,7 @@ def regrouped(
         # Where all steps are alike numbers say it, so that the batch keeps a shape that is known.
         at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
         begin, end = plan.parts(at, minimum)[topology.rank]
-        first = plan.begins(at, minimum)[shares[0]]
+        first = plan.share_offsets(at, minimum)[shares[0]]
         return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
 
     streams = tuple(stream_of(share) for share in shares)

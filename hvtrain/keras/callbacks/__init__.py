@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks, on Keras 3, and three of our own: checks and stopping together."""
+"""Horovod's Keras callbacks on Keras 3, and three more: two checks, and stopping together."""
 
 from hvtrain.keras.callbacks.best_model import BestModelCheckpoint
 from hvtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback

@@ -1,4 +1,4 @@
-"""Equal variables on all ranks before training."""
+"""Makes variables equal on all ranks before training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.collectives import broadcast_variables
-from hvtrain.keras.reduction import identity
+from hvtrain.keras.reduction import variable_id
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
 
-    Before the first step where the model is built, as one with an Input is; else right after it, when its
-    variables exist. local_variables are left as they are on each rank.
+    Before the first step if the model is built, as one with an Input is; otherwise right after it, when its variables
+    exist. local_variables stay as they are on each rank.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -27,11 +27,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         for variable in listed:
             if variable is not None and not isinstance(variable, keras.Variable | tf.Variable):
                 raise ValueError(f"local_variables holds a {type(variable).__name__}; variables are needed")
-        self._local = {identity(variable) for variable in listed if variable is not None}
+        self._local = {variable_id(variable) for variable in listed if variable is not None}
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves this variable as it is on each rank."""
-        self._local.add(identity(var))
+        """Excludes this variable from the broadcast."""
+        self._local.add(variable_id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.built and not self.broadcast_done:
@@ -47,5 +47,5 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         variables = [*self.model.weights, *self.model.optimizer.variables]
         with tf.device(self.device or None):
-            broadcast_variables([v for v in variables if identity(v) not in self._local], self.root_rank)
+            broadcast_variables([v for v in variables if variable_id(v) not in self._local], self.root_rank)
         self.broadcast_done = True

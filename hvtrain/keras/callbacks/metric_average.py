@@ -1,4 +1,4 @@
-"""An epoch's numbers as means over all ranks."""
+"""Averages an epoch's metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvtrain.keras.collectives import sum_arrays
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces the numbers in an epoch's logs by their means over all ranks (every rank).
+    """Replaces the metrics in an epoch's logs by their means over all ranks (every rank).
 
-    Each rank counts the same, as upstream has it. Put it before callbacks that act on the logs.
+    Each rank counts the same, as upstream. Put it before callbacks that act on the logs.
     """
 
     def __init__(self, device: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The proof that gradients are reduced, at the first step."""
+"""Checks at the first step that gradients are reduced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hvtrain.keras.optimizer import is_distributed, num_reductions
 
 
 class ReductionCheckCallback(keras.callbacks.Callback):
-    """Stops training when the first steps changed weights without reducing a gradient (every rank).
+    """Stops training if the first step that changes weights reduces no gradient (every rank).
 
-    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or after the first step
-    that changed weights if the count in the graph still stands where it stood before.
+    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or if the count in the
+    graph is the same after the first step that changed weights.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class ReductionCheckCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._checked or hvd.size() == 1:
             return
-        # Batches that only accumulate, and those that an overflow skips, do not count.
+        # Batches that only accumulate, or that an overflow skips, do not count.
         if is_distributed(self.model.optimizer) and int(self.model.optimizer.iterations.numpy()) == self._first:
             return
         self._checked = True
         if num_reductions(self.model.optimizer) == self._before:
             raise RankError(
                 f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
-                "wrap the optimizer that is given to compile in hvtrain.keras.DistributedOptimizer"
+                "wrap the optimizer that compile gets in hvtrain.keras.DistributedOptimizer"
             )

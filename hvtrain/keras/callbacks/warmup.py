@@ -1,4 +1,4 @@
-"""Learning rates by the epoch: schedules and the warm-up from one rank's rate to all ranks'."""
+"""Learning rates by epoch: schedules, and the warm-up from one rank's rate to all ranks'."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or (staircase=False) each batch.
 
     Args:
-        initial_lr: learning rate at multiplier 1; None: the optimizer's when training begins.
-        multiplier: a function of the epoch (a fraction of one too when staircase is false), or a number m,
-            which stands for m ** (epoch - start_epoch).
+        initial_lr: learning rate at multiplier 1; None: the optimizer's rate when training begins.
+        multiplier: a function of the epoch (fractional if staircase is false), or a number m, which stands for
+            m ** (epoch - start_epoch).
         start_epoch, end_epoch: epochs in which it acts; the end is not included.
-        momentum_correction: where the rate changes, scale the momentum of SGD and RMSprop by new / old rate
+        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new / old rate
             (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for that one step;
-            scaling the slots is the same product, and reaches a compiled step too.
-        steps_per_epoch: needed where Keras does not know it.
+            scaling the slots gives the same product, and works in a compiled step too.
+        steps_per_epoch: needed if Keras does not know it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """From initial_lr / size at the start to initial_lr after warmup_epochs, linearly, at each batch.
+    """Raises the rate linearly from initial_lr / size to initial_lr over warmup_epochs, at each batch.
 
     initial_lr is the scaled rate. Source: Goyal et al. 2017, section 2.2.
     """
@@ -96,7 +96,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # One batch on, as upstream has it, so that epochs end at round numbers.
+            # One batch ahead, as upstream, so that epochs end at round numbers.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 

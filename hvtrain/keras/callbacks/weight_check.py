@@ -1,4 +1,4 @@
-"""The proof that ranks stay equal, while they train."""
+"""Checks during training that ranks stay equal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hvtrain.keras.equality import WeightCheck
 
 
 class WeightCheckCallback(keras.callbacks.Callback):
-    """Compares trainable weights and optimizer state of all ranks every so many batches (every rank).
+    """Compares trainable weights and optimizer state of all ranks every `every_batches` batches (every rank).
 
-    Also after the first batch and at the end. Raises RankError on all ranks when they differ. Not in Horovod.
+    Also after the first batch and at the end. Raises RankError on all ranks if they differ. Not in Horovod.
     """
 
     def __init__(self, every_batches: int = 500) -> None:

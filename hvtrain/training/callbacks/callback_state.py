@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.checkpoint.callback_records import NUMBERS, Saved
+from hvtrain.checkpoint.callback_records import NUMBERS, SavedCallbacks
 from hvtrain.checkpoint.store import rate_factor
 from hvtrain.strategies.comm import Comm
 
@@ -19,7 +19,7 @@ class CallbackState(keras.callbacks.Callback):
     factor of the learning rate, so all ranks get the chief's. Put it after those callbacks.
     """
 
-    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: Saved, comm: Comm) -> None:
+    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: SavedCallbacks, comm: Comm) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._saved = saved
@@ -38,7 +38,7 @@ class CallbackState(keras.callbacks.Callback):
         for name, weights in self._best_weights().items():
             self._saved[name]["best_weights"] = weights
 
-    def numbers(self) -> Saved:
+    def numbers(self) -> SavedCallbacks:
         """The numbers of each callback, by its name."""
         return {
             name: {key: float(value) for key in NUMBERS if (value := vars(callback).get(key)) is not None}
@@ -46,7 +46,7 @@ class CallbackState(keras.callbacks.Callback):
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights in callbacks, by the keys that `saved_state` reads."""
+        """The best weights in callbacks, by the keys that `saved_callbacks` reads."""
         return {
             f"callback/{name}/{index:04d}": weight
             for name, weights in self._best_weights().items()

@@ -36,7 +36,7 @@ class _Saving(RunCallback):
         callbacks = self.callback_state.numbers()
         meta = {**self.run.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "callbacks": callbacks, **meta}
         arrays = store.snapshot(self.model, states, self.callback_state.arrays())
-        return store.Checkpoint(Path(store.name_of(step)), step, meta, arrays)
+        return store.Checkpoint(Path(store.folder_name(step)), step, meta, arrays)
 
 
 class Checkpointing(_Saving):

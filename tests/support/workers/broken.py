@@ -65,7 +65,7 @@ def joint_case(wrap, name="sgd"):
 
 def without_exchange(optimizer):
     optimizer = hvd.DistributedOptimizer(optimizer)
-    reducer = optimizer._hvtrain_reducer
+    reducer = optimizer._hvtrain.reducer
     reducer._reduce_group = lambda tensors, name: list(tensors)
     return optimizer
 
@@ -93,7 +93,7 @@ passed = run_checks(
         Check("own step", lambda: joint_case(lambda optimizer: optimizer, "a step of its own")),
         Check("not shared", lambda: joint_case(without_exchange)),
         Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
-        broken("unlike models", Reducer, __call__=lambda self, gradients, variables: gradients),
+        broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
         broken("shards", ArraySource, training=same_for_all),
         broken("metrics", library_module, evaluate=plain_metrics),
         broken("checkpoint", store, restore=restores_nothing),

@@ -10,17 +10,15 @@ import keras
 from own_steps import Delegates, Normalized, OwnApply, OwnApplyGradients, OwnBackendStep, multi
 
 import hvtrain.keras as hvd
-from hvtrain.keras.hooks import reducer_of
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses
-from hvtrain.verify.joint_batch import ACCUMULATION, FAMILIES, PRECISION, SPARSE, Case, compare
+from hvtrain.verify.joint_batch import CASES as LIBRARY
+from hvtrain.verify.joint_batch import Case, compare
 
 STEPS = 20
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 CASES = {
-    **FAMILIES,
-    **SPARSE,
-    **ACCUMULATION,
-    **PRECISION,
+    **LIBRARY,
     "clipped": Case(lambda: SGD(0.05, momentum=0.9, global_clipnorm=0.05)),
     "clipnorm": Case(lambda: Adam(0.003, clipnorm=0.01)),
     "ema": Case(lambda: SGD(0.05, use_ema=True, ema_momentum=0.9)),
@@ -47,7 +45,7 @@ def of_losses(optimizer):
     """Keras's own train_step passes each loss through the optimizer, where it may be divided."""
     distributed = hvd.DistributedOptimizer(optimizer, bucket_bytes=100)
     divide_losses(distributed)
-    assert reducer_of(distributed).op == hvd.Sum
+    assert hook_of(distributed).reducer.op == hvd.Sum
     return distributed
 
 
@@ -55,16 +53,16 @@ def of_losses(optimizer):
 WRAPPED = {
     "passes_averaged": (Case(lambda: accumulated(0.05), steps_per_reduction=4), passes(True)),
     "passes_summed": (Case(lambda: accumulated(0.2), steps_per_reduction=4), passes(False)),
-    "sparse_as_dense": (SPARSE["sparse gradients"], partial(hvd.DistributedOptimizer, sparse_as_dense=True)),
-    "predivided": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0)),
-    "grouped": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, num_groups=2)),
-    "buckets": (FAMILIES["adam"], partial(hvd.DistributedOptimizer, bucket_bytes=100)),
-    "divided_losses": (FAMILIES["momentum"], of_losses),
-    "divided_losses_sparse": (SPARSE["sparse gradients"], of_losses),
+    "sparse_as_dense": (LIBRARY["sparse gradients"], partial(hvd.DistributedOptimizer, sparse_as_dense=True)),
+    "predivided": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0)),
+    "grouped": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, num_groups=2)),
+    "buckets": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, bucket_bytes=100)),
+    "divided_losses": (LIBRARY["momentum"], of_losses),
+    "divided_losses_sparse": (LIBRARY["sparse gradients"], of_losses),
     "divided_losses_accumulated": (Case(lambda: accumulated(0.05), steps_per_reduction=4), of_losses),
     "divided_losses_scaled": (CASES["loss_scale_factor"], of_losses),
     "fp16_on_the_wire": (
-        Case(FAMILIES["momentum"].optimizer, tolerance=2e-2),
+        Case(LIBRARY["momentum"].optimizer, tolerance=2e-2),
         partial(hvd.DistributedOptimizer, compression=hvd.Compression.fp16),
     ),
     "loss_scale_accumulated": (

@@ -1,0 +1,31 @@
+"""The checkpoint that a run continues from, as one process finds it."""
+
+import logging
+
+from hvtrain.restore.newest import find
+from hvtrain.restore.resume import RunState
+from hvtrain.strategies.comm import Comm
+
+# What a checkpoint must say of its run.
+META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0}
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def newest(checkpoints):
+    """The newest complete one of a run folder's `checkpoints`, or None, and a line for each damaged one."""
+    assert checkpoints.name == "checkpoints"
+    log, said = logging.getLogger("hvtrain.restore.newest"), Lines()
+    log.addHandler(said)
+    try:
+        found = find(checkpoints.parent, Comm(), RunState(0.0))
+    finally:
+        log.removeHandler(said)
+    return found and found.checkpoint, said.lines
