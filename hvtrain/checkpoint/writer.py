@@ -205,8 +205,7 @@ class Writer:
             self._unsaved, self.whole_step = "", step
         except UserError as error:
             if self._config.on_error == "stop":
-                advice = "then start again with the same run.dir to continue from the previous one"
-                self._error = CheckpointError(f"{error}, {advice}")
+                self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")
             else:
                 self._unsaved = str(error)
                 log.warning("%s; training continues (checkpoint.on_error=warn), the next save tries again", error)

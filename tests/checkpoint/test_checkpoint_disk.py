@@ -8,6 +8,7 @@ import pytest
 from disks import remounted, small_disk
 from hvtrain.checkpoint import store
 from launching import finish, start, train
+from newest_checkpoint import newest
 
 pytestmark = pytest.mark.distributed
 
@@ -46,13 +47,11 @@ def test_a_full_disk_stops_all_ranks(tmp_path):
         (line,) = said(output)
         assert line.startswith("hvtrain: checkpoint step-00000726 was not written: No space left on device (6"), line
         assert " bytes needed, " in line and f" free at {run / 'checkpoints'})" in line
-        assert line.endswith(
-            "make room there, then start again with the same run.dir to continue from the previous one"
-        )
+        assert line.endswith("make room there, then start again with the same run.dir to continue")
         assert "Traceback" not in output
-        newest, damaged = store.read_newest(run / "checkpoints")
-        assert steps(run) == [242, 484] and newest.step == 484 and damaged == []
-        assert json.loads((newest.path / "meta.json").read_text())["metrics"]["accuracy"] > 0
+        found, damaged = newest(run / "checkpoints")
+        assert steps(run) == [242, 484] and found.step == 484 and damaged == []
+        assert json.loads((found.path / "meta.json").read_text())["metrics"]["accuracy"] > 0
         epochs = [int(row.split(",")[1]) for row in (run / "history.csv").read_text().splitlines()[1:]]
         assert 726 <= epochs[-1] < 946, "the next write was due after 968 steps, at the end of an epoch"
         assert strays(run) == []
@@ -95,11 +94,11 @@ def test_a_disk_that_becomes_read_only(ranks, on_error, code, tmp_path):
         assert steps(run)[:2] == [7, 14]
         assert len(strays(run)) <= 1, "what was being written as the disk changed; the next run removes it"
 
-        newest = steps(run)[-1]
+        saved = steps(run)[-1]
         assert remounted(disk, "rw")
         code, output = train(*ranks, *words, cwd=tmp_path)
         assert code == 0, output
-        assert f"step-{newest:08d}: {newest} of {last} steps were done" in output
+        assert f"step-{saved:08d}: {saved} of {last} steps were done" in output
         assert steps(run)[-1] == last
         assert strays(run) == []
 
