@@ -1,4 +1,4 @@
-"""A Keras callback that reports a fit; as a word on its command line it makes the runner a contender."""
+"""A Keras callback that times a fit. Given on its command line, it makes the runner a contender."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvtrain.system.console import launched_rank
 
 
 class Clock(keras.callbacks.Callback):
-    """Counts the steps of all calls of fit and reports after the last of num_steps (every rank)."""
+    """Counts steps over all calls of fit and reports after the last of num_steps, on every rank."""
 
     def __init__(self, num_steps: int, rank: int | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What a contender reports of its run: one JSON file, read by `python -m hvtrain.bench`. Pure.
+"""A contender's report on its run: one JSON file for each rank, read by `python -m hvtrain.bench`. Pure.
 
-The clock begins at the end of the last call of the graph that stays within the warm-up steps, and ends at the end of
-the last step: waiting for data, work, reduction, callbacks and what comes at the end of an epoch are all inside.
+The clock runs from the end of the last graph call within the warm-up steps to the end of the last step. So it includes
+waiting for data, computing, reduction, callbacks and the ends of epochs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import resource
 import time
 from pathlib import Path
 
-# Where a contender reports, when its command was started (seconds since the epoch), steps before the clock begins, and
-# which job this is where several run at once that know nothing of each other ("1 of 2"; they count from 0).
+# Variables: the report's path, when the command started (seconds since the epoch), the number of warm-up steps, and for
+# independent jobs which one this is ("1 of 2", counted from 0).
 FILE, BEGAN, WARMUP = "HVTRAIN_BENCH_FILE", "HVTRAIN_BENCH_BEGAN", "HVTRAIN_BENCH_WARMUP"
 JOB = "HVTRAIN_BENCH_JOB"
 
 
 class Stopwatch:
-    """Call `step_ended` after a step or some, `report` after the last one. Each rank has one; every one reports."""
+    """Times the steps of one rank. Call `step_ended` after one or more steps and `report` after the last."""
 
     def __init__(self) -> None:
         self.warmup = int(os.environ[WARMUP])
@@ -27,17 +27,17 @@ class Stopwatch:
         self._first = self._begin = self._end = 0.0
 
     def step_ended(self, steps: int = 1) -> None:
-        """Counts a step, or some, that really ended on the device."""
+        """Counts steps that have ended on the device."""
         if not self.steps:
             self._first = time.time() - float(os.environ[BEGAN])
         self.steps += steps
         self._end = time.perf_counter()
-        # A call of some steps that runs past the warm-up is timed whole: it may be the last one.
+        # A call that starts within the warm-up and ends after it is timed whole: there may be no other.
         if self.steps <= self.warmup or not self._begin:
             self._begin, self._steps_before = self._end, self.steps
 
     def report(self, rank: int, loss: float) -> None:
-        """Writes what this rank saw. loss: the mean over the last epoch's steps."""
+        """Writes this rank's figures; loss is the mean over the last epoch's steps."""
         found = {
             "rank": rank,
             "step_seconds": (self._end - self._begin) / (self.steps - self._steps_before),

@@ -1,4 +1,4 @@
-"""The contenders: who they are, how their processes are started, and what came out of one run."""
+"""The contenders: what each is, and one measured run of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ RUNNER = "hvtrain"
 
 @dataclass(frozen=True)
 class Contender:
-    """module is what python -m runs; way says how: one of HOROVOD, alone, independent, workers, or servers.
+    """One way to train.
 
-    Variables, more words and other data than the session's are its own.
+    module is what `python -m` runs, and way how: one of HOROVOD, alone, independent, workers, or servers. variables,
+    words and data are settings of its own, on top of the session's.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Contender:
 
     @property
     def is_one_job(self) -> bool:
-        """True where its processes take each step together."""
+        """Whether its processes take each step together."""
         return self.way in (*HOROVOD, "workers")
 
     @property
@@ -40,7 +41,7 @@ class Contender:
 
     @property
     def is_one_rank(self) -> bool:
-        """True where each process trains a model of its own, as if there were no other."""
+        """Whether each process trains a model of its own, unaware of the others."""
         return self.way in ("alone", "independent")
 
 
@@ -53,26 +54,26 @@ CONTENDERS = {
     for contender in (
         Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, HOROVOD[0]),
         Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, HOROVOD[1]),
-        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", _by_hand("loop"), HOROVOD[0]),
-        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", _by_hand("loop"), HOROVOD[1]),
-        Contender("fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", _by_hand("fit"), HOROVOD[0]),
+        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", _by_hand("tape_loop"), HOROVOD[0]),
+        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", _by_hand("tape_loop"), HOROVOD[1]),
+        Contender(
+            "fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", _by_hand("keras_fit"), HOROVOD[0]
+        ),
         Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", _by_hand("multi_worker"), "workers"),
         Contender("parameter-server", "ParameterServerStrategy, asynchronous", _by_hand("parameter_server"), "servers"),
-        Contender(
-            "independent", "one-rank jobs at once that never talk: the ceiling", _by_hand("plain"), "independent"
-        ),
+        Contender("independent", "one-rank jobs that never talk: the ceiling", _by_hand("plain_keras"), "independent"),
         Contender("batches", "no model: the data alone, in as many processes", _by_hand("batches"), "independent"),
         Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
-        Contender("keras", "plain Keras fit on one process", _by_hand("plain"), "alone"),
+        Contender("keras", "plain Keras fit on one process", _by_hand("plain_keras"), "alone"),
     )
 }
 
 
 def named(words: str) -> Contender:
-    """A contender by its name, or NAME@SETTING=VALUE@...: variables in capitals, words of the runner, or data=....
+    """The contender NAME, or NAME@SETTING=VALUE@...: variables in capitals, settings of the runner, or data=....
 
     Raises:
-        ConfigError: there is none of that name, or a setting has no value.
+        ConfigError: no contender has that name, or a setting has no value.
 
     >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
     Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic')
@@ -96,7 +97,7 @@ def named(words: str) -> Contender:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps are timed, and how many come before."""
+    """Number of timed steps, and of warm-up steps before them."""
 
     warmup: int
     timed: int
@@ -108,8 +109,11 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a contender. step_seconds is that of a joint step, such that images_per_second is over all processes;
-    the others are those of the slowest and of the largest process."""
+    """One run of a contender.
+
+    step_seconds is the time of a joint step and images_per_second the rate of all processes; first_step_seconds is the
+    slowest process's and peak_bytes the largest's.
+    """
 
     step_seconds: float
     images_per_second: float
@@ -127,7 +131,7 @@ def measure(
     folder: Path,
     threads: int,
 ) -> Measured:
-    """Runs it once in the folder, which keeps what it said.
+    """Runs the contender once; the folder keeps its output.
 
     Raises:
         LostRankError: it failed; the message names the file with its output.

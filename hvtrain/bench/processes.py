@@ -1,4 +1,4 @@
-"""How the processes of a contender are started, and ended."""
+"""Starting and ending the processes of a contender."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def launch_and_report(
     threads: int,
     more: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs `python -m module words` in `size` processes, and returns what each reported.
+    """Runs `python -m module words` in `size` processes and returns their reports.
 
     Raises:
-        LostRankError: it failed; the message names the file with its output.
+        LostRankError: one failed; the message names the file with its output.
     """
     folder.mkdir(parents=True)
     variables = {
@@ -46,7 +46,7 @@ def launch_and_report(
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if way == "servers":
-        del variables["TF_NUM_INTEROP_THREADS"]  # With one, coordinator and servers wait for each other for ever.
+        del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
     log = folder / "output.txt"
     with log.open("wb") as output:
         commands = _commands(way, [sys.executable, "-m", module, *words], size)
@@ -62,16 +62,9 @@ def launch_and_report(
 
 
 def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands to start at once, each with variables of its own."""
+    """The commands to start at once, each with its own variables."""
     if way in HOROVOD:
-        launcher = [
-            sys.executable,
-            "-m",
-            "hvtrain.horovodrun",
-            f"--{way.partition('-')[2]}",
-            "-np",
-            str(size),
-        ]
+        launcher = [sys.executable, "-m", "hvtrain.horovodrun", f"--{way.partition('-')[2]}", "-np", str(size)]
         return [([*launcher, *line], {})]
     if way in ("workers", "servers"):
         roles = [("worker", index) for index in range(size)]
@@ -97,7 +90,7 @@ def _start(command: list[str], variables: dict[str, str], output: IO[bytes]) -> 
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes of those that end by themselves; when one fails, time is up, or Ctrl-C comes, all are ended."""
+    """Exit codes of the awaited processes. Ends all of them when one fails, on Ctrl-C, and when time is up."""
     deadline = time.monotonic() + SECONDS_FOR_A_RUN
     try:
         while any(process.poll() is None for process in awaited) and time.monotonic() < deadline:
@@ -118,11 +111,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Pop
 
 
 def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

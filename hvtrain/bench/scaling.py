@@ -1,19 +1,18 @@
-"""`bench scaling`: the runner on 1, 2, 4, ... ranks, with the same batch a rank (weak) or in all (strong).
+"""`bench scaling`: the runner on 1, 2, 4, ... ranks, with the same batch per rank (weak) or in all (strong).
 
-Beside it as many one-rank jobs at once that never talk: what the machine gives to so many processes.
+As many independent one-rank jobs are timed beside it: what the machine gives to so many processes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from hvtrain.bench.contenders import CONTENDERS, Steps, measure
-from hvtrain.bench.statistics import ratio
-from hvtrain.bench.words import in_words, progress
+from hvtrain.bench.rounds import in_turns, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import ConfigError
 
@@ -22,10 +21,10 @@ RUNNER, APART = CONTENDERS["hvtrain-mpi"], CONTENDERS["independent"]
 
 @dataclass
 class Scaling:
-    """All rounds. found["weak" | "strong" | "apart"][ranks] are images/s, one for each round.
+    """A session. found["weak" | "strong" | "apart"][ranks] are images/s, one value for each round.
 
     Raises:
-        ConfigError: the global batch of the strong one cannot be divided.
+        ConfigError: the strong scaling's global batch cannot be divided.
     """
 
     workload: Workload
@@ -43,50 +42,41 @@ class Scaling:
         odd = [count for count in self.counts if self.global_batch % count]
         if odd:
             raise ConfigError(
-                f"--ranks {said}: the global batch of {self.global_batch} cannot be dealt to {odd[0]} ranks evenly; "
-                "leave that number out"
+                f"--ranks {said}: the global batch of {self.global_batch} cannot be divided evenly among {odd[0]} "
+                "ranks; leave that number out"
             )
 
     @property
     def global_batch(self) -> int:
-        """Of the strong scaling, on any number of ranks: the largest of the weak one."""
+        """Global batch of the strong scaling on any number of ranks: the largest of the weak scaling."""
         return self.workload.batch_size * max(self.counts)
 
     def run(self, num_rounds: int) -> None:
-        """Every kind and number of ranks once a round, in turning order.
+        """Measures every kind and number of ranks in turns.
 
         Raises:
-            LostRankError: one failed.
+            LostRankError: a process failed.
         """
         kinds = [(kind, count) for count in self.counts for kind in ("weak", "strong", "apart")]
-        for number in range(num_rounds):
-            for kind, count in kinds if number % 2 == 0 else reversed(kinds):
-                progress(f"round {number + 1}/{num_rounds}  {kind}, {count} rank(s) ...")
-                speed = self._once(kind, count, self.folder / f"round-{number + 1}" / f"{kind}-{count}")
+        for number, order in in_turns(kinds, num_rounds):
+            for kind, count in order:
+                title = f"round {number}/{num_rounds}  {kind:<7}{count:>4} rank(s)"
+                progress(f"{title} ...")
+                speed = self._once(kind, count, self.folder / f"round-{number}" / f"{kind}-{count}")
                 self.found.setdefault(kind, {}).setdefault(count, []).append(speed)
                 progress("")
-                print(
-                    f"round {number + 1}/{num_rounds}  {kind:<7}{count:>4} rank(s) {speed:12,.0f} images/s", flush=True
-                )
+                print(f"{title} {speed:12,.0f} images/s", flush=True)
 
     def _once(self, kind: str, count: int, folder: Path) -> float:
         work = self.workload
-        batch_size = self.global_batch // count if kind == "strong" else work.batch_size
-        contender = APART if kind == "apart" else RUNNER
-        total = (work.warmup_steps + self.steps) * batch_size * (1 if kind == "apart" else count)
-        words = [
-            f"train.batch_size={batch_size}"
-            if word.startswith("train.batch_size=")
-            else f"dataset.num_train={total}"
-            if word.startswith("dataset.num_train=")
-            else word
-            for word in work.words(self.data, count, self.steps)
-        ]
-        steps = Steps(work.warmup_steps, self.steps)
-        return measure(contender, words, count, batch_size, steps, folder, self.threads).images_per_second
+        if kind == "strong":
+            work = replace(work, batch_size=self.global_batch // count)
+        words = work.words(self.data, 1 if kind == "apart" else count, self.steps)
+        steps, contender = Steps(work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
+        return measure(contender, words, count, work.batch_size, steps, folder, self.threads).images_per_second
 
     def table(self) -> list[str]:
-        """In lines: medians over the rounds; efficiencies are ratios of the same round, with their intervals."""
+        """Lines to print: medians over the rounds, and efficiencies as ratios with their intervals."""
         work, first = self.workload, self.counts[0]
         lines = [
             f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) a rank, batch {work.batch_size} a rank "
@@ -99,11 +89,11 @@ class Scaling:
             efficiency = ratio([speed * first / count for speed in weak], self.found["weak"][first])
             lines.append(
                 f"{count:>5}{median(weak):>15,.0f}{median(strong):>17,.0f}{median(apart):>12,.0f}  "
-                f"{in_words(efficiency):<32}{in_words(ratio(weak, apart)):<32}".rstrip()
+                f"{efficiency!s:<32}{ratio(weak, apart)!s:<32}".rstrip()
             )
         return lines
 
     def write(self) -> None:
-        """scaling.json in the folder."""
+        """Writes scaling.json in the folder."""
         summary = {"workload": self.workload.name, "data": self.data, "threads": self.threads, "found": self.found}
         (self.folder / "scaling.json").write_text(json.dumps(summary, indent=1))

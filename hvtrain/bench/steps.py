@@ -1,4 +1,4 @@
-"""`bench steps`: contenders take turns at one workload, and are compared within each round."""
+"""`bench steps`: contenders take turns at one workload and are compared within each round."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 from statistics import median
 
 from hvtrain.bench.contenders import Contender, Measured, Steps, measure
-from hvtrain.bench.goals import Goal, goals_of
-from hvtrain.bench.statistics import Ratio, ratio
-from hvtrain.bench.words import in_words, progress
+from hvtrain.bench.rounds import Ratio, in_turns, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import RankError
 
-# Same work, same losses: sums of floats in another order, over so few steps, differ by less.
+# Losses of the same work differ only by the order of floating-point sums, which is less over so few steps.
 LOSS_TOLERANCE = 1e-3
 NOISY = 0.02
 COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the first step"}
@@ -24,7 +22,11 @@ COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the firs
 
 @dataclass
 class Session:
-    """All rounds of one workload. again: the first contender's second run in each round, which shows the noise."""
+    """All rounds of one workload.
+
+    figure is the field of Measured that the table compares. `again` holds a second run of the first contender in each
+    round, which shows the noise.
+    """
 
     workload: Workload
     data: str
@@ -34,85 +36,65 @@ class Session:
     folder: Path
     steps: int
     figure: str = "step_seconds"
-    """Of Measured: what the table compares."""
     found: dict[str, list[Measured]] = field(default_factory=dict)
     again: list[Measured] = field(default_factory=list)
 
     def run(self, num_rounds: int) -> None:
-        """Every contender once a round, in turning order, and the first one twice.
+        """Runs every contender once a round, and the first one twice.
 
         Raises:
             LostRankError: a contender failed.
-            RankError: the losses of contenders that do the same work differ.
+            RankError: contenders that do the same work reported different losses.
         """
-        for number in range(num_rounds):
-            order = list(self.contenders) if number % 2 == 0 else list(reversed(self.contenders))
+        first = self.contenders[0]
+        for number, order in in_turns(self.contenders, num_rounds):
             for contender in order:
-                self.found.setdefault(contender.name, []).append(self._once(contender, number, num_rounds))
-            self.again.append(self._once(self.contenders[0], number, num_rounds, again=True))
+                measured = self._once(contender, contender.name, number, num_rounds)
+                self.found.setdefault(contender.name, []).append(measured)
+            self.again.append(self._once(first, f"{first.name} again", number, num_rounds))
             self.check_losses()
 
-    def _once(self, contender: Contender, number: int, num_rounds: int, again: bool = False) -> Measured:
-        name = f"{contender.name}{' again' if again else ''}"
-        progress(f"round {number + 1}/{num_rounds}  {name} ...")
-        work = self.workload
+    def _once(self, contender: Contender, name: str, number: int, num_rounds: int) -> Measured:
+        title, work = f"round {number}/{num_rounds}  {name}", self.workload
+        progress(f"{title} ...")
         num_ranks = 1 if contender.is_one_rank else self.num_ranks
         words = work.words(contender.data or self.data, num_ranks, self.steps)
-        folder = self.folder / f"round-{number + 1}" / name.replace(" ", "-")
+        folder = self.folder / f"round-{number}" / name.replace(" ", "-")
         steps = Steps(work.warmup_steps, self.steps)
         measured = measure(contender, words, self.num_ranks, work.batch_size, steps, folder, self.threads)
         progress("")
-        print(
-            f"round {number + 1}/{num_rounds}  {name:<28} {1000 * measured.step_seconds:9.2f} ms/step "
-            f"{measured.images_per_second:12,.0f} images/s",
-            flush=True,
-        )
+        speed = f"{1000 * measured.step_seconds:9.2f} ms/step {measured.images_per_second:12,.0f} images/s"
+        print(f"{title:<40} {speed}", flush=True)
         return measured
 
     def check_losses(self) -> None:
-        same = [
-            contender for contender in self.contenders if contender.trains and not (contender.words or contender.data)
-        ]
-        joint = [contender.name for contender in same if contender.is_one_job]
-        alone = [contender.name for contender in same if contender.is_one_rank]
-        for names in (joint, alone):
+        """Raises RankError if contenders that do the same work ended the latest round with different losses."""
+        same = [one for one in self.contenders if one.trains and not (one.words or one.data)]
+        for names in ([c.name for c in same if c.is_one_job], [c.name for c in same if c.is_one_rank]):
             losses = {name: self.found[name][-1].loss for name in names}
             if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * abs(min(losses.values())):
                 said = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
                 raise RankError(f"the contenders' losses differ, so they do not do the same work: {said}")
 
-    def seconds(self, name: str) -> list[float]:
-        """What is compared, by round."""
-        return [getattr(measured, self.figure) for measured in self.found[name]]
+    def values(self, runs: Sequence[Measured]) -> list[float]:
+        """The compared figure of each run."""
+        return [getattr(run, self.figure) for run in runs]
 
     @property
     def noise(self) -> Ratio:
-        """The first contender against itself."""
-        return ratio([getattr(measured, self.figure) for measured in self.again], self.seconds(self.contenders[0].name))
+        """The first contender's second run against its first."""
+        return ratio(self.values(self.again), self.values(self.found[self.contenders[0].name]))
 
     @property
     def spread(self) -> float:
-        """Median distance from 1 of the first contender's ratio to itself in the same round."""
-        first = self.seconds(self.contenders[0].name)
-        return median(abs(getattr(again, self.figure) / once - 1) for again, once in zip(self.again, first))
-
-    def goals(self) -> list[tuple[Goal, Ratio, str]]:
-        """The goals that this session can judge: which, the ratio found, and whether it holds."""
-        judged = []
-        for goal in goals_of(self.workload.name):
-            if self.figure != "step_seconds" and goal.figure != self.figure:
-                continue  # So few steps say nothing of their time.
-            if goal.ours in self.found and goal.theirs in self.found:
-                values = [[getattr(m, goal.figure) for m in self.found[name]] for name in (goal.ours, goal.theirs)]
-                found = ratio(*values)
-                judged.append((goal, found, found.verdict(goal.limit, goal.smaller_is_better)))
-        return judged
+        """Median distance from 1 of the ratios behind `noise`."""
+        first = self.values(self.found[self.contenders[0].name])
+        return median(abs(again / once - 1) for again, once in zip(self.values(self.again), first))
 
 
 def table(session: Session) -> list[str]:
-    """The session in lines: medians, and each contender's step time against the first one's."""
-    first = session.contenders[0].name
-    work = session.workload
+    """Lines to print: medians, and each contender's figure against the first one's."""
+    work, first = session.workload, session.contenders[0].name
     width = max(14, *(len(contender.name) + 1 for contender in session.contenders))
     lines = [
         f"{work.name} ({work.about}), {session.data}, batch {work.batch_size} a rank, {session.num_ranks} ranks, "
@@ -120,44 +102,29 @@ def table(session: Session) -> list[str]:
         f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
         f"{COMPARED[session.figure]} against {first}",
     ]
-    for contender in session.contenders:
-        runs = session.found[contender.name]
-        middle = {name: median(getattr(run, name) for run in runs) for name in Measured.__dataclass_fields__}
-        against = ratio(session.seconds(contender.name), session.seconds(first))
+    for name, runs in session.found.items():
+        middle = Measured(*(median(getattr(run, key) for run in runs) for key in Measured.__dataclass_fields__))
         lines.append(
-            f"{contender.name:<{width}}{1000 * middle['step_seconds']:>10.2f}{middle['images_per_second']:>12,.0f}"
-            f"{middle['first_step_seconds']:>14.1f}{middle['peak_bytes'] / 1e6:>9,.0f}{middle['loss']:>9.4f}  "
-            f"{in_words(against)}"
+            f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.images_per_second:>12,.0f}"
+            f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
+            f"{ratio(session.values(runs), session.values(session.found[first]))}"
         )
     noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if session.spread > NOISY else ""
-    lines.append(f"noise: {first} against itself {in_words(session.noise)}, typically {session.spread:.1%} off{noisy}")
-    for goal, found, verdict in session.goals():
-        sign = "<=" if goal.smaller_is_better else ">="
-        lines.append(
-            f"goal: {goal.figure} of {goal.ours} / {goal.theirs} {sign} {goal.limit:.2f}: {in_words(found)}, {verdict}"
-        )
+    lines.append(f"noise: {first} against itself {session.noise}, typically {session.spread:.1%} off{noisy}")
     return lines
 
 
 def write(session: Session) -> None:
-    """bench.json and bench.csv, one row for each run."""
+    """Writes bench.json, and bench.csv with one row for each run."""
     rows = [
-        {"contender": name, "round": number + 1, **asdict(run)}
+        {"contender": name, "round": number, **asdict(run)}
         for name, runs in {**session.found, f"{session.contenders[0].name} again": session.again}.items()
-        for number, run in enumerate(runs)
+        for number, run in enumerate(runs, 1)
     ]
     with (session.folder / "bench.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    summary = {
-        "workload": asdict(session.workload),
-        "data": session.data,
-        "num_ranks": session.num_ranks,
-        "threads": session.threads,
-        "steps": session.steps,
-        "noise": asdict(session.noise),
-        "goals": [{**asdict(goal), "found": asdict(found), "verdict": said} for goal, found, said in session.goals()],
-        "runs": rows,
-    }
+    settings = {name: getattr(session, name) for name in ("data", "num_ranks", "threads", "steps")}
+    summary = {"workload": asdict(session.workload), **settings, "noise": asdict(session.noise), "runs": rows}
     (session.folder / "bench.json").write_text(json.dumps(summary, indent=1))

@@ -1,4 +1,4 @@
-"""What the contenders do: the same model, data, batch and number of steps for all of them. Pure."""
+"""The workloads: model, data, batch and number of steps, the same for all contenders. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 SYNTHETIC = ("dataset=synthetic", "dataset.image_shape={shape}", "dataset.num_classes=10")
 SMALL, COLOUR = "[28,28,1]", "[32,32,3]"
+WIDE = ("model=mlp", "model.hidden=[4096,4096,1024]")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training in words of the runner. batch_size is a rank's; steps are timed after warmup_steps others."""
+    """A training, as settings of the runner. batch_size is for one rank; steps are timed after warmup_steps others."""
 
     name: str
     about: str
@@ -21,7 +22,7 @@ class Workload:
     image_shape: str = SMALL
 
     def words(self, data: str, num_ranks: int, steps: int | None = None) -> list[str]:
-        """The words for a dataset (synthetic or fashion_mnist); no dropout, so that the losses can be compared."""
+        """The settings for a data set (synthetic or fashion_mnist); without dropout, so that losses agree."""
         total = self.warmup_steps + (steps or self.steps)
         if data == "synthetic":
             dataset = [word.format(shape=self.image_shape) for word in SYNTHETIC]
@@ -35,7 +36,7 @@ class Workload:
             f"train.steps={total}",
             "train.validate_every_epochs=null",
             "optimizer=momentum",
-            # The rate of the joint batch is the same however many ranks make it up, and small: losses stay near.
+            # The rate does not depend on the number of ranks, and is small, so that losses stay close.
             "train.learning_rate_scale=none",
             "optimizer.learning_rate=0.001",
         ]
@@ -46,14 +47,7 @@ WORKLOADS = {
     for workload in (
         Workload("tiny", "MLP 784-64-10: overhead", ("model=mlp", "model.hidden=[64]"), 32, 200, 3000),
         Workload("cnn", "MNIST CNN, 1.2 M parameters", ("model=cnn", "model.dropout=[0,0]"), 64, 10, 100),
-        Workload(
-            "wide",
-            "MLP of 25 M parameters: communication",
-            ("model=mlp", "model.hidden=[4096,4096,1024]"),
-            32,
-            10,
-            40,
-        ),
+        Workload("wide", "MLP of 25 M parameters: communication", WIDE, 32, 10, 40),
         Workload("separable", "separable CNN, 2.9 M parameters", ("model=separable_cnn",), 16, 5, 30),
         Workload("resnet20", "ResNet-20, 0.27 M parameters", ("model=resnet20",), 32, 5, 40, COLOUR),
     )

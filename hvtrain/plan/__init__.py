@@ -1,1 +1,1 @@
-"""What `python -m hvtrain.plan` is made of: the run's arithmetic, its machine, what is printed, drawn and measured."""
+"""The parts of `python -m hvtrain.plan`: a run's arithmetic, its machine, and the report."""

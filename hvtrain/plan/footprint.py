@@ -1,4 +1,4 @@
-"""What a built Keras model weighs: its gradients in the order of the backward pass, and bytes of memory and of disk."""
+"""Sizes of a built Keras model: its gradients in the order of the backward pass, and bytes in memory and on disk."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvtrain.plan.costs.step import Gradient
 
-# What keeps its input's memory, or computes nothing while training.
+# Layers whose output shares the memory of their input.
 _VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank. activation_bytes: estimated, of one batch; None where the layers do not say their shapes."""
+    """Bytes on one rank. activation_bytes estimates one batch; it is None if a layer's output shape is unknown."""
 
     weight_bytes: int
     gradient_bytes: int
@@ -28,10 +29,10 @@ class Footprint:
 
 
 def footprint(model: keras.Model, batch_size: int) -> Footprint:
-    """Of a compiled model whose optimizer is built.
+    """Sizes of a compiled model whose optimizer is built.
 
-    Activations are all outputs of all layers, kept for the backward pass. TensorFlow keeps fewer of some and more of
-    others (work space of convolutions, the allocator's gaps), so they are an estimate; the rest is exact.
+    Activations are the outputs of all layers, kept for the backward pass. They are an estimate, since TensorFlow keeps
+    less of some and more of others (work space of convolutions, gaps of the allocator); the rest is exact.
     """
     weights, slots = _bytes(model.weights), _bytes(model.optimizer.variables)
     return Footprint(
@@ -45,10 +46,10 @@ def footprint(model: keras.Model, batch_size: int) -> Footprint:
 
 
 def gradients(model: keras.Model) -> list[Gradient]:
-    """Those of the trainable variables, last layer first, with multiplications of one example as work.
+    """Gradients of the trainable variables, last layer first, with the multiplications for one example as work.
 
-    Each weight of a kernel is used once at each place of the layer's output: convolution, dense and depthwise layers
-    alike. What has no weights counts as nothing.
+    Each weight of a kernel is used once at each position of the layer's output, in convolution, dense and depthwise
+    layers alike. Layers without weights count as nothing.
     """
     found = []
     for layer in reversed(list(_layers(model))):
@@ -56,13 +57,13 @@ def gradients(model: keras.Model) -> list[Gradient]:
         places = _places(layer)
         work = float(places * sum(math.prod(variable.shape) for variable in variables))
         for number, variable in enumerate(reversed(variables)):
-            # The work of the layer is done before any of its gradients.
+            # The layer's work is done before its first gradient.
             found.append(Gradient(_bytes([variable]), 0.0 if number else work))
     return found
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """The layers with weights of their own, those inside models inside the model too."""
+    """The innermost layers, those of nested models included."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
             yield from _layers(layer)
@@ -78,7 +79,7 @@ def _places(layer: Any) -> int:
 def _output_shape(layer: Any) -> tuple[Any, ...] | None:
     try:
         output = layer.output
-    except (AttributeError, ValueError):  # Never called, or in several places.
+    except (AttributeError, ValueError):  # Never called, or called several times.
         return None
     return tuple(output.shape) if hasattr(output, "shape") else None
 
@@ -90,19 +91,9 @@ def _activation_bytes(model: Any, batch_size: int) -> int | None:
         if shape is None or None in shape[1:]:
             return None
         if not isinstance(layer, _VIEWS):
-            total += math.prod(shape[1:]) * _size(layer.compute_dtype)
+            total += math.prod(shape[1:]) * tf.as_dtype(layer.compute_dtype).size
     return total * batch_size
 
 
 def _bytes(variables: list[Any]) -> int:
-    return sum(math.prod(variable.shape) * _size(variable.dtype) for variable in variables)
-
-
-def _size(dtype: str) -> int:
-    """Of one number.
-
-    >>> _size("float32"), _size("bfloat16"), _size("int64")
-    (4, 2, 8)
-    """
-    digits = "".join(filter(str.isdigit, str(dtype)))
-    return max(1, int(digits) // 8) if digits else 1
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)

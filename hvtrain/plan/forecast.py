@@ -1,4 +1,4 @@
-"""A run as it would be on many ranks: its StepPlan, learning rate, model and bytes. Nothing is trained or reduced."""
+"""A run on many ranks without starting it: step plan, learning rate, model and bytes. It neither trains nor reduces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvtrain.training.setup import build_model, build_schedule, seed_everything
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that follows from the configuration and the number of ranks alone."""
+    """Everything that follows from the configuration and the number of ranks."""
 
     config: RunConfig
     plan: StepPlan
@@ -35,12 +35,12 @@ class Forecast:
 
     @property
     def bucket_bytes(self) -> int:
-        """Of the messages that are reduced while others are computed; 0: all gradients are one, after the last."""
+        """Size of the messages that are reduced while others are computed; 0: one message, at the end."""
         return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
 
     @property
     def messages(self) -> Sequence[Gradient]:
-        """The gradients as the run puts them together."""
+        """The gradients, grouped into messages as the run does."""
         buckets = [[*range(len(self.gradients))]]
         if self.bucket_bytes:
             buckets = in_buckets([one.num_bytes for one in self.gradients], self.bucket_bytes)
@@ -49,18 +49,18 @@ class Forecast:
 
     @property
     def batch_size(self) -> int:
-        """Of the rank that has most to do."""
+        """The largest batch of any rank."""
         return max(self.plan.batch_sizes)
 
 
 def forecast(
     config: RunConfig, num_ranks: int, ranks_per_host: int, examples: int | None, classes: int | None
 ) -> Forecast:
-    """The run on num_ranks ranks.
+    """Forecasts the run on num_ranks ranks.
 
     Args:
-        examples: of the training set, where the data are not on this machine; then nothing of them is opened.
-        classes: that those have, where the data set's settings do not say it.
+        examples: number of training examples of a data set that is not on this machine; nothing is opened then.
+        classes: its number of classes, if the data set's settings do not say.
 
     Raises ConfigError or DataError as the run itself would.
     """
@@ -82,7 +82,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         try:
             source: Source = build("dataset", config.dataset)
         except DataError as error:
-            raise DataError(f"{error}; for data that are elsewhere, --examples N says how many they are") from error
+            raise DataError(f"{error}; for a data set on other machines give --examples N") from error
         return source
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
@@ -97,9 +97,9 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
 
 
 def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
-    """The steps at which the learning rate is worth a look, with words to stand before them.
+    """Steps at which to show the learning rate, each with a label.
 
-    Warm-up and milestones are those of hvtrain's schedules; of others, start, middle and end.
+    These are the start, the end of the warm-up, the milestones of a step schedule (else the middle), and the end.
     """
     schedule, last = forecast.schedule, forecast.plan.num_steps - 1
     steps = {0: "step "}

@@ -1,4 +1,4 @@
-"""The machine of a forecast: links from the figures that the user gives, or from what bench allreduce has measured."""
+"""The machine of a forecast: links from given figures, or from measurements of bench allreduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvtrain.plan.costs.links import Machine, bus, network
 
 @dataclass(frozen=True)
 class Found:
-    """The machine, with a line for each link that says where it is from. is_measured: its start includes the cycle."""
+    """The machine, and a line for each link in use. is_measured: start_seconds includes Horovod's cycle."""
 
     machine: Machine
     lines: tuple[str, ...]
@@ -25,10 +25,10 @@ class Found:
 
 
 def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]) -> Found:
-    """From the options' figures; what was measured takes the place of the link that it was measured on.
+    """The machine that the options describe; measurements replace the link that they were taken on.
 
-    files: each what `read` found. algorithms: of costs.allreduce, by which the ranks reduce.
-    Raises ConfigError where nothing can be fitted.
+    files holds the result of `read` for each file; algorithms are names in costs.algorithms.
+    Raises ConfigError if a file cannot be fitted.
     """
     per_host = options.ranks_per_host
     inside = bus(options.inside_gbytes, options.inside_latency_us * 1e-6, options.link_share)
@@ -46,7 +46,7 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
         found = fit(measured)
         link = found.link(getattr(machine, name).latency_seconds)
         if found.latency_seconds is None:
-            # What was measured holds the latency of its own steps already.
+            # The fitted start includes the latency of the steps.
             steps = 2 * (measured[0].num_ranks - 1)
             found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * link.latency_seconds))
         start_seconds = max(machine.start_seconds, found.start_seconds)
@@ -62,7 +62,7 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
 
 
 def in_words(found: Fit, measured: Sequence[Measured]) -> str:
-    """Of a fitted link."""
+    """Describes a fitted link."""
     ranks = ", ".join(str(number) for number in sorted({one.num_ranks for one in measured}))
     latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
     return (
@@ -72,7 +72,7 @@ def in_words(found: Fit, measured: Sequence[Measured]) -> str:
 
 
 def read(path: Path) -> list[Measured]:
-    """What bench allreduce wrote: the median of each size's rounds. Raises ConfigError."""
+    """Reads the median of each size from a file of bench allreduce. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         num_ranks, seconds = content["num_ranks"], content["seconds"]["hvtrain"]

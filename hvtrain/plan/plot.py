@@ -1,4 +1,4 @@
-"""A forecast as a picture: the learning rate over the run, and speed and efficiency over the number of ranks."""
+"""Draws a forecast: the learning rate over the run, and speed and efficiency by number of ranks."""
 
 from __future__ import annotations
 
@@ -6,69 +6,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvtrain.bench.plots import BLUE, GREY, picture
 from hvtrain.plan.costs.step import Cost
 from hvtrain.plan.forecast import Forecast
 
 POINTS = 600
-BLUE, GREY = "#1f5fa8", "#999999"
 
 
 def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
-    """Writes a PNG; without costs it is the learning rate alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # There may be no screen.
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, 3 if costs else 1, figsize=(13 if costs else 5, 4), squeeze=False, layout="constrained"
-    )
-    _learning_rate(axes[0][0], forecast)
-    if costs:
-        _speed(axes[0][1], forecast, costs)
-        _efficiency(axes[0][2], costs)
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{forecast.model_name}, {forecast.plan.size} ranks, global batch {forecast.plan.global_batch:,}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _learning_rate(axis: Any, forecast: Forecast) -> None:
+    """Writes a PNG; without costs it shows the learning rate alone."""
     plan = forecast.plan
-    stride = max(1, plan.num_steps // POINTS)
-    steps = [*range(0, plan.num_steps, stride), plan.num_steps - 1]
-    axis.plot([step / plan.steps_per_epoch for step in steps], [forecast.schedule(step) for step in steps], color=BLUE)
-    axis.set(title="learning rate", xlabel="epoch")
-    axis.set_ylim(bottom=0)
+    with picture(path, 13 if costs else 5, 4, columns=3 if costs else 1) as (figure, _):
+        figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
+        steps = [*range(0, plan.num_steps, max(1, plan.num_steps // POINTS)), plan.num_steps - 1]
+        rates, axes = [forecast.schedule(step) for step in steps], figure.axes[0]
+        axes.plot([step / plan.steps_per_epoch for step in steps], rates, color=BLUE)
+        axes.set(title="learning rate", xlabel="epoch")
+        axes.set_ylim(bottom=0)
+        if costs:
+            _speed(figure.axes[1], [cost.num_ranks for cost in costs], forecast, costs)
+            _efficiency(figure.axes[2], [cost.num_ranks for cost in costs], costs)
 
 
-def _speed(axis: Any, forecast: Forecast, costs: Sequence[Cost]) -> None:
-    ranks = [cost.num_ranks for cost in costs]
+def _speed(axes: Any, ranks: list[int], forecast: Forecast, costs: Sequence[Cost]) -> None:
     speeds = [forecast.batch_size * cost.num_ranks / cost.step_seconds for cost in costs]
-    axis.plot(ranks, [speeds[0] * number for number in ranks], "--", color=GREY, label="one rank's times ranks")
-    axis.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
-    axis.set(title="examples per second", xlabel="ranks", yscale="log")
-    _by_ranks(axis, ranks)
-    axis.legend(frameon=False)
+    axes.plot(ranks, [speeds[0] * number for number in ranks], "--", color=GREY, label="one rank's times ranks")
+    axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
+    axes.set(title="examples per second", yscale="log")
+    _by_ranks(axes, ranks)
+    axes.legend(frameon=False)
 
 
-def _efficiency(axis: Any, costs: Sequence[Cost]) -> None:
-    ranks = [cost.num_ranks for cost in costs]
+def _efficiency(axes: Any, ranks: list[int], costs: Sequence[Cost]) -> None:
     percent = [100 * cost.efficiency for cost in costs]
-    axis.plot(ranks, percent, "o-", color=BLUE)
-    axis.annotate(
-        f"{percent[-1]:.0f}%", (ranks[-1], percent[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
-    )
-    axis.set(title="efficiency in percent", xlabel="ranks", ylim=(0, 108))
-    _by_ranks(axis, ranks)
+    axes.plot(ranks, percent, "o-", color=BLUE)
+    last = (ranks[-1], percent[-1])
+    axes.annotate(f"{percent[-1]:.0f}%", last, xytext=(0, 8), textcoords="offset points", ha="center")
+    axes.set(title="efficiency in percent", ylim=(0, 108))
+    _by_ranks(axes, ranks)
 
 
-def _by_ranks(axis: Any, ranks: list[int]) -> None:
-    axis.set_xscale("log", base=2)
+def _by_ranks(axes: Any, ranks: list[int]) -> None:
+    axes.set_xscale("log", base=2)
     shown = ranks[:: max(1, len(ranks) // 6)]
-    # The largest is what was asked for; its label stands where the one before leaves room.
+    # The last one is always labelled; the one before it only where there is room.
     shown = [*(number for number in shown if number * 1.5 < ranks[-1]), ranks[-1]]
-    axis.set_xticks(shown, [f"{number:,}" for number in shown])
-    axis.minorticks_off()
+    axes.set_xticks(shown, [f"{number:,}" for number in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")

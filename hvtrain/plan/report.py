@@ -1,4 +1,4 @@
-"""A forecast in lines for people, and as JSON."""
+"""Prints a forecast as lines, and gives it as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvtrain.plan.machine import Found
 
 
 def amount(num_bytes: float) -> str:
-    """In powers of 1000.
+    """Bytes in powers of 1000.
 
     >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
@@ -25,7 +25,7 @@ def amount(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The largest unit that fits.
+    """Seconds in the largest unit that fits.
 
     >>> duration(42), duration(5400), duration(90), duration(200_000)
     ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
-    """The command that starts the run; with several hosts, those of a file.
+    """The command that starts the run; for several hosts, with a hostfile.
 
     >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
     ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain.launch -np 8 --hostfile hosts.txt -- model=cnn')
@@ -50,18 +50,18 @@ def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> st
 
 
 def memory(forecast: Forecast) -> dict[str, int]:
-    """Bytes on a rank by what they are for; what cannot be said is left out."""
+    """Bytes on a rank by purpose; activations only if they are known."""
     found = forecast.footprint
     parts = {"weights": found.weight_bytes, "gradients": found.gradient_bytes, "optimizer slots": found.slot_bytes}
     if forecast.plan.size > 1:
-        parts["fusion buffer"] = Rules.fusion_bytes  # Horovod has it for tensors that share a bucket, too.
+        parts["fusion buffer"] = Rules.fusion_bytes  # Horovod allocates it for grouped tensors too.
     if found.activation_bytes is not None:
         parts["activations"] = found.activation_bytes
     return parts
 
 
 def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) -> list[str]:
-    """What needs no prediction."""
+    """Lines on the run itself, which need no prediction."""
     config, plan, bytes_of = forecast.config, forecast.plan, memory(forecast)
     sizes, hosts = plan.batch_sizes, -(-plan.size // ranks_per_host)
     same = len(set(sizes)) == 1
@@ -90,7 +90,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
         (
             "memory",
             f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {parts}"
-            f" ({'an estimate' if known else 'without activations, whose layers do not say their shapes'})",
+            f" ({'an estimate' if known else 'without activations: the shape of a layer is unknown'})",
         ),
         ("checkpoint", f"{amount(checkpoint)}; {kept} of them are kept: {amount(kept * checkpoint)}"),
         ("launch", launch_line(words, plan.size, ranks_per_host)),
@@ -103,7 +103,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
 def of_the_step(
     forecast: Forecast, costs: Sequence[Cost], found: Found, rules: Rules, step_seconds: float, faster: float | None
 ) -> list[str]:
-    """The prediction, with what it stands on; faster: the last step's seconds if hosts reduced first."""
+    """Lines on the predicted step and its assumptions. faster is the last step's time if hosts reduce first."""
     number = len(forecast.messages)
     way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
     lines = [
@@ -139,7 +139,7 @@ def as_json(
     costs: Sequence[Cost],
     found: Found | None,
 ) -> dict[str, Any]:
-    """All of it, in SI units."""
+    """The whole forecast, in SI units."""
     plan = forecast.plan
     return {
         "words": list(words),

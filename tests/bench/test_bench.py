@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from goals import of_steps
 
 from hvtrain.bench.contenders import CONTENDERS
 from launching import run
@@ -28,7 +29,7 @@ def test_all_contenders_do_the_same_work(tmp_path):
     assert len(joint) > 4 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
     assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
     assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
-    assert "goal: images_per_second of hvtrain-mpi / multi-worker >= 6.00" in output
+    assert any(line.startswith("images_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))
 
 
 @pytest.mark.parametrize(
@@ -51,20 +52,10 @@ def test_other_kinds(words, file, said, tmp_path):
 
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
 def test_allreduce(transport, tmp_path):
-    words = [
-        "allreduce",
-        "--transport",
-        transport,
-        "--rounds",
-        "1",
-        "--largest",
-        "4",
-        "--output",
-        str(tmp_path / "bench"),
-    ]
-    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    words = ["--transport", transport, "--rounds", "1", "--largest", "4", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, "allreduce", *words, cwd=tmp_path)
     assert code == 0, output
-    assert "latency at 4 KiB in ms" in output and ("mpi4py us" in output) is (transport == "mpi")
+    assert "160 tensors of 64 KiB" in output and ("mpi4py us" in output) is (transport == "mpi")
     found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
     assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
 
@@ -76,7 +67,7 @@ def test_bad_input_is_one_line(tmp_path):
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
-        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be dealt to 3 ranks evenly"),
+        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be divided evenly among 3 ranks"),
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),
     ):

@@ -1,13 +1,14 @@
-"""Ratios of rounds and what is said of them; workloads and goals fit the runner."""
+"""Ratios over rounds, verdicts on goals, and workloads that the runner accepts."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from goals import GOALS, of_allreduce, of_steps, verdict
 
 from hvtrain.bench.contenders import CONTENDERS, Measured
-from hvtrain.bench.goals import goals_of
-from hvtrain.bench.statistics import Ratio, ratio
+from hvtrain.bench.rounds import Ratio, ratio
 from hvtrain.bench.steps import Session, table, write
 from hvtrain.bench.workloads import WORKLOADS
 from hvtrain.config.compose import compose
@@ -44,7 +45,7 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says():
     ],
 )
 def test_verdicts(found, smaller, said):
-    assert found.verdict(0.95, smaller) == said
+    assert verdict(found, 0.95, smaller) == said
 
 
 def test_rounds_are_compared_with_themselves():
@@ -66,10 +67,8 @@ def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
 
 
 def test_goals_name_contenders():
-    goals = [goal for name in WORKLOADS for goal in goals_of(name)]
-    assert len(goals) > 20
-    assert {goal.ours for goal in goals} | {goal.theirs for goal in goals} <= set(CONTENDERS)
-    assert all(hasattr(Measured(1, 1, 1, 1, 1), goal.figure) for goal in goals)
+    assert {goal.ours for goal in GOALS} | {goal.theirs for goal in GOALS} <= set(CONTENDERS)
+    assert all(goal.figure in Measured.__dataclass_fields__ and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
 
 
 def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
@@ -87,9 +86,10 @@ def test_a_session_says_what_it_found(tmp_path):
     made = session(tmp_path)
     lines = table(made)
     assert any(line.startswith("loop-mpi") and "1.111 [1.111, 1.111]" in line for line in lines)
-    assert "goal: step_seconds of hvtrain-mpi / loop-mpi <= 0.95: 0.900 [0.900, 0.900], holds" in lines
     assert "typically 0.0% off" in "\n".join(lines) and "quieter" not in "\n".join(lines)
     write(made)
+    judged = of_steps(json.loads((tmp_path / "bench.json").read_text()))
+    assert "step_seconds of hvtrain-mpi / loop-mpi <= 0.95: 0.900 [0.900, 0.900], holds" in judged
     rows = (tmp_path / "bench.csv").read_text().splitlines()
     assert len(rows) == 1 + 3 * 7 and all(a.count(",") == b.count(",") for a, b in pairwise(rows))
 
@@ -102,3 +102,10 @@ def test_times_of_another_work_do_not_count(tmp_path):
     with pytest.raises(RankError, match=r"losses differ.*hvtrain-mpi 1\.00000, loop-mpi 1\.00200"):
         session(tmp_path, losses=(1.0, 1.002)).check_losses()
     session(tmp_path, losses=(1.0, 1.0005)).check_losses()
+
+
+def test_goals_of_the_reduction():
+    times = {"4096": [2e-4] * 7, str(4 << 20): [1e-3] * 7, "small": [2e-3] * 7, "whole": [1e-3] * 7}
+    judged = of_allreduce({"seconds": {"hvtrain": times, "mpi4py": {"4096": [1e-5] * 7, str(4 << 20): [9e-4] * 7}}})
+    assert [line.rpartition(", ")[2] for line in judged] == ["fails", "fails", "holds", "fails"]
+    assert judged[0].startswith("bus bandwidth at 4 MiB / mpi4py's >= 0.95: 0.900 [0.900, 0.900]")

@@ -1,4 +1,4 @@
-"""The README's own text, run: its commands from a clean clone, its examples with two ranks."""
+"""Runs the commands and examples of README.md and docs, from a clean clone or with two ranks."""
 
 import ast
 import json
@@ -14,24 +14,25 @@ from launching import ROOT, environment, run, without_hvtrain
 
 pytestmark = pytest.mark.distributed
 
-README = (ROOT / "README.md").read_text()
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/results.md")]
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 LIBRARY = re.findall(
     r"^```python\n# (\S+)\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), re.MULTILINE | re.DOTALL
 )
-BLOCKS = [text.removeprefix("# ").split("\n", 1) for language, text in FENCED if language in ("python", "yaml")]
+FILES = "\n".join(text for language, text in FENCED if language in ("python", "yaml"))
+BLOCKS = re.findall(r"^# (\S+\.(?:py|yaml))\n(.*?)(?=^# \S+\.(?:py|yaml)$|\Z)", FILES, re.MULTILINE | re.DOTALL)
 COMMANDS = [text for language, text in FENCED if not language]
 
 
 def command(start):
-    """The one command line in the README that begins so, without its comment."""
+    """The README's only command line with this start, without its comment."""
     (line,) = {line for block in COMMANDS for line in block.splitlines() if line.startswith(start)}
     return line.partition("  #")[0]
 
 
 @pytest.fixture
 def user(tmp_path):
-    """A user's folder with the README's files in it."""
+    """A user's folder with the files of README.md and docs/results.md."""
     for name, text in BLOCKS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -74,7 +75,7 @@ def test_the_library_alone(user):
 
 @pytest.mark.nightly
 def test_the_examples_of_the_library(tmp_path):
-    """docs/library.md: a loop of one's own on two ranks, and an elastic job, here without its launcher."""
+    """docs/library.md: a custom loop on two ranks, and an elastic job without its launcher."""
     examples = dict(LIBRARY)
     assert set(examples) == {"own_loop.py", "elastic.py"}
     for name, text in examples.items():
@@ -90,7 +91,7 @@ def test_the_examples_of_the_library(tmp_path):
 @pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_first_command_from_a_clean_clone(tmp_path):
-    """As the README has it; Horovod's library may come from uv's cache, all else is made anew."""
+    """The README's first command; only Horovod's library may come from uv's cache."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in environment().items() if key != "VIRTUAL_ENV"}
@@ -113,7 +114,7 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
 
 
 def test_the_wheel_carries_the_configs(tmp_path):
-    """conf/ lies at the top of the repository and inside the wheel."""
+    """conf/ is at the top of the repository, and inside the package in the wheel."""
     line = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
     subprocess.run(line, check=True, capture_output=True, env={**os.environ, "PATH": environment()["PATH"]})
     (wheel,) = tmp_path.glob("*.whl")

@@ -28,9 +28,8 @@ from hvtrain.bench import contender_report
 from hvtrain.bench.allreduce import MIB, SIZES, WORKER, Collectives
 from hvtrain.bench.contenders import Contender, named
 from hvtrain.bench.processes import HOROVOD
-from hvtrain.bench.statistics import ratio
+from hvtrain.bench.rounds import ratio
 from hvtrain.bench.steps import Session
-from hvtrain.bench.words import in_words
 from hvtrain.bench.workloads import WORKLOADS, Workload
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
@@ -39,7 +38,7 @@ from hvtrain.plan.costs.links import Link, Machine
 from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 
 # Its losses are its own: a contender with data of its own is not compared.
-JOINED = Contender("joined", "ranks that reduce nothing", "tests.costs.joined", HOROVOD[0], data="synthetic")
+JOINED = Contender("joined", "ranks that reduce nothing", "tests.plan.joined", HOROVOD[0], data="synthetic")
 CONTENDERS = (JOINED, *(named(name) for name in ("independent", "keras", "hvtrain-1", "hvtrain-mpi")))
 HOSTS = "s1:1,s2:1"
 # What a fit starts with already: the bench's time holds the cycle and all latencies.
@@ -63,13 +62,14 @@ def main() -> None:
                 folder / f"{work.name}-{num_ranks}", options.steps or work.steps,
             )  # fmt: skip
             session.run(options.rounds)
-            of_runner = ratio(session.seconds("hvtrain-1"), session.seconds("keras")).median
-            alone[num_ranks, work.name] = of_runner * median(session.seconds("joined"))
+            seconds = {name: session.values(runs) for name, runs in session.found.items()}
+            of_runner = ratio(seconds["hvtrain-1"], seconds["keras"]).median
+            alone[num_ranks, work.name] = of_runner * median(seconds["joined"])
             cost = predict(link.found["hvtrain"], num_ranks, messages[work.name], alone[num_ranks, work.name])
-            rows.append(row("one host", work, alone[num_ranks, work.name], cost, session.seconds("hvtrain-mpi")))
+            rows.append(row("one host", work, alone[num_ranks, work.name], cost, seconds["hvtrain-mpi"]))
     if options.rate:
         rows += in_the_lab(options, folder, workloads, messages, alone)
-    told = shlex.join(["python", "-m", "tests.costs.here", *options.told])
+    told = shlex.join(["python", "-m", "tests.plan.here", *options.told])
     print(f"\n{told}, {datetime.now():%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
     print(
         "| where | ranks | workload | one rank ms | reducing ms | predicted ms | measured ms | predicted / measured |"
@@ -93,7 +93,7 @@ def row(where: str, work: Workload, one_rank: float, cost: Cost, measured: list[
     found = ratio([cost.step_seconds] * len(measured), measured)
     figures = [one_rank, cost.communication_seconds, cost.step_seconds, median(measured)]
     shown = " | ".join(f"{1000 * value:.1f}" for value in figures)
-    return f"| {where} | {cost.num_ranks} | {work.name} | {shown} | {in_words(found)} |"
+    return f"| {where} | {cost.num_ranks} | {work.name} | {shown} | {found} |"
 
 
 def in_the_lab(

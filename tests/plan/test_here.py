@@ -1,4 +1,4 @@
-"""The arithmetic of tests.costs.here; what it measures takes an hour, and a quiet machine."""
+"""The arithmetic of tests.plan.here; what it measures takes an hour, and a quiet machine."""
 
 import pytest
 from here import RULES, predict

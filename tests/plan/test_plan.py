@@ -23,7 +23,7 @@ RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3
 ALONE = """
 import sys
 import keras
-from hvtrain.plan import plan
+from hvtrain.plan.__main__ import plan
 def fit(*words, **more): raise AssertionError("it trains")
 keras.Model.fit = keras.Model.train_on_batch = fit
 code = plan()
@@ -176,7 +176,7 @@ def test_what_does_not_fit_the_data_is_said():
     with pytest.raises(ConfigError, match="--examples was given and digits has no setting image_shape"):
         forecast(digits, 2, 4, 5000, 10)
     elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere"])[0])
-    with pytest.raises(DataError, match="for data that are elsewhere, --examples N says how many they are"):
+    with pytest.raises(DataError, match="for a data set on other machines give --examples N"):
         forecast(elsewhere, 2, 4, None, 10)
 
 

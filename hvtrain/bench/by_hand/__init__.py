@@ -1,1 +1,1 @@
-"""Contenders written by hand, as a user would who had no hvtrain."""
+"""Contenders written by hand, as a user without hvtrain would write them."""

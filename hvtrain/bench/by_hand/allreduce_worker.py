@@ -1,8 +1,8 @@
-"""One rank of `bench allreduce`: seconds of an allreduce by size, by one of several means. Reports one JSON file.
+"""One rank of `bench allreduce`: seconds by size, for one of several means. Reports one JSON file.
 
 `hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy`
-copies, which nothing that moves data can beat. `small` and `whole` reduce the same bytes as NUM_SMALL tensors and as
-one; `call` is a graph's call that reduces nothing, which `hvtrain`'s times hold too.
+copies in memory, a bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
+and as one; `call` is a graph call that reduces nothing, which is part of `hvtrain`'s times too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hvtrain.bench import contender_report
 
 NUM_SMALL = 160
 SMALL_BYTES = 64 << 10
-# Of each size about so many bytes are moved, in at least and at most so many turns.
+# Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
 BYTES_EACH, FEWEST, MOST = 1 << 29, 8, 300
 
 
 def main() -> None:
-    """Measures the sizes (bytes) given after the means, and reports."""
+    """Measures the means named first on the command line at the sizes (bytes) after it, and reports."""
     means, *sizes = sys.argv[1:]
     wait, rank, make = {"hvtrain": by_hvtrain, "mpi4py": by_mpi4py, "memcpy": by_memcpy}[means]()
     found = {str(size): seconds(make([size // 4]), wait, int(size)) for size in map(int, sizes)}
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def seconds(action: Callable[[], object], wait: Callable[[], object], num_bytes: int) -> float:
-    """Median of one, after some that warm up. All ranks begin together, and none of them does anything else."""
+    """Median duration of the action after a warm-up; ranks wait for each other every 20 repetitions."""
     turns = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
     times = []
     for turn in range(turns + 5):
@@ -52,7 +52,7 @@ def seconds(action: Callable[[], object], wait: Callable[[], object], num_bytes:
 
 
 def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """(barrier, rank, action of given numbers of floats)."""
+    """A barrier, the rank, and a function that makes the action for tensors of the given numbers of floats."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -71,7 +71,7 @@ def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Calla
 
 
 def by_mpi4py() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """The same."""
+    """The same for MPI's own all-reduce."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -85,7 +85,7 @@ def by_mpi4py() -> tuple[Callable[[], object], int, Callable[[list[int]], Callab
 
 
 def by_memcpy() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """The same, on all ranks at once."""
+    """The same for a copy, on all ranks at once."""
     wait, rank, _ = by_mpi4py()
 
     def make(lengths: list[int]) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""The batches alone, which no model takes: how fast the data come."""
+"""The data alone: how fast batches come when no model waits for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvtrain.bench.contender_report import Stopwatch
 
 
 def main() -> None:
-    """Takes as many batches as a training would, and reports."""
+    """Reads as many batches as a training would, and reports."""
     stopwatch = Stopwatch()
     job, todo = pinned_job(), work()
 

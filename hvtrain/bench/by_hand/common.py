@@ -1,4 +1,4 @@
-"""The runner's model, optimizer and batches for a contender that is written by hand: nothing but the loop differs."""
+"""The runner's model, optimizer and batches for a hand-written contender, so that only the loop differs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvtrain.training.run import training_batches
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do on one rank. batches_from(step) is endless and begins at that step."""
+    """The parts of a training on one rank. batches_from(step) is endless and starts at that step."""
 
     plan: StepPlan
     batches_from: Callable[[int], tf.data.Dataset]
@@ -47,7 +47,7 @@ class Work:
         return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
 
     def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
-        """Keras's fit over all steps, timed and reported."""
+        """Trains with Keras's fit over all steps, and reports."""
         model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
         epochs, rest = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
         clock = Clock(self.plan.num_steps, rank)
@@ -64,14 +64,14 @@ class Work:
 
 
 def pinned_job() -> int:
-    """The number of this job among those that run at once; it stays on its share of the cores, as a rank does."""
+    """This job's number among the independent jobs; pins the process to its share of the cores, as a rank is."""
     number, _, jobs = os.environ[contender_report.JOB].partition(" of ")
     cores.pin(int(number), int(jobs))
     return int(number)
 
 
 def work(rank: int = 0, size: int = 1) -> Work:
-    """The work of the command line's words, as rank `rank` of `size` on one host."""
+    """The training that the command line describes, for rank `rank` of `size` on one host."""
     config = from_dict(compose(sys.argv[1:])[0])
     topology = Topology(rank, size, rank, size)
     keras.utils.set_random_seed(config.seed + rank)

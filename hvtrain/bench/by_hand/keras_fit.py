@@ -1,4 +1,4 @@
-"""Keras's own fit with the smallest optimizer that reduces: it steps on the means of the gradients over all ranks."""
+"""Keras's own fit with a minimal optimizer that averages gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvtrain.system import cores
 
 
 def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer, reducing."""
+    """Makes the optimizer average gradients over all ranks before each step."""
 
     class Reducing(type(optimizer)):  # type: ignore[misc]
         def apply(self, gradients: list[Any], variables: Any = None) -> None:

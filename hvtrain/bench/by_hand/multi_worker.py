@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy in a loop of one's own: its `fit` fails on Keras 3 (keras#20585)."""
+"""MultiWorkerMirroredStrategy in a custom loop, since its `fit` fails on Keras 3 (keras#20585)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ParameterServerStrategy: a coordinator, one parameter server, and workers that step on their own, asynchronously.
+"""ParameterServerStrategy: a coordinator, one parameter server, and workers that step asynchronously.
 
-TF_CONFIG says which of them this process is. The coordinator reports, for each worker; workers and server are ended
-from outside.
+TF_CONFIG says which of them this process is. The coordinator reports for each worker; the bench ends workers and
+server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None:
-    """Hands steps to whichever worker is free. A joint step is one for each worker."""
+    """Hands steps to free workers. A joint step is one step for each worker."""
     stopwatch = Stopwatch()
     size = resolver.cluster_spec().num_tasks("worker")
     todo = work(0, size)
@@ -53,7 +53,7 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
         for _ in range(size):
             coordinator.schedule(step, args=(batches,))
         if number + 1 in (1, stopwatch.warmup, todo.plan.num_steps):
-            coordinator.join()  # Steps are only handed out here; the clock wants them done.
+            coordinator.join()  # The clock needs finished steps, and schedule only queues them.
         stopwatch.step_ended()
     for rank in range(size):
         stopwatch.report(rank, float(mean.result()))

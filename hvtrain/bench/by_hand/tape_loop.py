@@ -1,4 +1,4 @@
-"""A loop on Horovod's TensorFlow layer, as its own examples have it: one tf.function with DistributedGradientTape."""
+"""A loop on Horovod's TensorFlow layer, like Horovod's examples: one tf.function with DistributedGradientTape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
             logits = model(images, training=True)
             loss = loss_of(labels, logits)
         tape = hvd.DistributedGradientTape(tape)
-        # Its tape knows no Keras variables.
+        # Horovod's tape does not accept Keras variables.
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         mean.update_state(loss)

@@ -1,1 +1,1 @@
-"""What a step costs on many ranks, on paper: links, allreduce, fusion, overlap, stragglers. Pure, no dependencies."""
+"""Predicts a step's time on many ranks from links, all-reduce, fusion, overlap and stragglers. Pure."""

@@ -1,6 +1,6 @@
-"""Seconds of one allreduce of so many bytes over so many ranks, by algorithm. Pure.
+"""Time of one all-reduce by bytes, ranks and algorithm. Pure.
 
-Adding up is left out: a rank adds faster than its link brings the numbers.
+The additions are left out: a rank adds faster than its link delivers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from hvtrain.plan.costs.links import Link, Machine
 
-# Of the bandwidth that a ring gets: as NCCL's own tuning has it (src/graph/tuning.cc, 2.8).
+# Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """2 (n - 1) steps, in each of which every rank passes on n-th parts: 2 (n - 1) (alpha + bytes / n / beta).
+    """2 (n - 1) steps, in each of which every rank passes on an n-th part: 2 (n - 1) (alpha + bytes / n / beta).
 
     No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations"), but its latency grows with the ranks.
@@ -27,8 +27,9 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Halving and doubling: as few bytes as a ring, in 2 log2 n steps, for powers of two (Rabenseifner's algorithm, in
-    Thakur et al. 2005). Other numbers of ranks would send more, and are given the ring's time here.
+    """Halving and doubling (Rabenseifner's algorithm, in Thakur et al. 2005): a ring's bytes in 2 log2 n steps.
+
+    That holds for powers of two. Other numbers of ranks would send more; they get the ring's time here.
 
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
@@ -40,10 +41,10 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """One ring through all ranks, host after host, so that each host's link carries it once each way.
+    """One ring through all ranks, host after host, which crosses each host's link once in each direction.
 
-    The narrowest link sets the pace. A part of the sum comes by 2 (n - 1) links, of which 2 (hosts - 1) lead from host
-    to host: so NCCL reckons, too (its ncclTopoTuneModel).
+    The narrowest link limits it. A part of the sum passes 2 (n - 1) links, of which 2 (hosts - 1) lead from host to
+    host; NCCL's ncclTopoTuneModel counts the same way.
 
     >>> wide = Machine(Link(1e-6, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(flat_ring_seconds(100e6, 8, wide), 6)  # 2 x 7 / 8 x 0.1 s, 12 steps of 1 us, 2 of 10
@@ -62,10 +63,10 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
 
 
 def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """Reduce-scatter inside the hosts, halving and doubling over hosts for each part, allgather inside the hosts.
+    """Reduce-scatter inside the hosts, halving and doubling between hosts for each part, allgather inside the hosts.
 
-    As Goyal et al. 2017 did (arXiv:1706.02677, section 4); Horovod's HOROVOD_HIERARCHICAL_ALLREDUCE leaves to MPI how
-    hosts reduce. The parts share each host's link, which so carries all of the bytes; its latency counts hosts.
+    This follows Goyal et al. 2017 (arXiv:1706.02677, section 4); with HOROVOD_HIERARCHICAL_ALLREDUCE, MPI chooses how
+    hosts reduce. The parts share each host's link, which carries all bytes; its latency grows with the hosts alone.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
@@ -77,11 +78,11 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
 
 
 def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """Two binary trees over the hosts, each of which sums and spreads one half, and a chain inside each host.
+    """Two binary trees over the hosts, each for one half of the data, and a chain inside each host.
 
-    A rank that has branches in one tree is a leaf of the other, so each link carries 2 x bytes, and the latency grows
-    with the logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan"). NCCL has it since 2.4. The pipeline's filling is left out.
+    An inner rank of one tree is a leaf of the other, so each link carries 2 x bytes, and the latency grows with the
+    logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan").
+    NCCL has it since 2.4. The time to fill the pipeline is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
@@ -102,8 +103,7 @@ ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "
 def allreduce_seconds(
     num_bytes: float, num_ranks: int, machine: Machine, algorithms: Sequence[str] = tuple(ALGORITHMS)
 ) -> tuple[float, str]:
-    """Seconds with the machine's start_seconds and its link's correction, and by which algorithm: of those given, the
-    fastest.
+    """Time by the fastest of the algorithms, with the machine's start and its link's correction, and which one it is.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]

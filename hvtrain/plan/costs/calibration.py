@@ -1,15 +1,15 @@
-"""A link from measured allreduces: the alpha, beta and start by least squares. Pure.
+"""Fits a link's latency, bandwidth and start to measured all-reduces, by least squares. Pure.
 
-What is minimised is the sum of squared relative errors, so that small messages count as much as large ones do.
+The sum of squared relative errors is minimised, so that small messages count as much as large ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from statistics import geometric_mean
-from typing import NamedTuple
+
+import numpy as np
 
 from hvtrain.errors import ConfigError
 from hvtrain.plan.costs.algorithms import allreduce_seconds
@@ -18,7 +18,7 @@ from hvtrain.plan.costs.links import Link, Machine
 
 @dataclass(frozen=True)
 class Measured:
-    """One allreduce."""
+    """One measured all-reduce."""
 
     num_ranks: int
     num_bytes: int
@@ -27,9 +27,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits best, and how far off it is: the mean relative error, without sign.
+    """The best fit, and its mean absolute relative error.
 
-    latency_seconds is None where all was measured on one number of ranks: then it cannot be told from the start.
+    latency_seconds is None if all measurements have the same number of ranks: then it is part of start_seconds.
     """
 
     start_seconds: float
@@ -38,14 +38,14 @@ class Fit:
     error: float
 
     def link(self, latency_seconds: float) -> Link:
-        """With the latency found, or else the given one."""
+        """The fitted link, with the given latency if none was found."""
         return Link(latency_seconds if self.latency_seconds is None else self.latency_seconds, self.bytes_per_second)
 
 
 def fit(found: Sequence[Measured]) -> Fit:
-    """start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
+    """Fits start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
 
-    Raises ConfigError when there are not two sizes, or larger ones do not take longer.
+    Raises ConfigError if there are not two sizes, or larger messages do not take longer.
 
     >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
     >>> found = fit(ring)
@@ -54,31 +54,40 @@ def fit(found: Sequence[Measured]) -> Fit:
     >>> fit(ring[:3]).latency_seconds is None, round(fit(ring[:3]).start_seconds, 5)
     (True, 0.00102)
     """
-    if len({one.num_bytes for one in found}) < 2 or min(one.num_ranks for one in found) < 2:
+    ranks = np.array([one.num_ranks for one in found])
+    if len({one.num_bytes for one in found}) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
             "ranks or more: run python -m hvtrain.bench allreduce"
         )
-    equations = [
-        Equation((1.0, 2.0 * (one.num_ranks - 1), 2 * (1 - 1 / one.num_ranks) * one.num_bytes), one.seconds)
-        for one in found
-    ]
-    columns = [0, 1, 2] if len({one.num_ranks for one in found}) > 1 else [0, 2]
-    best = _least_squares(equations, columns)
-    if 1 in columns and (best[0] < 0 or best[1] < 0):  # One of the two is nothing; which, says the other's fit.
-        tries = [_least_squares(equations, [kept, 2]) for kept in (0, 1)]
-        best = min(tries, key=lambda factors: _error(equations, [max(0.0, factor) for factor in factors]))
-    start, latency, inverse = (max(0.0, factor) for factor in best)
+    sizes, seconds = (np.array([getattr(one, name) for one in found], float) for name in ("num_bytes", "seconds"))
+    # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
+    terms = np.stack([np.ones(len(found)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
+    columns = [0, 1, 2] if len(set(ranks)) > 1 else [0, 2]
+    best = _least_squares(terms, columns)
+    if 1 in columns and min(best[:2]) < 0:  # One of the two is zero: whichever fits better without the other.
+        best = min((_least_squares(terms, [kept, 2]) for kept in (0, 1)), key=lambda factors: _error(terms, factors))
+    start, latency, inverse = best.clip(0).tolist()
     if inverse <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
-    error = _error(equations, [start, latency, inverse])
-    return Fit(start, latency if 1 in columns else None, 1 / inverse, error)
+    return Fit(start, latency if 1 in columns else None, 1 / inverse, _error(terms, best))
+
+
+def _least_squares(terms: np.ndarray, columns: list[int]) -> np.ndarray:
+    """The factors with which the columns of terms come nearest to 1; 0 for other columns."""
+    scales, factors = terms[:, columns].max(axis=0), np.zeros(3)
+    factors[columns] = np.linalg.lstsq(terms[:, columns] / scales, np.ones(len(terms)), rcond=None)[0] / scales
+    return factors
+
+
+def _error(terms: np.ndarray, factors: np.ndarray) -> float:
+    return float(abs(terms @ factors.clip(0) - 1).mean())
 
 
 def corrected(machine: Machine, found: Sequence[Measured], algorithms: Sequence[str]) -> Machine:
-    """The machine whose allreduces take what was measured at those sizes, and between them what lies between.
+    """The machine with corrections, so that all-reduces of the measured sizes take the measured times.
 
-    Where several numbers of ranks were measured, a size has the geometric mean of their corrections.
+    If several numbers of ranks were measured, a size has the geometric mean of their corrections.
 
     >>> measured = [Measured(2, 1000, 2e-6), Measured(2, 10**6, 1.5e-3)]
     >>> real = corrected(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
@@ -92,46 +101,3 @@ def corrected(machine: Machine, found: Sequence[Measured], algorithms: Sequence[
     name = machine.slowest(found[0].num_ranks)
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     return replace(machine, **{name: replace(getattr(machine, name), corrections=corrections)})
-
-
-class Equation(NamedTuple):
-    """factors x terms = seconds."""
-
-    terms: tuple[float, float, float]
-    seconds: float
-
-
-def _least_squares(equations: Sequence[Equation], columns: list[int]) -> list[float]:
-    """The factors of the columns, 0 for those left out."""
-    rows = [[one.terms[column] / one.seconds for column in columns] for one in equations]
-    scales = [max(row[index] for row in rows) for index in range(len(columns))]
-    scaled = [[value / scale for value, scale in zip(row, scales)] for row in rows]
-    # Each column times each column and times the right side, where a relative second is 1.
-    right = [*zip(*scaled), [1.0] * len(equations)]
-    solved = _solve([[sum(map(mul, column, other)) for other in right] for column in zip(*scaled)])
-    found = [0.0, 0.0, 0.0]
-    for column, value, scale in zip(columns, solved, scales):
-        found[column] = value / scale
-    return found
-
-
-def _solve(table: list[list[float]]) -> list[float]:
-    """Of a system of equations whose last column is the right side, by Gauss with pivots.
-
-    >>> _solve([[2.0, 1.0, 3.0], [1.0, 3.0, 4.0]])
-    [1.0, 1.0]
-    """
-    size = len(table)
-    for step in range(size):
-        pivot = max(range(step, size), key=lambda row: abs(table[row][step]))
-        table[step], table[pivot] = table[pivot], table[step]
-        for row in range(size):
-            if row != step:
-                factor = table[row][step] / table[step][step]
-                table[row] = [value - factor * other for value, other in zip(table[row], table[step])]
-    return [table[row][size] / table[row][row] for row in range(size)]
-
-
-def _error(equations: Sequence[Equation], factors: list[float]) -> float:
-    """Mean relative error without sign."""
-    return sum(abs(sum(map(mul, factors, one.terms)) / one.seconds - 1) for one in equations) / len(equations)

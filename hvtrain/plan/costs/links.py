@@ -1,30 +1,30 @@
-"""The machine as the cost model sees it: a link has a latency and a bandwidth, hosts hold ranks. Pure.
+"""The machine in the cost model: links with latency and bandwidth, and hosts of several ranks. Pure.
 
 Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and Gropp (2005,
-"Optimization of Collective Communication Operations in MPICH") build all of their formulas, and ours stand.
+"Optimization of Collective Communication Operations in MPICH") base their formulas, as we do ours.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from math import log2
 
-# What of a link's nominal speed an allreduce gets. It was fitted once, together with interference and deviation of
-# step.Rules, to Horovod's figures at 16 and 128 GPUs (docs/plan.md); all else that is published is predicted with it.
+import numpy as np
+
+# Share of a link's nominal speed that an all-reduce gets. Fitted once, together with step.Rules.interference and
+# .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
-# Seconds of one step of a ring. NCCL's own tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink, 5.7 over PCIe and
-# 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of ring"), which gradients are.
+# Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink, 5.7 over PCIe and 9.6
+# over a network, and 1.9 times as much for large messages ("plateau effect of ring"), such as gradients.
 NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 1.9 * 3.4e-6, 1.9 * 5.7e-6, 1.9 * 9.6e-6
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: seconds until the first byte arrives, and bytes a second from then on.
+    """One direction of a link: seconds until the first byte arrives, and bytes per second from then on.
 
-    corrections: of allreduces measured over it, by size: (bytes, seconds / those of the formulas). No real link has one
-        speed for all sizes.
+    corrections are pairs (bytes, measured / predicted seconds) of all-reduces over it: no real link has the same speed
+    for all sizes.
     """
 
     latency_seconds: float
@@ -32,7 +32,7 @@ class Link:
     corrections: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message.
+        """Time of one message.
 
         >>> Link(1e-5, 1e9).seconds(1e6)
         0.00101
@@ -40,7 +40,7 @@ class Link:
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
     def correction(self, num_bytes: float) -> float:
-        """What an allreduce of so many bytes takes, as a multiple of what the formulas say.
+        """Factor on the formulas' time of an all-reduce, interpolated between the measured sizes.
 
         >>> measured = Link(0.0, 1e9, corrections=((1024, 1.5), (4096, 1.0)))
         >>> [measured.correction(num_bytes) for num_bytes in (0, 1024, 2048, 4096, 10**9)]
@@ -48,15 +48,12 @@ class Link:
         """
         if not self.corrections:
             return 1.0
-        after = bisect_left(self.corrections, (num_bytes, 0.0))
-        if after in (0, len(self.corrections)):
-            return self.corrections[min(after, len(self.corrections) - 1)][1]
-        (smaller, first), (larger, last) = self.corrections[after - 1 : after + 1]
-        return first + (last - first) * log2(num_bytes / smaller) / log2(larger / smaller)
+        sizes, factors = zip(*self.corrections)
+        return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), factors))
 
 
 def network(gbits_per_second: float, latency_seconds: float = NETWORK_SECONDS, share: float = LINK_SHARE) -> Link:
-    """A host's link to the others by its nominal speed, of which an allreduce gets a share.
+    """A host's link to the others, from its nominal speed and the share of it that an all-reduce gets.
 
     >>> network(25, share=0.8).bytes_per_second
     2500000000.0
@@ -65,18 +62,18 @@ def network(gbits_per_second: float, latency_seconds: float = NETWORK_SECONDS, s
 
 
 def bus(gbytes_per_second: float, latency_seconds: float = PCIE_SECONDS, share: float = LINK_SHARE) -> Link:
-    """The link between ranks of one host: each rank's own, in one direction."""
+    """The link between ranks of one host, one for each rank, in one direction."""
     return Link(latency_seconds, gbytes_per_second * share * 1e9)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of ranks_per_host ranks, which share the host's one link to the others.
+    """Hosts of ranks_per_host ranks, which share the host's link to the others.
 
     Args:
-        inside: between ranks of a host; each has its own.
-        between: from host to host; one for all of a host's ranks.
-        start_seconds: what each allreduce takes however small it is: for Horovod, until all ranks have agreed on it.
+        inside: link between ranks of a host; each rank has one.
+        between: link from host to host; all ranks of a host share it.
+        start_seconds: fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
     """
 
     inside: Link
@@ -85,9 +82,9 @@ class Machine:
     start_seconds: float = 0.0
 
     def num_hosts(self, num_ranks: int) -> int:
-        """Hosts that so many ranks fill, the last one perhaps in part."""
+        """Number of hosts for so many ranks; the last may be partly filled."""
         return -(-num_ranks // self.ranks_per_host)
 
     def slowest(self, num_ranks: int) -> str:
-        """Which link sets the pace of so many ranks: "inside" or "between"."""
+        """Name of the link that limits so many ranks: "inside" or "between"."""
         return "inside" if self.num_hosts(num_ranks) == 1 else "between"

@@ -1,8 +1,8 @@
-"""The seconds of one training step on n ranks: computing, and what of the reduction it does not hide. Pure.
+"""Time of one training step on n ranks: computing, and the part of the reduction that computing does not hide. Pure.
 
-A small simulation. The backward pass finishes the gradients of the last layer first. Those that are ready go into a
-buffer (Horovod's tensor fusion, arXiv:1802.05799), each buffer is one allreduce, one follows the other, and
-the step ends when the last has been reduced.
+A small simulation: the backward pass finishes the gradients of the last layer first; those that are ready go into a
+buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduce, one after the other; the step ends
+when the last has been reduced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gradient:
-    """A tensor to be reduced, and the operations of its layer, in any unit, after which it is ready."""
+    """A tensor to reduce, and the operations of its layer, in any unit, after which it is ready."""
 
     num_bytes: int
     work: float
@@ -27,10 +27,10 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's step: how long it takes alone, and its gradients in the order of the backward pass.
+    """One rank's step: its time without other ranks, and its gradients in the order of the backward pass.
 
-    forward_share: the part of the step before the first gradient. The backward pass computes twice the products of the
-    forward pass, once for the inputs and once for the weights.
+    forward_share is the part of the step before the first gradient. The backward pass computes twice as many products
+    as the forward pass: for the inputs and for the weights.
     """
 
     step_seconds: float
@@ -43,15 +43,16 @@ class Rules:
     """How the ranks reduce.
 
     Args:
-        overlap: gradients are reduced while others are computed, else after the last.
-        fusion_bytes: of a buffer; a tensor larger than that goes alone. Horovod's default since 0.21. hvtrain's
-            runs join none (0): their messages are the buckets.
-        cycle_seconds: Horovod looks for ready gradients so often; what becomes ready waits half of it. Since 0.21, too.
-        interference: how much slower computing is while bytes are moved beside it: both use memory and cores
-            (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep Learning Training
-            Platforms"). A fit, as are links.LINK_SHARE and the deviation: see docs/plan.md.
-        deviation: of the ranks' step times, relative to their mean.
-        algorithms: of costs.allreduce, of which each buffer goes by the fastest. NCCL chooses between these two.
+        overlap: whether gradients are reduced while others are computed, or after the last.
+        fusion_bytes: size of a buffer; a larger tensor goes alone. The default is Horovod's since 0.21. hvtrain's runs
+            fuse nothing (0): their messages are the buckets.
+        cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average. The
+            default is Horovod's since 0.21.
+        interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
+            "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
+            links.LINK_SHARE and the deviation: see docs/plan.md.
+        deviation: standard deviation of the ranks' step times, relative to their mean.
+        algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
     """
 
     overlap: bool = False
@@ -66,8 +67,8 @@ class Rules:
 class Cost:
     """A step on num_ranks ranks.
 
-    exposed_seconds: what the step is longer by for the reduction, its interference included.
-    algorithm: of the largest buffer.
+    exposed_seconds is the time that the reduction adds to the step, interference included; algorithm is that of the
+    largest buffer.
     """
 
     num_ranks: int
@@ -81,7 +82,7 @@ class Cost:
 
 
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
-    """The expected step of num_ranks ranks.
+    """The expected step on num_ranks ranks.
 
     >>> from hvtrain.plan.costs.links import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
@@ -103,14 +104,14 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     buffers: list[tuple[int, str]] = []
     first = 0
     while first < len(sizes):
-        # A stream that is busy looks again at once; one that is idle at its next cycle.
+        # After a reduction Horovod takes the next at once; while idle it waits for its next cycle.
         begin = free if ready[first] < free else ready[first] + rules.cycle_seconds / 2
         last = first + 1
         while last < len(sizes) and ready[last] <= begin and sum(sizes[first : last + 1]) <= rules.fusion_bytes:
             last += 1
         num_bytes = sum(sizes[first:last])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
-        # Who waits for a latency takes nothing from the others.
+        # Waiting for a latency slows nobody down.
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
@@ -123,7 +124,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
 
 
 def _ready_seconds(work: Work, compute_seconds: float, overlap: bool) -> list[float]:
-    """When each gradient is ready, by its layer's operations of all; after the last where nothing overlaps."""
+    """When each gradient is ready: in proportion to the operations so far, or after all without overlap."""
     total = sum(gradient.work for gradient in work.gradients)
     if not overlap:
         return [compute_seconds] * len(work.gradients)
@@ -136,7 +137,7 @@ def _ready_seconds(work: Work, compute_seconds: float, overlap: bool) -> list[fl
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """When what would be done at a moment is done, if computing is slower for some seconds from begin on.
+    """When work due at `moment` is done, if computing is slower for `seconds` from `begin` on.
 
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)

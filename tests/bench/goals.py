@@ -1,0 +1,99 @@
+"""The goals for hvtrain's speed, and whether a session of `bench steps` or `bench allreduce` meets them.
+
+python tests/bench/goals.py bench/.../bench.json            the ratios for the goals' table in docs/bench.md
+python tests/bench/goals.py bench/.../allreduce.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvtrain.bench.rounds import Ratio, ratio
+
+EACH = ("tiny", "cnn", "wide", "separable", "resnet20")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`figure` of ours / that of theirs is at most the limit; images_per_second: at least."""
+
+    figure: str
+    ours: str
+    theirs: str
+    limits: dict[str, float]
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.figure != "images_per_second"
+
+
+LOOPS = {"tiny": 0.90, "cnn": 0.95, "wide": 0.95, "separable": 0.95, "resnet20": 0.95}
+GOALS = (
+    Goal("step_seconds", "hvtrain-mpi", "loop-mpi", LOOPS),
+    Goal("step_seconds", "hvtrain-gloo", "loop-gloo", LOOPS),
+    Goal("images_per_second", "hvtrain-mpi", "multi-worker", {"tiny": 6.0, "cnn": 1.4, "wide": 2.0}),
+    Goal("images_per_second", "hvtrain-mpi", "parameter-server", {"cnn": 2.0, "wide": 4.0}),
+    Goal("images_per_second", "hvtrain-mpi", "independent", {"cnn": 0.95, "wide": 0.80}),
+    Goal("step_seconds", "hvtrain-1", "keras", dict.fromkeys(EACH, 1.0)),
+    Goal("first_step_seconds", "hvtrain-mpi", "loop-mpi", dict.fromkeys(EACH, 1.10)),
+    Goal("peak_bytes", "hvtrain-mpi", "loop-mpi", dict.fromkeys(EACH, 1.0)),
+)
+
+
+def verdict(found: Ratio, limit: float, smaller_is_better: bool = True) -> str:
+    """Whether the goal holds: by the whole interval, or else by the median."""
+    low, middle, high = found.low, found.median, found.high
+    if not smaller_is_better:
+        low, middle, high, limit = -high, -middle, -low, -limit
+    if high <= limit or low > limit:
+        return "holds" if high <= limit else "fails"
+    return "holds by its median" if middle <= limit else "fails by its median"
+
+
+def judged(name: str, found: Ratio, limit: float, smaller_is_better: bool = True) -> str:
+    sign = "<=" if smaller_is_better else ">="
+    return f"{name} {sign} {limit:.2f}: {found}, {verdict(found, limit, smaller_is_better)}"
+
+
+def of_steps(session: dict[str, Any]) -> list[str]:
+    """The goals that a bench.json can judge, one line each."""
+    runs: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for row in session["runs"]:
+        runs[row["contender"]].append(row)
+    workload = session["workload"]["name"]
+    return [
+        judged(
+            f"{goal.figure} of {goal.ours} / {goal.theirs}",
+            ratio(*([run[goal.figure] for run in runs[name]] for name in (goal.ours, goal.theirs))),
+            goal.limits[workload],
+            goal.smaller_is_better,
+        )
+        for goal in GOALS
+        if workload in goal.limits and {goal.ours, goal.theirs} <= set(runs)
+    ]
+
+
+def of_allreduce(session: dict[str, Any]) -> list[str]:
+    """The goals that an allreduce.json can judge, one line each."""
+    ours, theirs = session["seconds"]["hvtrain"], session["seconds"].get("mpi4py", {})
+    lines = [
+        judged(f"bus bandwidth at {mib} MiB / mpi4py's", ratio(theirs[size], ours[size]), 0.95, False)
+        for mib, size in ((mib, str(mib << 20)) for mib in (4, 16, 64, 128))
+        if size in theirs
+    ]
+    if "4096" in theirs:
+        lines.append(judged("latency at 4 KiB / mpi4py's", ratio(ours["4096"], theirs["4096"]), 3.0))
+    if "4096" in ours:
+        millis = [1000 * seconds for seconds in ours["4096"]]
+        lines.append(judged("latency at 4 KiB in ms", ratio(millis, [1.0] * len(millis)), 0.3))
+    return [*lines, judged("bandwidth of 160 small tensors / one", ratio(ours["whole"], ours["small"]), 0.85, False)]
+
+
+if __name__ == "__main__":
+    content = json.loads(Path(sys.argv[1]).read_text())
+    print("\n".join((of_steps if "runs" in content else of_allreduce)(content)))

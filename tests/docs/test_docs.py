@@ -1,0 +1,97 @@
+"""README and docs agree with each other, with the files that they name, and with the settings that exist."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+from hvtrain.config.schema import GROUPS, RunConfig
+from launching import ROOT
+
+README = (ROOT / "README.md").read_text()
+BENCH = (ROOT / "docs/bench.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# Rows of README's table of speed, and where docs/bench.md has the same.
+ROWS = {
+    "step time / hand-written Horovod loop's": "step time / hand-written loop",
+    "throughput / MultiWorkerMirroredStrategy's": "throughput / `multi-worker`",
+    "throughput / independent jobs' that never communicate": "throughput / `independent`",
+}
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of all tables: first cell, and the other cells."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {first: others for first, *others in cells}
+
+
+def speeds(readme: str, bench: str) -> Iterator[tuple[str, str]]:
+    """Pairs of figures, README's and docs/bench.md's, for each cell of README's table of speed."""
+    known = rows(bench)
+    for mine, theirs in ROWS.items():
+        (row,) = [cells for first, cells in known.items() if first.startswith(theirs)]
+        for cell, found in zip(rows(readme)[mine], row):
+            yield cell, (NUMBER.findall(found) or [""])[0]
+
+
+def quoted(readme: str) -> list[str]:
+    """Figures of speed in README's prose."""
+    prose = re.sub(r"^```.*?^```$|^\|.*?$", "", readme, flags=re.MULTILINE | re.DOTALL)
+    unit = r"(?: to [\d.,]+)?\s*(?:times|ms\b|us\b|images/s|GB/s|of the (?:time|speed)|% (?:faster|slower|of))"
+    return [number for match in re.finditer(rf"{NUMBER.pattern}{unit}", prose) for number in NUMBER.findall(match[0])]
+
+
+def agree(readme: str, bench: str) -> bool:
+    tables = {number for cells in rows(bench).values() for cell in cells for number in NUMBER.findall(cell)}
+    return all(mine == theirs for mine, theirs in speeds(readme, bench)) and set(quoted(readme)) <= tables
+
+
+def test_speeds_in_the_readme_are_those_of_docs_bench():
+    assert len([cell for cell, _ in speeds(README, BENCH) if cell]) >= 8
+    assert agree(README, BENCH), [pair for pair in speeds(README, BENCH) if pair[0] != pair[1]]
+
+
+def test_another_figure_is_seen():
+    for cell in {cell for cell, _ in speeds(README, BENCH) if cell}:
+        assert not agree(README.replace(f"| {cell} |", f"| {cell}1 |"), BENCH), cell
+        assert not agree(README, BENCH.replace(f"| {cell} [", "| 9.99 [")), cell
+    assert not agree(README + "\nA step takes 0.123 of the time.\n", BENCH)
+    assert not agree(README + "\nIt is 7.77 times as fast.\n", BENCH)
+
+
+def test_lengths():
+    assert len(README.splitlines()) <= 150
+    assert len(BENCH.splitlines()) <= 120
+
+
+def test_configuration_lists_all_settings_with_their_defaults():
+    def settings(schema: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+        for item in dataclasses.fields(schema):
+            section = typing.get_type_hints(schema)[item.name]
+            if dataclasses.is_dataclass(section):
+                yield from settings(typing.cast(type, section), f"{prefix}{item.name}.")
+            elif item.name not in (*GROUPS, "callbacks"):
+                yield prefix + item.name, "null" if item.default is None else str(item.default).lower()
+
+    text = (ROOT / "docs/configuration.md").read_text().partition("\n## Settings\n")[2]
+    found = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
+    assert found == dict(settings(RunConfig))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_links_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text):
+        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", text):
+        headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain)/[\w/.-]*\w", prose):
+        assert list(ROOT.glob(path)), path
+    for module in re.findall(r"python -m ((?:hvtrain|tests)[\w.]*\w)", text):
+        place = ROOT / module.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").exists(), module
