@@ -6,15 +6,17 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hvtrain.bench.allreduce import MEANS, SIZES, Collectives
 from hvtrain.bench.contenders import CONTENDERS, named
 from hvtrain.bench.plots import plot_allreduce, plot_scaling, plot_steps
 from hvtrain.bench.scaling import Scaling
-from hvtrain.bench.steps import Session, table, write
+from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS, Workload
 from hvtrain.cli import Parser, at_least, enter
 from hvtrain.errors import ConfigError
@@ -70,10 +72,7 @@ def compared(
     given = options.data if options.data in DATA else DATA[0]
     num_steps = options.steps or workload.steps
     session = Session(workload, given, options.ranks, options.threads, contenders, folder, num_steps, figure)
-    session.run(options.rounds)
-    write(session)
-    plot_steps(session)
-    return table(session)
+    return finished(session, plot_steps, options.rounds)
 
 
 def scaling(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -81,19 +80,21 @@ def scaling(options: argparse.Namespace, folder: Path) -> list[str]:
     workload = WORKLOADS[options.workload]
     steps = options.steps or workload.steps
     session = Scaling(workload, options.data, options.ranks, options.threads, folder, steps)
-    session.run(options.rounds)
-    session.write()
-    plot_scaling(session)
-    return session.table()
+    return finished(session, plot_scaling, options.rounds)
 
 
 def allreduce(options: argparse.Namespace, folder: Path) -> list[str]:
     """`bench allreduce`."""
     sizes = tuple(size for size in SIZES if size <= options.largest << 20)
     session = Collectives(options.ranks, options.transport, options.threads, folder, sizes)
-    session.run(options.rounds)
+    return finished(session, plot_allreduce, options.rounds)
+
+
+def finished(session: Any, plot: Callable[[Any], None], num_rounds: int) -> list[str]:
+    """Runs a session and writes its figures and picture; its table."""
+    session.run(num_rounds)
     session.write()
-    plot_allreduce(session)
+    plot(session)
     return session.table()
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hvtrain.bench import contender_report
 from hvtrain.errors import LostRankError
@@ -50,7 +50,17 @@ def launch_and_report(
     log = folder / "output.txt"
     with log.open("wb") as output:
         commands = _commands(way, [sys.executable, "-m", module, *words], size)
-        processes = [_start(command, {**variables, **own}, output) for command, own in commands]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**variables, **own, contender_report.BEGAN: repr(time.time())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for command, own in commands
+        ]
         codes = _wait(processes, processes[:1] if way == "servers" else processes)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
     if any(codes) or len(reports) != size:
@@ -76,17 +86,6 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
         tasks = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in roles]
         return [(line, {"TF_CONFIG": json.dumps(task)}) for task in tasks]
     return [(line, {contender_report.JOB: f"{job} of {size}"}) for job in range(size)]
-
-
-def _start(command: list[str], variables: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env={**variables, contender_report.BEGAN: repr(time.time())},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Popen[bytes]]) -> list[int]:

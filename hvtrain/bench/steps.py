@@ -91,40 +91,38 @@ class Session:
         first = self.values(self.found[self.contenders[0].name])
         return median(abs(again / once - 1) for again, once in zip(self.values(self.again), first))
 
+    def table(self) -> list[str]:
+        """Lines to print: medians, and each contender's figure against the first one's."""
+        work, first = self.workload, self.contenders[0].name
+        width = max(14, *(len(contender.name) + 1 for contender in self.contenders))
+        lines = [
+            f"{work.name} ({work.about}), {self.data}, batch {work.batch_size} a rank, {self.num_ranks} ranks, "
+            f"{self.threads} thread(s) a rank, {self.steps} steps, median of {len(self.again)} rounds",
+            f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
+            f"{COMPARED[self.figure]} against {first}",
+        ]
+        for name, runs in self.found.items():
+            middle = Measured(*(median(getattr(run, key) for run in runs) for key in Measured.__dataclass_fields__))
+            lines.append(
+                f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.images_per_second:>12,.0f}"
+                f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
+                f"{ratio(self.values(runs), self.values(self.found[first]))}"
+            )
+        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if self.spread > NOISY else ""
+        lines.append(f"noise: {first} against itself {self.noise}, typically {self.spread:.1%} off{noisy}")
+        return lines
 
-def table(session: Session) -> list[str]:
-    """Lines to print: medians, and each contender's figure against the first one's."""
-    work, first = session.workload, session.contenders[0].name
-    width = max(14, *(len(contender.name) + 1 for contender in session.contenders))
-    lines = [
-        f"{work.name} ({work.about}), {session.data}, batch {work.batch_size} a rank, {session.num_ranks} ranks, "
-        f"{session.threads} thread(s) a rank, {session.steps} steps, median of {len(session.again)} rounds",
-        f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
-        f"{COMPARED[session.figure]} against {first}",
-    ]
-    for name, runs in session.found.items():
-        middle = Measured(*(median(getattr(run, key) for run in runs) for key in Measured.__dataclass_fields__))
-        lines.append(
-            f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.images_per_second:>12,.0f}"
-            f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
-            f"{ratio(session.values(runs), session.values(session.found[first]))}"
-        )
-    noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if session.spread > NOISY else ""
-    lines.append(f"noise: {first} against itself {session.noise}, typically {session.spread:.1%} off{noisy}")
-    return lines
-
-
-def write(session: Session) -> None:
-    """Writes bench.json, and bench.csv with one row for each run."""
-    rows = [
-        {"contender": name, "round": number, **asdict(run)}
-        for name, runs in {**session.found, f"{session.contenders[0].name} again": session.again}.items()
-        for number, run in enumerate(runs, 1)
-    ]
-    with (session.folder / "bench.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    settings = {name: getattr(session, name) for name in ("data", "num_ranks", "threads", "steps")}
-    summary = {"workload": asdict(session.workload), **settings, "noise": asdict(session.noise), "runs": rows}
-    (session.folder / "bench.json").write_text(json.dumps(summary, indent=1))
+    def write(self) -> None:
+        """Writes bench.json, and bench.csv with one row for each run."""
+        rows = [
+            {"contender": name, "round": number, **asdict(run)}
+            for name, runs in {**self.found, f"{self.contenders[0].name} again": self.again}.items()
+            for number, run in enumerate(runs, 1)
+        ]
+        with (self.folder / "bench.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        settings = {name: getattr(self, name) for name in ("data", "num_ranks", "threads", "steps")}
+        summary = {"workload": asdict(self.workload), **settings, "noise": asdict(self.noise), "runs": rows}
+        (self.folder / "bench.json").write_text(json.dumps(summary, indent=1))

@@ -42,11 +42,10 @@ def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> st
     >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
     ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain.launch -np 8 --hostfile hosts.txt -- model=cnn')
     """
-    if num_ranks <= ranks_per_host:
-        return shlex.join(["horovodrun", "-np", str(num_ranks), "python", "-m", "hvtrain", *words])
-    return shlex.join(
-        ["python", "-m", "hvtrain.launch", "-np", str(num_ranks), "--hostfile", "hosts.txt", "--", *words]
-    )
+    line = f"horovodrun -np {num_ranks} python -m hvtrain"
+    if num_ranks > ranks_per_host:
+        line = f"python -m hvtrain.launch -np {num_ranks} --hostfile hosts.txt --"
+    return shlex.join([*line.split(), *words])
 
 
 def memory(forecast: Forecast) -> dict[str, int]:

@@ -9,7 +9,7 @@ from goals import GOALS, of_allreduce, of_steps, verdict
 
 from hvtrain.bench.contenders import CONTENDERS, Measured
 from hvtrain.bench.rounds import Ratio, ratio
-from hvtrain.bench.steps import Session, table, write
+from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
@@ -84,10 +84,10 @@ def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
 
 def test_a_session_says_what_it_found(tmp_path):
     made = session(tmp_path)
-    lines = table(made)
+    lines = made.table()
     assert any(line.startswith("loop-mpi") and "1.111 [1.111, 1.111]" in line for line in lines)
     assert "typically 0.0% off" in "\n".join(lines) and "quieter" not in "\n".join(lines)
-    write(made)
+    made.write()
     judged = of_steps(json.loads((tmp_path / "bench.json").read_text()))
     assert "step_seconds of hvtrain-mpi / loop-mpi <= 0.95: 0.900 [0.900, 0.900], holds" in judged
     rows = (tmp_path / "bench.csv").read_text().splitlines()
@@ -95,7 +95,7 @@ def test_a_session_says_what_it_found(tmp_path):
 
 
 def test_a_noisy_session_says_so(tmp_path):
-    assert "more than 2%: use it with care" in "\n".join(table(session(tmp_path, slower=1.03)))
+    assert "more than 2%: use it with care" in "\n".join(session(tmp_path, slower=1.03).table())
 
 
 def test_times_of_another_work_do_not_count(tmp_path):
