@@ -164,11 +164,8 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
     wanted = sorted(_variables(model).items())
     for (ours, variable), (theirs, array) in zip_longest(wanted, saved, fillvalue=(None, None)):
         if ours != theirs or tuple(variable.shape) != tuple(array.shape):  # type: ignore[union-attr]
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path.name} is of another model or optimizer: it holds "
-                f"{_describe(theirs, array)} where this run has {_describe(ours, variable)}; "
-                "use the settings it was made with, or another run.dir"
-            )
+            what = f"checkpoint {checkpoint.path.name} is of another model or optimizer: it"
+            raise CheckpointError(_difference(what, (theirs, array), (ours, variable)))
     for (_, variable), (_, array) in zip(wanted, saved):
         variable.assign(array)
 
@@ -192,10 +189,7 @@ def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
     for name, variable in {**variables, "rate/factor": rate_factor(model)}.items():
         if variable is not None and name in state:
             if tuple(variable.shape) != state[name].shape:
-                raise CheckpointError(
-                    f"the checkpoint holds {_describe(name, state[name])} where this run has "
-                    f"{_describe(name, variable)}; use the settings it was made with, or another run.dir"
-                )
+                raise CheckpointError(_difference("the checkpoint", (name, state[name]), (name, variable)))
             variable.assign(state[name])
 
 
@@ -215,5 +209,7 @@ def rate_factor(model: keras.Model) -> Any:
     return getattr(optimizer._learning_rate, "factor", None)
 
 
-def _describe(key: str | None, value: Any) -> str:
-    return "nothing" if key is None else f"{key} of shape {tuple(value.shape)}"
+def _difference(subject: str, saved: tuple[str | None, Any], wanted: tuple[str | None, Any]) -> str:
+    """An error message about two named arrays, of which one may be missing."""
+    theirs, ours = (f"{key} of shape {tuple(a.shape)}" if key else "nothing" for key, a in (saved, wanted))
+    return f"{subject} holds {theirs} where this run has {ours}; use the settings it was made with, or another run.dir"

@@ -38,13 +38,9 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
         for name in known
         if name in tree
     }
-    missing = [
-        item.name
-        for item in fields(schema)
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in values
-    ]
-    if missing:
-        raise ConfigError(f"no {missing[0]} was chosen; add {missing[0]}=NAME (--help lists the names)")
+    for item in fields(schema):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
+            raise ConfigError(f"no {item.name} was chosen; add {item.name}=NAME (--help lists the names)")
     return schema(**values)
 
 

@@ -29,7 +29,6 @@ from hvtrain.keras.hooks import (
     overridden_steps,
 )
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.shared_flag import SharedFlag
 from hvtrain.step_timing import StepMarks
 
 
@@ -184,15 +183,6 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
     """Ranks whose own gradient was not finite, after a step failed because of it."""
     hook = hook_of(optimizer)
     return hook.finite_check.ranks if hook and hook.finite_check else []
-
-
-def add_shared_flag(optimizer: Any) -> SharedFlag:
-    """A flag that travels with this optimizer's gradients, in functions that are traced after this."""
-    hook = hook_of(optimizer)
-    if hook is None:
-        raise TypeError("a DistributedOptimizer is needed, whose messages carry the flag")
-    hook.reducer.flag = SharedFlag()
-    return hook.reducer.flag
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:

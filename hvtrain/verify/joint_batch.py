@@ -24,7 +24,7 @@ Arrays = list[np.ndarray]
 class Case:
     """A small model trained with some optimizer.
 
-    kind: "dense", "embedding" (sparse gradients), "unused" (a variable without gradient) or a dtype policy.
+    kind: "dense", "embedding" (sparse gradients) or a dtype policy. more_layers are put before the last layer.
     tolerance: largest relative difference in any weight or slot that rounding may cause.
     """
 
@@ -32,6 +32,7 @@ class Case:
     kind: str = "dense"
     tolerance: float = 1e-5
     steps_per_reduction: int = 1
+    more_layers: Callable[[], list[keras.layers.Layer]] = list
 
 
 class OwnStep(SGD):
@@ -115,16 +116,6 @@ def largest_difference(ours: Arrays, theirs: Arrays) -> float:
     return largest
 
 
-class Unused(keras.layers.Layer):
-    """A layer whose weight the loss does not depend on: its gradient is None."""
-
-    def build(self, input_shape: Any) -> None:
-        self.weight = self.add_weight(shape=(2,), name="unused")
-
-    def call(self, inputs: Any) -> Any:
-        return inputs
-
-
 def _data(kind: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(7)
     if kind == "embedding":
@@ -132,22 +123,21 @@ def _data(kind: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(count, 12)).astype("float32"), generator.integers(0, 3, count)
 
 
-def _model(kind: str, seed: int) -> keras.Model:
+def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    if kind == "embedding":
+    if case.kind == "embedding":
         layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, name="e"), keras.layers.Flatten(name="f")]
     else:
-        policy = kind if kind.startswith("mixed") else "float32"
+        policy = case.kind if case.kind.startswith("mixed") else "float32"
         layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
-        layers += [Unused(name="u")] if kind == "unused" else []
-    return keras.Sequential([*layers, keras.layers.Dense(3, name="o", dtype="float32")], name="m")
+    return keras.Sequential([*layers, *case.more_layers(), keras.layers.Dense(3, name="o", dtype="float32")], name="m")
 
 
 def _train(
     case: Case, batches: list[tuple[np.ndarray, np.ndarray]], seed: int, wrap: Callable[[Any], Any] | None = None
 ) -> tuple[Arrays, Arrays, int]:
     """Weights before, weights and float slots after one pass over the batches, and the number of reductions."""
-    model = _model(case.kind, seed)
+    model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     if wrap:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.optimizer import add_shared_flag, is_distributed
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.shared_flag import SharedFlag
 
 
@@ -27,8 +27,9 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if self._flag is None and is_distributed(model.optimizer):
-            self._flag = add_shared_flag(model.optimizer)
+        hook = hook_of(model.optimizer)
+        if self._flag is None and hook:
+            self._flag = hook.reducer.flag = SharedFlag()
             model.train_function = None  # One that was traced before does not carry the flag.
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -17,6 +17,18 @@ from hvtrain.verify.joint_batch import Case, compare
 
 STEPS = 20
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+class Unused(keras.layers.Layer):
+    """A layer whose weight the loss does not depend on: its gradient is None."""
+
+    def build(self, input_shape):
+        self.weight = self.add_weight(shape=(2,), name="unused")
+
+    def call(self, inputs):
+        return inputs
+
+
 CASES = {
     **LIBRARY,
     "clipped": Case(lambda: SGD(0.05, momentum=0.9, global_clipnorm=0.05)),
@@ -24,7 +36,7 @@ CASES = {
     "ema": Case(lambda: SGD(0.05, use_ema=True, ema_momentum=0.9)),
     "loss_scale_factor": Case(lambda: SGD(0.05, loss_scale_factor=128.0)),
     "schedule": Case(lambda: SGD(keras.optimizers.schedules.CosineDecay(0.1, STEPS))),
-    "none_gradient": Case(lambda: SGD(0.05, momentum=0.9), "unused"),
+    "none_gradient": Case(lambda: SGD(0.05, momentum=0.9), more_layers=lambda: [Unused(name="u")]),
     "embedding_adam": Case(lambda: Adam(0.003), "embedding"),
     "accumulated_embedding": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "embedding", 1e-5, 2),
 }
