@@ -1,7 +1,7 @@
-"""What a data set is, small enough for a checkpoint; and how two of them differ, in words. No TensorFlow.
+"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences of two, in words.
 
 A manifest is {"name", "image_shape", "num_classes", "splits": {"train": {"examples", "digest", "files"}, ...}}.
-Of files it knows the names and sizes, of arrays the contents.
+It identifies files by names and sizes, arrays by their contents. No TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from hvtrain.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
 
-MOST_FILES = 1000
-"""Of more files a checkpoint keeps no list, only a digest."""
-MOST_SIZES = 10_000
-"""Of more files only so many, evenly spaced, are asked for their sizes: a network's file system takes its time."""
-MOST_BYTES = 2**28
-"""Of larger arrays only so much, in evenly spaced rows, is read."""
+MAX_FILES = 1000
+"""Above this number of files a checkpoint keeps a digest instead of the list."""
+MAX_SIZES = 10_000
+"""Sizes that are read, of evenly spaced files, since a network file system may be slow."""
+MAX_BYTES = 2**28
+"""Bytes of an array that are hashed, in evenly spaced rows."""
 
 
 def of_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
-    """The part of a manifest about files that were read: names within the folder, and sizes in bytes."""
-    step = -(-len(paths) // MOST_SIZES) or 1
+    """The part of a manifest about files: names within the folder, and sizes in bytes."""
+    step = -(-len(paths) // MAX_SIZES) or 1
     sized = set(paths[::step])
     files = {_name(path, folder): _size(path) if path in sized else None for path in sorted(paths)}
     digest = hashlib.sha256()
     for name, size in files.items():
         digest.update(f"{name}\0{size}\n".encode())
     found = {"num_files": len(files), "digest": digest.hexdigest()}
-    return {**found, "files": files} if len(files) <= MOST_FILES else found
+    return {**found, "files": files} if len(files) <= MAX_FILES else found
 
 
 def of_arrays(arrays: Sequence[np.ndarray]) -> str:
@@ -44,7 +44,7 @@ def of_arrays(arrays: Sequence[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
-        step = -(-array.nbytes // MOST_BYTES) or 1
+        step = -(-array.nbytes // MAX_BYTES) or 1
         digest.update(np.ascontiguousarray(array[::step]).data)
     return digest.hexdigest()
 
@@ -55,7 +55,7 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """How the new data set differs from the old, in words; none where it does not.
+    """How the new data set differs from the old one, in words; an empty list if it does not.
 
     >>> old = {"name": "a", "splits": {"train": {"examples": 3, "digest": "x", "files": {"f": 9}}}}
     >>> differences(old, {"name": "a", "splits": {"train": {"examples": 3, "digest": "y", "files": {"f": 8}}}})
@@ -103,25 +103,25 @@ def _size(path: str) -> int | None:
     try:
         return Path(path).stat().st_size
     except OSError:
-        return None  # It went away; whoever reads it says so.
+        return None  # It went away; reading it will fail with a message.
 
 
 def check_unchanged(name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool) -> None:
-    """Raises DataError when a checkpoint, by name, was made on another data set (or warns). An old one knows none."""
+    """Raises DataError (or warns) if the checkpoint of that name was made on another data set. Old ones hold none."""
     changed = differences(saved, now) if saved else []
     if changed:
         refuse_or_warn(
             f"the data set is not the one of checkpoint {name}: {shown(changed)}",
-            "bring that one back, or choose another run.dir",
+            "restore that data set, or choose another run.dir",
             DataError if refuse else None,
         )
 
 
 def refuse_or_warn(what: str, advice: str, kind: type[UserError] | None) -> None:
     if kind is None:
-        log.warning("%s; guard.data=false: going on all the same", what)
+        log.warning("%s; going on because of guard.data=false", what)
     else:
-        raise kind(f"{what}; {advice}, or go on all the same with guard.data=false")
+        raise kind(f"{what}; {advice}, or go on anyway with guard.data=false")
 
 
 def shown(found: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""The way from an example as the user holds it to what the model trains on, as Keras layers that a saved model carries.
+"""Preprocessing of an example as the user has it into what the model trains on, as Keras layers of the saved model.
 
-A source returns a Preprocessing (Source.preprocessing); training/saved_model.py puts its layers before the model.
-Only what plain Keras can load without hvtrain may be in it, and it must give the same bits as the input pipeline.
+A source returns a Preprocessing (Source.preprocessing), and training/saved_model.py puts its layers before the model.
+It may hold only what plain Keras loads without hvtrain, and it must give the same bits as the input pipeline.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import keras
 import numpy as np
 
-_EPSILON = 1e-6  # Normalization divides by 1e-7 where the scale is less; above this it is left alone.
+_EPSILON = 1e-6  # Keras's Normalization replaces scales below 1e-7; scales above this are safe from that.
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From one raw example, of any type of numbers, to the float32 image that the model trains on."""
+    """Turns one raw example, of any numeric type, into the float32 image that the model trains on."""
 
     shape: tuple[int | None, ...]
-    """Of a raw example; None where any size will do."""
+    """Shape of a raw example; None for a side of any size."""
     layers: Sequence[Callable[[Any], Any]] = ()
     """Keras layers or functions of keras.ops, in order."""
     values: str = "as the data set's streams give them"
-    """What a raw example holds, for people."""
+    """The values in a raw example, described for the user of the saved model."""
     range: tuple[float, float] | None = None
-    """The least and the largest value, where they are known."""
+    """The smallest and the largest value, if known."""
 
     def inputs(self) -> keras.KerasTensor:
-        """The input of a saved model: float32, into which Keras converts all other types of numbers."""
+        """The input of a saved model: float32, to which Keras converts all other numeric types."""
         return keras.Input(self.shape, dtype="float32", name="raw")
 
     def __call__(self, raw: Any) -> Any:
@@ -40,14 +40,14 @@ class Preprocessing:
 
 
 def reshape(shape: tuple[int | None, ...], image_shape: tuple[int, int, int]) -> list[keras.layers.Layer]:
-    """To [height, width, channels], where an example does not have that shape yet."""
+    """Reshapes to [height, width, channels], unless an example has that shape already."""
     return [] if shape == image_shape else [keras.layers.Reshape(image_shape, dtype="float32")]
 
 
 def resize(image_shape: tuple[int, int, int]) -> list[Callable[[Any], Any]]:
-    """What data/decode.py does to decoded pixels of any size: resized, and rounded as for uint8."""
+    """Resizes decoded pixels of any size and rounds them as for uint8, as pipeline/decode.py does."""
     height, width, _ = image_shape
-    # The format is said, since what the user has in keras.json may be another one.
+    # Explicit, since the user's keras.json may name another format.
     resizing = keras.layers.Resizing(height, width, antialias=True, data_format="channels_last", dtype="float32")
     return [resizing, keras.ops.round]
 
@@ -55,10 +55,10 @@ def resize(image_shape: tuple[int, int, int]) -> list[Callable[[Any], Any]]:
 def normalize(
     mean: np.ndarray | float, scale: np.ndarray | float, image_shape: tuple[int, int, int]
 ) -> list[keras.layers.Layer]:
-    """(x - mean) / scale in float32, to the last bit; nothing where that changes nothing.
+    """(x - mean) / scale in float32, to the last bit; no layer if that changes nothing.
 
-    Keras's layer takes the variance, and the root of a square is exact; Rescaling would multiply by 1 / scale, which
-    rounds otherwise.
+    Keras's Normalization takes the variance, and the root of a square is exact. Rescaling would multiply by 1 / scale,
+    which rounds differently.
     """
     means, scales = np.broadcast_arrays(np.asarray(mean, np.float32), np.asarray(scale, np.float32))
     if not means.any() and (scales == 1).all():

@@ -1,4 +1,4 @@
-"""Any network of keras.applications by its name, untrained, with a head for the classes at hand."""
+"""Any network of keras.applications by its name, untrained, with a head for the data set's classes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.ends import check_rate, image_input, logits
+from hvtrain.models.input_output import check_rate, image_input, logits
 
-# Options that this builder decides itself; what else a network takes (alpha, minimalistic ...) is the user's.
+# Options that this builder sets itself; a network's others (alpha, minimalistic ...) are up to the user.
 OURS = {"include_top", "include_preprocessing", "weights", "input_tensor", "input_shape", "pooling", "classes"}
 OURS |= {"classifier_activation", "dropout", "dropout_rate", "name"}
 
@@ -25,9 +25,9 @@ def application(
     """keras.applications.<name> with random weights, global average pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
-    - rescaling and normalisation that some networks (EfficientNet, ConvNeXt ...) begin with are taken out,
-      because images come normalised here;
-    - layers that Keras left unnamed get the names that a fresh process would give them (see _fresh_names).
+    - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...) begin, are removed,
+      because the images are normalized already;
+    - layers that Keras named itself get the names that a new process would give them (see _fresh_names).
 
     options: passed on to the network, such as alpha=0.5 for MobileNet.
 
@@ -44,7 +44,7 @@ def application(
     except ValueError as error:
         raise ConfigError(
             f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options {options}, "
-            f"and answered: {error}; enlarge the images, mend the option or choose a smaller model (resnet20, cnn)"
+            f"and answered: {error}; enlarge the images, fix the option or choose a smaller model (resnet20, cnn)"
         ) from error
 
     names = _fresh_names(trunk)
@@ -82,10 +82,10 @@ def _check_options(name: str, builder: Callable[..., keras.Model], options: dict
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:
-    """New names of the layers that Keras named itself: class name and a number, counted through the process.
+    """New names of the layers that Keras named itself, by class name and a number counted through the process.
 
-    A second InceptionV3 in one process begins at conv2d_94, where the first began at conv2d, and its
-    checkpoint would not fit. Counted within the model, both are called the same.
+    A second InceptionV3 in one process begins at conv2d_94 instead of conv2d, so it could not load a checkpoint of
+    the first. Counting within the model gives both the same names.
     """
     found: dict[str, list[tuple[int, str]]] = {}
     for layer in model.layers:

@@ -8,7 +8,7 @@ import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.ends import check_activation, check_rate, image_input, logits
+from hvtrain.models.input_output import check_activation, check_rate, image_input, logits
 
 
 def mlp(
@@ -18,8 +18,8 @@ def mlp(
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Dense layers of the sizes in `hidden`, each followed by dropout if that is not 0. No hidden layer at all
-    makes it logistic regression."""
+    """Dense layers of the sizes in `hidden`, each followed by dropout if that is not 0. Without hidden layers it is
+    logistic regression."""
     if any(not isinstance(units, int) or units < 1 for units in hidden):
         raise ConfigError(f"mlp was given hidden={list(hidden)}; it needs whole numbers from 1, such as [128, 64]")
     check_activation("mlp", activation)
@@ -41,10 +41,10 @@ def cnn(
 ) -> keras.Model:
     """The classic Keras MNIST network: 1,199,882 parameters on 28x28x1 with 10 classes; images from 6x6.
 
-    dropout: the shares dropped after the pooling and after the dense layer.
+    dropout: the fractions dropped after the pooling and after the dense layer.
     """
     if len(dropout) != 2:
-        raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two shares, such as [0.25, 0.5]")
+        raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]")
     for rate in dropout:
         check_rate("cnn", "dropout", rate)
 

@@ -1,4 +1,4 @@
-"""ResNet-20 for small images, as He et al. gave it for CIFAR-10 (2015, arXiv:1512.03385, section 4.2)."""
+"""ResNet-20 for small images, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.ends import image_input, logits
+from hvtrain.models.input_output import image_input, logits
 
 STAGES = (16, 32, 64)  # filters; the second and the third stage begin with a stride of 2
 
 
 def resnet20(image_shape: Sequence[int], num_classes: int, blocks_per_stage: int = 3) -> keras.Model:
-    """Three stages of residual blocks, depth 6 n + 2 for n blocks per stage: 3 makes it ResNet-20, 9 ResNet-56.
+    """Three stages of residual blocks: depth 6 n + 2 for n blocks per stage, so 3 gives ResNet-20, 9 ResNet-56.
 
     272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving means and
-    variances). Where a stage changes the shape, the shortcut is a 1x1 convolution: the paper's option B, as
-    most code has it. Its own CIFAR runs took option A, padding with zeros, which has 2,752 parameters less.
+    variances). If a stage changes the shape, the shortcut is a 1x1 convolution: the paper's option B, as in most
+    code. The paper's own CIFAR runs used option A, zero padding, with 2,752 fewer parameters.
     """
     if blocks_per_stage < 1:
         raise ConfigError(f"resnet20 was given blocks_per_stage={blocks_per_stage}; it needs at least 1 (3 is usual)")
@@ -50,9 +50,9 @@ def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> A
         size,
         strides=strides,
         padding="same",
-        use_bias=False,  # the batch normalisation that follows has its own
+        use_bias=False,  # the batch normalization that follows has its own
         kernel_initializer="he_normal",
         name=name,
     )(x)
-    # Keras's own momentum, 0.99, is slow for runs of a few hundred steps; 0.9 is what the field uses here.
+    # Keras's default momentum, 0.99, is slow for runs of a few hundred steps; 0.9 is usual.
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)

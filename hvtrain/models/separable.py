@@ -1,4 +1,4 @@
-"""A separable CNN with selu that trains, and the option under which it does not (docs/separable.md has the why)."""
+"""A separable CNN with selu that trains, and the option under which it does not (docs/separable.md explains why)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import keras
 from keras import layers
 
-from hvtrain.errors import ConfigError
-from hvtrain.models.ends import check_activation, image_input, logits
+from hvtrain.models.input_output import check_activation, check_name, image_input, logits
 
 KERNEL = 3  # pixels on a side, in every convolution
 BLOCKS = ((128,), (256, 256), (512, 512))  # filters of the separable convolutions; a pooling ends each block
@@ -33,8 +32,10 @@ def separable_cnn(
         variance 1/9, so that a sum of 9 inputs keeps their variance.
     """
     check_activation("separable_cnn", activation)
-    _check_initializer("initializer", initializer)
-    _check_initializer("depthwise_initializer", depthwise_initializer)
+    examples = "lecun_normal, glorot_uniform or he_normal"
+    check_name("separable_cnn", "initializer", initializer, keras.initializers.get, examples)
+    examples += "; or unit_gain"
+    check_name("separable_cnn", "depthwise_initializer", depthwise_initializer, _depthwise, examples)
 
     image = image_input(image_shape, num_classes, network="separable_cnn", min_side=2 ** len(BLOCKS))
     x = layers.Conv2D(128, KERNEL, padding="same", activation=activation, kernel_initializer=initializer, name="conv")(
@@ -58,20 +59,7 @@ def separable_cnn(
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    """A fresh one for each layer: one object draws the same numbers every time it is called."""
+    """A new initializer for each layer, since one object draws the same numbers every time it is called."""
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)
-
-
-def _check_initializer(option: str, name: str) -> None:
-    if name == "unit_gain" and option == "depthwise_initializer":
-        return
-    try:
-        keras.initializers.get(name)
-    except ValueError:
-        own = "unit_gain or " if option == "depthwise_initializer" else ""
-        raise ConfigError(
-            f"separable_cnn was given {option}={name}; it needs {own}the name of a Keras initializer, "
-            "such as lecun_normal, glorot_uniform or he_normal"
-        ) from None

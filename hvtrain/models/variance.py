@@ -1,16 +1,16 @@
-"""How strong the signal is in each layer of a fresh network: the first look at a network that does not train.
+"""Signal strength in each layer of a new network: the first thing to check if a network does not train.
 
     python -m hvtrain.models.variance separable_cnn depthwise_initializer=lecun_normal
 
-prints, layer by layer, the mean and variance of the output going forward and the size of the gradient coming
-back. Both should stay within a few powers of ten from end to end; docs/separable.md reads such tables. The
-images are standard-normal noise, or with --dataset the first training batch of real ones.
+prints, layer by layer, the mean and variance of the output (forward) and the size of the gradient (backward).
+Both should stay within a few powers of ten from end to end; docs/separable.md explains such tables. The images are
+standard-normal noise, or with --dataset the first training batch of that data set.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,35 +21,30 @@ from omegaconf import OmegaConf
 
 from hvtrain import models
 from hvtrain.core.topology import Topology
-from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.source import StreamRequest
 from hvtrain.data.sources.cifar10 import cifar10
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.mnist import fashion_mnist, mnist
 from hvtrain.errors import UserError
 
-DATASETS: dict[str, Callable[..., Source]] = {
-    "cifar10": cifar10,
-    "digits": digits,
-    "fashion_mnist": fashion_mnist,
-    "mnist": mnist,
-}
+DATASETS: dict[str, Any] = {"cifar10": cifar10, "digits": digits, "fashion_mnist": fashion_mnist, "mnist": mnist}
 
 
 @dataclass(frozen=True)
 class LayerSignal:
-    """Output of one layer over a batch, and the gradient of the loss in its weights."""
+    """Output of one layer over a batch, and the gradient of the loss with respect to its weights."""
 
     layer: str
     mean: float
     variance: float
-    gradient_rms: float | None  # root of the mean square over the layer's weights; None where it has none
+    gradient_rms: float | None  # Root mean square over the layer's weights; None if it has none.
 
 
 def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[LayerSignal]:
     """Measures every layer of a functional model on one batch, in the order of its layers.
 
-    The model runs as it does in training (dropout drops, batch normalisation uses the batch), under
-    cross-entropy on its logits, the output of the last layer.
+    The model runs as in training (dropout drops, batch normalization uses the batch), with cross-entropy on its
+    logits, the output of the last layer.
     """
     inner = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     probe = keras.Model(model.input, [layer.output for layer in inner])
@@ -81,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hvtrain.models.variance", description=__doc__.split("\n")[0])
     parser.add_argument("network", choices=models.__all__)
     parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
-    parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; default: noise")
+    parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; without it: noise")
     parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)

@@ -149,8 +149,8 @@ def test_a_changed_data_set_is_refused_on_resume(ranks):
     assert error(ranks, "skipped/again").endswith(
         f"the data set is not the one of checkpoint step-00000008: train holds 40 examples, was 64; "
         f"train: {first.name} has {size} bytes, was {first.stat().st_size}; train: {second.name} is gone; "
-        f"train: train-a.tfrecord is new; bring that one back, or choose another run.dir, "
-        f"or go on all the same with guard.data=false"
+        f"train: train-a.tfrecord is new; restore that data set, or choose another run.dir, "
+        f"or go on anyway with guard.data=false"
     )
 
 
@@ -161,7 +161,7 @@ def test_a_changed_data_set_is_gone_on_with_when_told(ranks):
     changed = f"train: {path.relative_to(folder / 'other-images')} has {path.stat().st_size} bytes, was "
     assert changed in error(ranks, "changed/again")
     assert found[0]["changed/told"]["record"]["num_steps"] == 12
-    assert changed in output and "guard.data=false: going on all the same" in output
+    assert changed in output and "going on because of guard.data=false" in output
 
 
 @pytest.mark.nightly

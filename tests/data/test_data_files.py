@@ -58,12 +58,12 @@ def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:100], r"7856 bytes expected, 100 found"),
-        (lambda data: data + b"x", r"7856 bytes expected, 7857 found"),
+        (lambda data: data[:100], r"7840 bytes expected after the header, 84 found"),
+        (lambda data: data + b"x", r"7840 bytes expected after the header, more found"),
         (lambda data: data[:9], r"16 bytes of header expected, 9 found"),
         (lambda data: b"\x00\x00\x08\x01" + data[4:], r"starts with 00000801, not 00000803"),
         (lambda data: b"<htm" + data[4:], r"starts with 3c68746d, not 00000803"),
-        (lambda data: data[:7] + b"\x09" + data[8:], r"7072 bytes expected, 7856 found"),
+        (lambda data: data[:7] + b"\x09" + data[8:], r"7056 bytes expected after the header, more found"),
     ],
 )
 def test_damaged_idx_files_are_named_with_what_was_found(mnist_folder, damage, message):
@@ -73,13 +73,13 @@ def test_damaged_idx_files_are_named_with_what_was_found(mnist_folder, damage, m
         mnist(dir=str(mnist_folder)).num_examples("train")
 
 
-def test_a_truncated_gzip_file_is_named_with_the_bytes_that_it_holds(mnist_folder):
+def test_a_truncated_gzip_file_is_named(mnist_folder):
     path = mnist_folder / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(DataError, match=rf"{path}: 23536 bytes expected, \d+ found; the file is damaged"):
+    with pytest.raises(DataError, match=rf"{path} cannot be read \(.+\); the file is damaged"):
         read_idx(path, 3)
     path.write_bytes(b"not gzip at all")
-    with pytest.raises(DataError, match=rf"{path}: not readable as gzip"):
+    with pytest.raises(DataError, match=rf"{path} cannot be read \(Not a gzipped file"):
         read_idx(path, 3)
 
 

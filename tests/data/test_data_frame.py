@@ -41,7 +41,7 @@ def test_a_table_that_does_not_fit_is_refused():
     for table, options, message in [
         (lists, {"image_column": "picture"}, "frame, train has no column picture; it has image, label"),
         (lists, {"image_shape": (6, 5, 1)}, "frame, train, row 0: image holds 36 numbers; 30 numbers are needed"),
-        (columns, {"image_column": names[:-1]}, "frame, train: 35 image columns were said; 36 are needed"),
+        (columns, {"image_column": names[:-1]}, "frame, train: 35 image columns were given; 36 are needed"),
         (pa.table({"image": [b"png"], "label": [0]}), {}, "image holds a bytes.*choose dataset=parquet"),
     ]:
         with pytest.raises(DataError, match=message):

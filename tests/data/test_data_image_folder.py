@@ -31,11 +31,9 @@ def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
     first, second = (ImageFolder(str(tmp_path), **options) for _ in range(2))
     assert [first.num_examples(split) for split in first.SPLITS] == [42, 12, 6]
     assert first._files == second._files
-    assert sorted(joined(paths for paths, _ in first._files.values())) == sorted(
-        map(str, tmp_path.glob("train/*/*.png"))
-    )
-    for (_, labels), per_class in zip((first._files[split] for split in first.SPLITS), (14, 4, 2), strict=True):
-        assert np.bincount(labels).tolist() == [per_class] * 3
+    assert sorted(joined(map(first.paths, first.SPLITS))) == sorted(map(str, tmp_path.glob("train/*/*.png")))
+    for split, per_class in zip(first.SPLITS, (14, 4, 2), strict=True):
+        assert np.bincount([label for _, label in first._files[split]]).tolist() == [per_class] * 3
 
 
 def test_layouts_that_are_refused(tmp_path):

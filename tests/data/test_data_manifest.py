@@ -52,8 +52,8 @@ def test_each_file_that_differs_is_named(tmp_path):
 
 
 def test_of_many_files_a_digest_is_kept_and_some_sizes_are_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "MOST_FILES", 10)
-    monkeypatch.setattr(manifest, "MOST_SIZES", 6)
+    monkeypatch.setattr(manifest, "MAX_FILES", 10)
+    monkeypatch.setattr(manifest, "MAX_SIZES", 6)
     asked = []
     monkeypatch.setattr(manifest, "_size", lambda path: asked.append(path) or Path(path).stat().st_size)
     broken("image_folder", tmp_path, 12, set())
@@ -91,7 +91,7 @@ def test_arrays_by_their_contents(monkeypatch):
     images[30, 2, 2, 0] ^= 1
     labels[30] = (labels[30] + 1) % 3
     assert len(differences(before, of(opened_arrays(num_validation=5)))) == 2
-    monkeypatch.setattr(manifest, "MOST_BYTES", 600)
+    monkeypatch.setattr(manifest, "MAX_BYTES", 600)
     few = of(opened_arrays(num_validation=5))
     images[0] ^= 1
     assert differences(few, of(opened_arrays(num_validation=5))), "the first row is always among those read"

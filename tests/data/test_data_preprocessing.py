@@ -64,7 +64,7 @@ def test_arrays(standardize, shape, dtype, precision):
     source = from_arrays(x, np.arange(40) % 3, x_test, np.arange(9) % 3, standardize=standardize, num_validation=7)
     assert source.preprocessing().shape == shape, "before any stream was opened, as in a run that has ended"
     assert_same_bits(source, x_test)
-    assert check_preprocessing(source, Topology()) is None
+    assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
 def test_pixels_that_hardly_change_and_tiny_values():
@@ -119,7 +119,7 @@ def test_files_of_any_size(tmp_path, precision):
         model, expected = as_model(source), streamed(source)
         found = [model.predict(image[np.newaxis], verbose=0)[0] for image in pictures()]
         np.testing.assert_array_equal(np.stack(found), expected, err_msg=source.name)
-        assert check_preprocessing(source, Topology()) is None
+        assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
 def test_parquet_of_pixels(tmp_path):
@@ -157,24 +157,25 @@ class Own(IndexedSource):
 def test_a_source_of_ones_own_inherits_its_transform():
     plain = Own()
     assert plain.preprocessing().layers == []
-    assert check_preprocessing(plain, Topology()) is None
+    assert check_preprocessing(plain.preprocessing(), plain, Topology()) is None
     scaled = Own()
     scaled.transform = Transform(mean=np.array([3.0]), scale=7.0)
     assert len(scaled.preprocessing().layers) == 1
-    assert check_preprocessing(scaled, Topology()) is None
+    assert check_preprocessing(scaled.preprocessing(), scaled, Topology()) is None
 
 
 def test_a_stream_that_does_more_than_was_declared_is_named():
     source = Own()
     source.factor = 0.5
-    found = check_preprocessing(source, Topology())
+    found = check_preprocessing(source.preprocessing(), source, Topology())
     assert found is not None
     assert found.startswith("example 0 (test) differs by 1.5 between preprocessing() of own and its stream; ")
 
 
 def test_the_description_names_classes_and_input():
     images, labels = random_images(12)
-    found = description(from_arrays(images, labels, class_names=["ash", "elm", "oak"]))
+    source = from_arrays(images, labels, class_names=["ash", "elm", "oak"])
+    found = description(source, source.preprocessing())
     assert found["class_names"] == ["ash", "elm", "oak"] and found["num_classes"] == 3
     assert found["input"]["shape"] == list(SHAPE)
     assert found["input"]["range"] == [images.min(), images.max()]

@@ -101,11 +101,15 @@ def test_impossible_images_and_classes_are_refused():
 def test_impossible_options_are_refused():
     refuse(r"hidden=\[128, 0\]; it needs whole numbers", "mlp", hidden=[128, 0])
     refuse("activation=rellu; it needs a Keras name", "mlp", activation="rellu")
-    refuse(r"dropout=1; it needs a share in \[0, 1\)", "mlp", dropout=1)
-    refuse("it needs two shares", "cnn", dropout=[0.5])
+    refuse(r"dropout=1; it needs a fraction in \[0, 1\)", "mlp", dropout=1)
+    refuse("it needs two fractions", "cnn", dropout=[0.5])
     refuse("dropout=-0.1", "cnn", dropout=[0.5, -0.1])
     refuse("blocks_per_stage=0; it needs at least 1", "resnet20", blocks_per_stage=0)
-    refuse("depthwise_initializer=lecun; it needs unit_gain or", "separable_cnn", depthwise_initializer="lecun")
+    refuse(
+        "depthwise_initializer=lecun; it needs a Keras name, such as .*; or unit_gain",
+        "separable_cnn",
+        depthwise_initializer="lecun",
+    )
     refuse("initializer=unit_gain; it needs the name", "separable_cnn", initializer="unit_gain")
 
 

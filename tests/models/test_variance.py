@@ -49,7 +49,7 @@ def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
         assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
 
 
-@pytest.mark.parametrize(("option", "complaint"), [("hiden=[8]", "hiden"), ("dropout=2", "needs a share")])
+@pytest.mark.parametrize(("option", "complaint"), [("hiden=[8]", "hiden"), ("dropout=2", "needs a fraction")])
 def test_the_command_refuses_what_the_network_does_not_take(capsys, option, complaint):
     with pytest.raises(SystemExit):
         variance.main(["mlp", option])

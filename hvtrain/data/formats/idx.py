@@ -1,24 +1,26 @@
-"""Reads idx files, the format of MNIST and its kin: magic number, sizes, bytes; plain or gzipped."""
+"""Reads idx files, the format of MNIST and its relatives: magic number, sizes, bytes; plain or gzipped."""
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import struct
 import zlib
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from hvtrain.errors import DataError
 
 UNSIGNED_BYTE = 0x08
-MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-MEND = "the file is damaged: fetch it again"
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+FETCH = "the file is damaged: fetch it again"
 
 
 def find_idx(folder: Path, name: str) -> Path | None:
-    """The file of that name in folder, plain or .gz; None when there is neither."""
+    """The file of that name in folder, plain or .gz; None if there is neither."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
@@ -27,51 +29,34 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
     Format: http://yann.lecun.com/exdb/mnist/ (two zero bytes, type, number of dimensions, big-endian sizes).
     """
-    header_bytes = 4 + 4 * num_dims
     try:
-        packed = path.read_bytes() if path.suffix == ".gz" else b""
-        header = _gunzip(path, packed, header_bytes) if packed else _begin(path, header_bytes)
-        sizes = _sizes(path, header, num_dims)
-        expected = header_bytes + math.prod(sizes)
-        # Before the bytes are asked for: a header may claim anything, and a small .gz may hold gigabytes.
-        if expected > MOST_BYTES:
-            raise DataError(f"{path}: says that it holds {expected:,} bytes, more than half of the memory here; {MEND}")
-        if packed:
-            data = np.frombuffer(_gunzip(path, packed, expected + 1), np.uint8)
-            found = "more" if len(data) > expected else str(len(data))
-        else:
-            found = str(path.stat().st_size)
-            data = np.fromfile(path, np.uint8) if found == str(expected) else np.empty(0, np.uint8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); {MEND}") from error
+        file: IO[bytes]
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
+            sizes = _read_sizes(path, file, num_dims)
+            expected = math.prod(sizes)
+            # Checked before the bytes are read: a header may claim anything, and a small .gz may hold gigabytes.
+            if expected > MAX_BYTES:
+                raise DataError(f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}")
+            data = np.frombuffer(file.read(expected + 1), np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); {FETCH}") from error
     if len(data) != expected:
-        raise DataError(f"{path}: {expected} bytes expected, {found} found; {MEND}")
-    return data[header_bytes:].reshape(sizes)
+        found = "more" if len(data) > expected else len(data)
+        raise DataError(f"{path}: {expected} bytes expected after the header, {found} found; {FETCH}")
+    return data.reshape(sizes)
 
 
-def _begin(path: Path, num_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(num_bytes)
-
-
-def _sizes(path: Path, header: bytes, num_dims: int) -> tuple[int, ...]:
-    if len(header) < 4 + 4 * num_dims:
-        raise DataError(f"{path}: {4 + 4 * num_dims} bytes of header expected, {len(header)} found; {MEND}")
+def _read_sizes(path: Path, file: IO[bytes], num_dims: int) -> tuple[int, ...]:
+    header = file.read(4 + 4 * num_dims)
     magic = header[:4]
+    if len(header) < 4 + 4 * num_dims:
+        raise DataError(f"{path}: {4 + 4 * num_dims} bytes of header expected, {len(header)} found; {FETCH}")
     if magic != bytes([0, 0, UNSIGNED_BYTE, num_dims]):
         raise DataError(
             f"{path}: starts with {magic.hex()}, not 0000{UNSIGNED_BYTE:02x}{num_dims:02x}; "
             f"an idx file of bytes with {num_dims} dimension(s) is needed"
         )
     return struct.unpack(f">{num_dims}I", header[4:])
-
-
-def _gunzip(path: Path, packed: bytes, most_bytes: int) -> bytes:
-    """What can be unpacked, up to most_bytes; of a truncated file the part that is there, so that it can be told."""
-    try:
-        return zlib.decompressobj(wbits=31).decompress(packed, most_bytes)
-    except zlib.error as error:
-        raise DataError(f"{path}: not readable as gzip ({error}); {MEND}") from error
 
 
 def read_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:

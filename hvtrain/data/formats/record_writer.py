@@ -1,4 +1,4 @@
-"""Writes the TFRecord files that tfrecord.py reads."""
+"""Writes TFRecord files that dataset=tfrecord reads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tensorflow as tf
 
 
 def write_tfrecords(dir: str | Path, split: str, images: np.ndarray, labels: np.ndarray, num_files: int) -> list[Path]:
-    """Writes images uint8 [n, h, w, c] as PNG and labels [n] to num_files files that TFRecords reads.
+    """Writes images uint8 [n, h, w, c], as PNG, and labels [n] to num_files files.
 
-    Example i goes to file i % num_files. A file appears under its name only when it is complete.
+    Example i goes to file i % num_files. A file gets its name when it is complete.
     """
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)

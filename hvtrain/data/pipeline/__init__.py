@@ -1,1 +1,1 @@
-"""How examples become batches: order, decoding, augmentation, and what happens to examples that cannot be read."""
+"""How examples become batches: order, decoding, augmentation, and examples that cannot be read."""

@@ -10,10 +10,10 @@ from hvtrain.errors import ConfigError
 
 
 def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
-    """One encoded image, a string scalar, to uint8 image_shape; an animation gives its first frame.
+    """Decodes one encoded image, a string scalar, to uint8 image_shape; an animation gives its first frame.
 
-    Other sizes are resized (bilinear, antialiased) without regard to the ratio of the sides. Antialiasing
-    costs as much as the decoding itself: 1.8 ms against 1.4 ms for a JPEG of 300x400 to 224x224 on one core.
+    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs as much as the
+    decoding itself: 1.8 ms against 1.4 ms for a JPEG of 300x400 to 224x224 on one core.
     """
     height, width, channels = image_shape
     image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
@@ -22,21 +22,21 @@ def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
 
 
 def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
-    """Strings [batch] to uint8 [batch, h, w, c]. Whole batches run in parallel, see pipeline.parallel_map."""
+    """Strings [batch] to uint8 [batch, h, w, c], in turn, since the pipeline decodes several batches at once."""
     return tf.map_fn(
         lambda one: decode(one, image_shape), encoded, fn_output_signature=tf.TensorSpec(image_shape, tf.uint8)
     )
 
 
 def decoded_pixels(image_shape: tuple[int, int, int], transform: Transform) -> Preprocessing:
-    """What leads from a decoded image of any size to the model: decode() after the decoding, then the transform."""
+    """Preprocessing of a decoded image of any size: what decode() does after the decoding, then the transform."""
     values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
     layers = [*resize(image_shape), *transform.layers(image_shape)]
     return Preprocessing((None, None, image_shape[2]), layers, values, (0.0, 255.0))
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:
-    """(height, width, channels) from a configuration's list."""
+    """(height, width, channels) from a configuration's list, checked."""
     try:
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:

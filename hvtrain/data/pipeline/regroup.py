@@ -1,7 +1,7 @@
-"""A rank's part of the joint batches of a plan that was made for other ranks: their streams, joined and cut.
+"""A rank's part of the joint batches of a plan that was made for another number of ranks.
 
-Each example comes as those ranks would have read it, order and augmentation included, with no change to any source.
-A stream of which two ranks need parts is read, and its images are decoded, by both.
+The streams of those ranks are joined and cut, so each example comes as they would have read it, order and
+augmentation included, and sources need no change. Two ranks that need parts of one stream both read and decode it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hvtrain.data.pipeline.streams import FOREVER, finish, parallel_map
 def regrouped(
     stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
 ) -> tf.data.Dataset:
-    """The batches of the rank at `topology`; stream_of(share) gives a share's, from start_step of the plan on."""
+    """The batches of one rank. stream_of(share) gives those of a share, from start_step of the plan on."""
     shares = plan.shares_of(topology.rank)
     steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step: tf.Tensor, batches: tuple[tuple[tf.Tensor, tf.Tensor], ...]) -> tuple[tf.Tensor, ...]:
-        # Where all steps are alike numbers say it, so that the batch keeps a shape that is known.
+        # If all steps are alike, plain numbers keep the batch's static shape.
         at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
         begin, end = plan.parts(at, minimum)[topology.rank]
         first = plan.share_offsets(at, minimum)[shares[0]]

@@ -1,4 +1,4 @@
-"""From raw pixels to what the model sees: seeded augmentation, then normalisation. Whole batches at a time."""
+"""Turns raw pixels into what the model sees: seeded augmentation, then normalization, in whole batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FIT_ROWS = 4096
 
 @dataclass(frozen=True)
 class Transform:
-    """Randomly shifted and flipped while raw (training only), then (x - mean) / scale in float32."""
+    """Shifts and flips raw images at random (training only), then gives (x - mean) / scale in float32."""
 
     mean: np.ndarray | float = 0.0
     """Broadcasts over an image: a number, [channels] or [h, w, channels]."""
     scale: np.ndarray | float = 1.0
     shift_pixels: int = 0
-    """Each image moves by up to this many pixels each way; zeros come in at the border."""
+    """Each image moves by up to this many pixels each way; zeros fill the border."""
     flip: bool = False
-    """Half of the images are mirrored left to right."""
+    """Mirrors half of the images left to right."""
 
     def __post_init__(self) -> None:
         if self.shift_pixels < 0:
@@ -34,7 +34,7 @@ class Transform:
             raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
     def augment(self, images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Raw images [batch, h, w, c] in, the same shape and type out; a pure function of the seed int64 [2]."""
+        """Augments raw images [batch, h, w, c], keeping shape and type. Pure function of images and seed int64 [2]."""
         if self.shift_pixels:
             images = _shift(images, self.shift_pixels, seed)
         if self.flip:
@@ -44,17 +44,17 @@ class Transform:
         return images
 
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
-        """Raw images in, float32 out."""
+        """Normalizes raw images to float32."""
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
         return (tf.cast(images, tf.float32) - mean) / scale
 
     def layers(self, image_shape: tuple[int, int, int]) -> list[keras.layers.Layer]:
-        """normalize() as Keras layers, for a saved model; augmentation is training's alone."""
+        """normalize() as Keras layers, for a saved model; augmentation belongs to training only."""
         return normalize(self.mean, self.scale, image_shape)
 
 
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
-    """Pads by `pixels` on each side and cuts a window of the old size out of each image at a random place."""
+    """Pads by `pixels` on each side and cuts a window of the old size out of each image, at random."""
     batch, height, width = tf.shape(images)[0], images.shape[1], images.shape[2]
     corner = tf.random.stateless_uniform([batch, 2], seed, maxval=2 * pixels + 1, dtype=tf.int32)
     padded = tf.pad(images, [[0, 0], [pixels, pixels], [pixels, pixels], [0, 0]])
@@ -74,8 +74,8 @@ def fit(
 ) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Mean and scale of the training images (images[rows], [n, h, w, c]), by scikit-learn's StandardScaler.
 
-    It is fed in pieces, so the float64 copy that it works on stays small. A pixel that never changes
-    gets scale 1. "scale" divides by max_value; "none" leaves the values alone.
+    It is fed in pieces, so its float64 copy stays small. A pixel that never changes gets scale 1. "scale" divides by
+    max_value; "none" keeps the values.
     """
     if standardize == "none":
         return 0.0, 1.0

@@ -1,1 +1,1 @@
-"""What a user chooses as a data set; each module is one kind of source."""
+"""The data sets that a user can choose; each module is one kind of source."""

@@ -1,6 +1,6 @@
-"""Data sets that fit in memory as NumPy arrays; each rank keeps its shard only, in the type that it came in.
+"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type.
 
-digits, mnist and cifar10 build on ArraySource; a user's own data set does so in a few lines (from_arrays).
+digits, mnist and cifar10 build on ArraySource, and so can a user's own data set in a few lines (from_arrays).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hvtrain.errors import ConfigError, DataError
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
 
-SPLIT_SEED = 0  # The validation part is the same in every run, whatever the run's seed.
+SPLIT_SEED = 0  # The validation part is the same in every run, whatever its seed.
 
 
 class Part(NamedTuple):
-    """One split: rows of a pair of arrays, so that a split costs no copy of the pixels."""
+    """One split, as rows of a pair of arrays: splitting copies no pixels."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -35,15 +35,15 @@ class Part(NamedTuple):
 class ArraySource(IndexedSource):
     """A data set from a function that returns whole arrays.
 
-    `load` runs when counts or a stream are first asked for. The first stream cuts the arrays down to this
-    rank's shards, fits the normalisation on the whole training part, and lets go of the rest.
+    `load` runs when counts or a stream are first needed. The first stream fits the normalization on the whole
+    training part, cuts the arrays down to this rank's shards, and drops the rest.
 
     load: returns {"train": (images, labels), "test": ..., "validation": ...}; the last two are optional.
     standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value), "none".
-    num_validation: examples taken out of the training part at random, with a seed of their own.
+    num_validation: number of examples taken out of the training part at random, with a fixed seed.
     shift_pixels, flip: augmentation of training batches, see Transform.
-    class_names: by label, for those who use the saved model.
-    example_shape: of an example as the user holds it, where load() has reshaped it; the saved model takes that.
+    class_names: by label, for users of the saved model.
+    example_shape: of an example before load() reshaped it; the saved model takes that shape.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class ArraySource(IndexedSource):
         self.class_names = class_names
         self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
         self._example_shape = example_shape
-        self._range: tuple[float, float] | None = None  # Of training images; known when the normalisation is fitted.
+        self._range: tuple[float, float] | None = None  # Of training images, once the normalization is fitted.
         self._dtype = np.dtype(np.float32)
         self._load, self._num_validation = load, num_validation
         self._standardize, self._max_value = standardize, max_value
         self._counts: dict[str, int] = {}
-        self._parts: dict[str, Part] | None = None  # Whole arrays: only between counting and cutting.
-        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # By place: see data/regroup.py.
+        self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
+        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regroup.py.
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -103,20 +103,20 @@ class ArraySource(IndexedSource):
         return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
 
     def _cut(self, topology: Topology) -> None:
-        """Cuts the shards of a place, once, and drops the whole arrays."""
+        """Cuts the shards of a rank, once, and drops the whole arrays."""
         if topology in self._shards:
             return
         parts, self._parts = self._parts or self._open(), None
         self._fit(parts["train"])
         shards = self._shards[topology] = {}
-        with tf.device("CPU:0"):  # The input pipeline runs on the CPU: no shard on a GPU.
+        with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
             for name, part in parts.items():
                 rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
                 labels = part.labels[rows].astype(np.int32)
                 shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
 
     def _fit(self, train: Part) -> None:
-        """Fits the normalisation, once: it is the same at every place."""
+        """Fits the normalization, once: it is the same on every rank."""
         if self._range:
             return
         mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
@@ -125,7 +125,7 @@ class ArraySource(IndexedSource):
         self._dtype = train.images.dtype
 
     def preprocessing(self) -> Preprocessing:
-        if not self._range:  # No stream was asked for: the run had nothing left to do.
+        if not self._range:  # No stream was opened, since the run had nothing left to do.
             self._fit((self._parts or self._open())["train"])
         shape = self._example_shape or self.image_shape
         layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
@@ -135,10 +135,10 @@ class ArraySource(IndexedSource):
         try:
             return self._checked(self._load())
         except OSError as error:
-            raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; mend the file") from error
+            raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
         except DataError as error:
             if self.on_error == "skip":
-                raise DataError(f"{error} (arrays are read as a whole: data.on_error=skip is of no help)") from error
+                raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
             raise
 
     def _checked(self, arrays: Arrays) -> dict[str, Part]:
@@ -160,14 +160,14 @@ class ArraySource(IndexedSource):
         return parts
 
     def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both arrays in their final shapes; refuses what does not fit the shape, the classes or each other."""
+        """Both arrays in their final shapes, checked against the shape, the classes and each other."""
         where = f"{self.name}, {split} ({self.origin})"
         if images.ndim == 3:
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
-            raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was said")
+            raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
         if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
-            raise DataError(f"{where}: images hold NaN or infinite values; mend or drop those examples")
+            raise DataError(f"{where}: images hold NaN or infinite values; fix or drop those examples")
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
@@ -181,7 +181,7 @@ class ArraySource(IndexedSource):
         if outside.size:
             raise DataError(
                 f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
-                f"0 ... {self.num_classes - 1}; mend the labels or say how many classes there are"
+                f"0 ... {self.num_classes - 1}; fix the labels or set num_classes"
             )
         return images, labels
 
@@ -201,8 +201,8 @@ def from_arrays(
     """A source from arrays that are already in memory; `options` are those of ArraySource.
 
     Images [n, h, w] or [n, h, w, c], integer labels [n]. num_classes defaults to the largest training
-    label + 1. The caller's arrays stay in memory beside the shard: large ones are better given to
-    ArraySource as a function that loads them.
+    label + 1. The caller's arrays stay in memory beside the shard; for large ones give ArraySource a function
+    that loads them.
     """
     pairs = {
         "train": (x_train, y_train),

@@ -1,6 +1,6 @@
-"""CIFAR-10: 60,000 colour images of 32x32, from the binary version's folder, or Keras's cache or download.
+"""CIFAR-10: 60,000 color images of 32x32, from a folder with the binary version, or Keras's cache or download.
 
-The binary version needs no unpickling. Keras's copy is pickled: Keras checks the archive's SHA-256 first.
+The binary version needs no unpickling. Keras's copy is pickled, and Keras checks the archive's SHA-256 first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERAS_FILES = KerasFiles(
     ("cifar-10-batches-py-target_archive",),
     "www.cs.toronto.edu",
     "unpack the binary version (cifar-10-binary.tar.gz: data_batch_1.bin ... data_batch_5.bin, "
-    "test_batch.bin) into a folder and give dataset.dir=FOLDER",
+    "test_batch.bin) into a folder and set dataset.dir=FOLDER",
 )
 
 
@@ -38,7 +38,7 @@ def cifar10(
     shift_pixels: int = 4,
     flip: bool = True,
 ) -> ArraySource:
-    """`dir` holds the six .bin files, itself or in its folder cifar-10-batches-bin."""
+    """`dir` or its folder cifar-10-batches-bin holds the six .bin files."""
     load: Callable[[], Arrays]
     if dir is None:
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load

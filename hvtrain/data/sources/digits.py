@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits, 8x8: real data that needs no file and no network."""
+"""scikit-learn's 1,797 handwritten digits of 8x8: real data that needs no download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def digits(
     standardize: str = "scale",
     shift_pixels: int = 0,
 ) -> ArraySource:
-    """Pixels 0 ... 16, 10 classes; the test part is stratified and the same in every run."""
+    """Pixels 0 ... 16, 10 classes. The test part is stratified and the same in every run."""
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
@@ -45,20 +45,17 @@ def digits(
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Images (uint8, [1797, 8, 8]) and labels (int64, [1797]) from the file in scikit-learn's package.
 
-    Without an import of that package, which takes longer than a training on this data.
+    The package is not imported, since that takes longer than training on this data.
     """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise DataError("dataset=digits lies inside scikit-learn, which is not installed; pip install scikit-learn")
+        raise DataError("dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn")
     rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
-    """Which of the labels (a mask) are in a random choice of that number that has of each class its share.
-
-    Shuffled, then sorted by class, the labels are taken at even distances.
-    """
+    """Mask of a random, stratified choice of `number` labels: evenly spaced ones, shuffled and then sorted by class."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)

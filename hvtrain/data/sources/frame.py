@@ -1,4 +1,4 @@
-"""A table in memory as a data set: a pandas or Polars DataFrame, or a pyarrow Table."""
+"""Data sets from tables in memory: pandas or Polars DataFrames, or pyarrow Tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def from_frame(
 
     image_column: a column of lists (or arrays) of height * width * channels numbers, or the names of as many
     columns of one number each, as in pixel0 ... pixel783. label_column: whole numbers.
-    Raises DataError for a column that is not there or holds something else.
+    Raises DataError if a column is missing or holds something else.
     """
     shape = check_image_shape(image_shape)
     parts = [
@@ -54,13 +54,13 @@ def _arrays(
         images = np.stack(cells)
     else:
         if len(image_column) != num_pixels:
-            raise DataError(f"{where}: {len(image_column)} image columns were said; {num_pixels} are needed")
+            raise DataError(f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed")
         images = np.stack([_column(where, frame, one) for one in image_column], axis=1)
     return images.reshape(-1, *image_shape), _column(where, frame, label_column)
 
 
 def _example_shape(frame: Any, image_column: str | Sequence[str], image_shape: tuple[int, int, int]) -> tuple[int, ...]:
-    """Of an example as the table holds it: an array of any shape in a cell, or a row of numbers."""
+    """Shape of an example in the table: an array of any shape in a cell, or a row of numbers."""
     num_pixels = int(np.prod(image_shape))
     cell = np.shape(frame[image_column].to_numpy()[0]) if isinstance(image_column, str) else ()
     return cell if np.prod(cell) == num_pixels and cell else (num_pixels,)

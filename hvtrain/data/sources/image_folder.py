@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 CACHE_BATCH = 32
-Files = tuple[list[str], list[int]]  # Paths and labels.
+Files = list[tuple[str, int]]  # Paths and labels.
 
 
 class ImageFolder(FileSource, IndexedSource):
@@ -73,10 +75,10 @@ class ImageFolder(FileSource, IndexedSource):
         return {**files, "train": train}
 
     def num_examples(self, split: str) -> int:
-        return len(self.paths(split))
+        return len(self._files.get(split, []))
 
     def paths(self, split: str) -> list[str]:
-        return self._files.get(split, ([], []))[0]
+        return [path for path, _ in self._files.get(split, [])]
 
     def reader(self, split: str, topology: Topology) -> Read:
         if not self._cache:
@@ -97,8 +99,8 @@ class ImageFolder(FileSource, IndexedSource):
         return read
 
     def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
-        paths = self.paths(split)
-        path = paths[topology.share(len(paths))[example[0][0]]]
+        files = self._files[split]
+        path, _ = files[topology.share(len(files))[example[0][0]]]
         return Unreadable(path, why.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
@@ -111,13 +113,10 @@ class ImageFolder(FileSource, IndexedSource):
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """This rank's paths and labels."""
-        paths, labels = self._files.get(split, ([], []))
-        share = topology.share(len(paths))
+        files = self._files.get(split, [])
+        mine = [files[index] for index in topology.share(len(files))]
         with tf.device("CPU:0"):
-            return (
-                tf.constant([paths[index] for index in share], tf.string),
-                tf.constant([labels[index] for index in share], tf.int32),
-            )
+            return tf.constant([path for path, _ in mine], tf.string), tf.constant([at for _, at in mine], tf.int32)
 
     def _decode_all(self, paths: tf.Tensor, labels: tf.Tensor, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """All images, and their labels: -1 for one that cannot be read, so that it is read again, and named, later."""
@@ -144,29 +143,20 @@ def class_folders(folder: Path) -> list[str]:
 
 def list_files(folder: Path, class_names: list[str]) -> Files:
     """All images below folder, sorted by class and name. An empty class is an error."""
-    paths: list[str] = []
-    labels: list[int] = []
+    files: Files = []
     for label, class_name in enumerate(class_names):
         found = sorted(str(path) for path in (folder / class_name).iterdir() if path.suffix.lower() in SUFFIXES)
         if not found:
             raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
-        paths += found
-        labels += [label] * len(found)
-    return paths, labels
+        files += [(path, label) for path in found]
+    return files
 
 
 def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
     """(rest, part): from each class the same fraction, rounded, chosen by a fixed seed."""
-    paths, labels = files
-    taken = np.zeros(len(paths), bool)
-    label_array = np.asarray(labels)
-    for label in np.unique(label_array):
-        members = np.flatnonzero(label_array == label)
-        order = np.random.default_rng([SPLIT_SEED, int(label)]).permutation(members)
-        taken[order[: round(fraction * len(members))]] = True
-
-    def chosen(mask: np.ndarray) -> Files:
-        rows = np.flatnonzero(mask)
-        return [paths[row] for row in rows], [labels[row] for row in rows]
-
-    return chosen(~taken), chosen(taken)
+    taken: set[tuple[str, int]] = set()
+    for label, group in groupby(files, key=itemgetter(1)):
+        members = list(group)
+        order = np.random.default_rng([SPLIT_SEED, label]).permutation(len(members))
+        taken.update(members[index] for index in order[: round(fraction * len(members))])
+    return [file for file in files if file not in taken], [file for file in files if file in taken]

@@ -1,8 +1,7 @@
-"""Keras's own data sets, from its cache or by its download, one rank of a host at a time.
+"""Data sets that Keras caches or downloads, one rank of a host at a time.
 
-Keras writes a download in place, without a temporary name, so a rank that only looked whether the file
-exists could read half of it. A file lock beside the cache makes ranks (of one host, and of several on a
-shared home that locks) take turns.
+Keras writes a download in place, without a temporary name, so another rank could read half a file. A file lock
+beside the cache makes ranks take turns: those of one host, and of several hosts if their shared home supports locks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PROBE_SECONDS = 5
 
 
 def cache_folder() -> Path:
-    """Where keras.utils.get_file keeps data sets: KERAS_HOME or ~/.keras, or /tmp where that is read-only."""
+    """Where keras.utils.get_file keeps data sets: in KERAS_HOME or ~/.keras, or in /tmp if that is read-only."""
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     if not os.access(home, os.W_OK):
         home = Path("/tmp/.keras")
@@ -40,22 +39,22 @@ class KerasFiles:
     cached: tuple[str, ...]
     host: str
     advice: str
-    """What to do when the data cannot be had this way."""
+    """How else to get the data, for error messages."""
 
     def fetch(self) -> str:
-        """Sees to it that the files are in the cache and says where; a DataError within seconds if not."""
+        """Makes sure that the files are in the cache and says where. Raises DataError within seconds if offline."""
         folder = cache_folder()
         with _turn(folder):
-            present = self._present(folder)
+            present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock: the ranks of an offline host find out together, not one after the other.
+            # Outside the lock, so that the ranks of an offline host find out together, not one after the other.
             if not answers(self.host):
                 raise DataError(f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}")
             self.load()
         return f"Keras's cache ({folder})"
 
     def load(self) -> dict:
-        """Whole arrays of both parts, read (and if need be downloaded) by Keras, which checks its hashes."""
+        """Whole arrays of both parts, read (and downloaded if need be) by Keras, which checks its hashes."""
         folder = cache_folder()
         with _turn(folder):
             timeout = socket.getdefaulttimeout()
@@ -71,9 +70,6 @@ class KerasFiles:
                 socket.setdefaulttimeout(timeout)
         return {"train": train, "test": test}
 
-    def _present(self, folder: Path) -> bool:
-        return all((folder / name).exists() for name in self.cached)
-
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
@@ -84,9 +80,9 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def answers(host: str) -> bool:
-    """True when https://host answers in PROBE_SECONDS, proxies honoured.
+    """True if https://host answers in PROBE_SECONDS, directly or through a proxy.
 
-    In a thread of its own, because no timeout reaches a name look-up that hangs.
+    The probe has its own thread, because no timeout ends a hanging name look-up.
     """
     outcome: list[bool] = []
 
@@ -97,7 +93,7 @@ def answers(host: str) -> bool:
             ).close()
             outcome.append(True)
         except urllib.request.HTTPError:
-            outcome.append(True)  # An answer, even if not a friendly one.
+            outcome.append(True)  # An error is an answer, too.
         except OSError:
             pass
 

@@ -22,7 +22,7 @@ FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
 )  # fmt: skip
 
-_ADVICE = f"put {', '.join(FILE_NAMES)} (each plain or .gz) into a folder and give dataset.dir=FOLDER"
+_ADVICE = f"put {', '.join(FILE_NAMES)} (each plain or .gz) into a folder and set dataset.dir=FOLDER"
 MNIST_FILES = KerasFiles("mnist", ("mnist.npz",), "storage.googleapis.com", _ADVICE)
 FASHION_FILES = KerasFiles(
     "fashion_mnist",

@@ -1,8 +1,8 @@
-"""Both ends of every network: the checked image that goes in, the float32 logits that come out."""
+"""Input and output of every network: the checked image that goes in, the float32 logits that come out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ def image_input(image_shape: Sequence[int], num_classes: int, *, network: str, m
     """Input layer for images of shape (height, width, channels).
 
     Raises:
-        ConfigError: if the shape is no image, a side is under min_side pixels, or there are no two classes.
+        ConfigError: if the shape is not an image's, a side is under min_side pixels, or there are not two classes.
     """
     shape = tuple(image_shape)
     if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
@@ -38,16 +38,18 @@ def logits(features: Any, num_classes: int, initializer: str = "glorot_uniform")
 
 
 def check_rate(network: str, option: str, rate: float) -> None:
-    """Raises ConfigError unless rate is a share in [0, 1), as dropout needs."""
+    """Raises ConfigError unless rate is a fraction in [0, 1), as dropout needs."""
     if not 0 <= rate < 1:
-        raise ConfigError(f"{network} was given {option}={rate}; it needs a share in [0, 1), such as 0.5")
+        raise ConfigError(f"{network} was given {option}={rate}; it needs a fraction in [0, 1), such as 0.5")
+
+
+def check_name(network: str, option: str, name: str, get: Callable[[str], Any], examples: str) -> None:
+    """Raises ConfigError unless Keras has an activation or initializer of that name: get(name) finds it."""
+    try:
+        get(name)
+    except ValueError:
+        raise ConfigError(f"{network} was given {option}={name}; it needs a Keras name, such as {examples}") from None
 
 
 def check_activation(network: str, name: str) -> None:
-    """Raises ConfigError unless Keras has an activation of that name."""
-    try:
-        keras.activations.get(name)
-    except ValueError:
-        raise ConfigError(
-            f"{network} was given activation={name}; it needs a Keras name, such as relu, selu, gelu or tanh"
-        ) from None
+    check_name(network, "activation", name, keras.activations.get, "relu, selu, gelu or tanh")
