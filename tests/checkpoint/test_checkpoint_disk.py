@@ -66,7 +66,7 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
         filler.write_bytes(b"x" * 1_400_000)
         words = [*WORDS[:2], "checkpoint.keep=1", "checkpoint.on_error=warn", f"run.dir={run}"]
         process = start(None, 1, "python", "-m", "hvtrain", *words, cwd=tmp_path)
-        wait_for(process, lambda: log.exists() and "training goes on" in log.read_text())
+        wait_for(process, lambda: log.exists() and "training continues" in log.read_text())
         filler.unlink()
         output = finish(process)
         assert process.returncode == 0, output
