@@ -18,7 +18,7 @@ def make_plan(
     batch_sizes: list[int] | None = None,
     uneven: str = "trim",
 ) -> StepPlan:
-    """The plan of a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] per step.
+    """Plans a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] per step.
 
     Steps per epoch are equal on all ranks by construction. Examples that do not fill a batch on all ranks are left out
     of the epoch (uneven="trim"; others each time), trained on in short batches ("pad"), or refused ("error").

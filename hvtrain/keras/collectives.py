@@ -65,7 +65,7 @@ def reducescatter(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """In a tf.compat.v1 graph: the operation that broadcasts all its variables.
+    """The operation that broadcasts all variables of the current tf.compat.v1 graph.
 
     Keras 3 keeps no list of all variables, so this raises RuntimeError elsewhere, as Horovod does.
     """

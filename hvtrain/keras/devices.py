@@ -28,7 +28,7 @@ class View:
 
 
 def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
-    """For each rank the index, among the GPUs that it sees, of the one to use; None if it sees none.
+    """The GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
     views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set
     for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises

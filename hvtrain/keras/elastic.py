@@ -36,7 +36,7 @@ from hvtrain.keras.structure import forget_comparisons
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 # The value of model.stop_training that ends an epoch early: true to Keras, and no other callback sets this object.
-_END_OF_EPOCH = "end of the epoch that was begun before the reset"
+_END_OF_EPOCH = "end of the epoch that began before the reset"
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

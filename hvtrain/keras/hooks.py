@@ -148,7 +148,7 @@ class DistributedAccumulation(Distributed):
 
 
 class DistributedLossScale(Distributed):
-    """For LossScaleOptimizer: reduces the scaled gradients first, so that all ranks see the same overflow."""
+    """Wraps LossScaleOptimizer: reduces the scaled gradients first, so that all ranks see the same overflow."""
 
     built: bool
 
@@ -174,7 +174,7 @@ class DistributedLossScale(Distributed):
 
 
 class DistributedLossScaleAccumulation(DistributedLossScale):
-    """For LossScaleOptimizer around accumulation: one flag travels with each micro-step, gradients with each step.
+    """Wraps LossScaleOptimizer around accumulation: one flag travels with each micro-step, gradients with each step.
 
     Ranks that skipped different micro-steps would reduce at different times and wait for each other.
     """

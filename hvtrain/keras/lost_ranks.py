@@ -21,8 +21,8 @@ _LOST = re.compile(
 def raise_for_elastic() -> Iterator[None]:
     """Turns TensorFlow's error for a lost rank into HorovodInternalError, which Horovod's elastic loop catches.
 
-    Only UnknownError: Horovod's kernels raise other types for what each retry would meet again, such as tensors whose
-    shapes differ between ranks.
+    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat, such as shapes that
+    differ between ranks.
     """
     try:
         yield

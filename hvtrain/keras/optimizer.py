@@ -92,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         RankError: in the first step that is traced, if the ranks' gradients differ in number, names, shapes or types.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} came where a keras.optimizers.Optimizer was needed")
+        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
     if any(is_distributed(part) for part in _parts(optimizer)):
         raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}

@@ -132,7 +132,7 @@ REFUSED = {
     "op": "gradients are reduced by Average, Sum or Adasum",
     "predivide": "gradient_predivide_factor needs op=Average",
     "twice": "is a DistributedOptimizer already; wrap an optimizer once, outermost",
-    "not keras": "TypeError: object came where a keras.optimizers.Optimizer was needed",
+    "not keras": "TypeError: object is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3",
     "local layer": "has no weights yet; build the model before its optimizer",
     "passes": "needs an optimizer that is not built yet and has no gradient_accumulation_steps of its own",
     "local variables": "check_finite=True needs gradients that all ranks share",
