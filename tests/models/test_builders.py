@@ -110,7 +110,7 @@ def test_impossible_options_are_refused():
         "separable_cnn",
         depthwise_initializer="lecun",
     )
-    refuse("initializer=unit_gain; it needs the name", "separable_cnn", initializer="unit_gain")
+    refuse("initializer=unit_gain; it needs a Keras name", "separable_cnn", initializer="unit_gain")
 
 
 def test_an_unknown_application_names_the_nearest():

@@ -171,7 +171,7 @@ def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_
         (write(tmp_path / "s2", step) / "state.safetensors").write_bytes(b"")
     found = find_on(tmp_path, ["s1", "s2"])
     assert [item.name for item in found] == ["step-00000008"] * 2
-    assert [re.sub("damaged: .* says .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages] == [
+    assert [re.sub("damaged: .* lists .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages] == [
         f"host s2: checkpoint step-000000{step} is damaged: ... (kept as damaged-step-000000{step}); "
         f"step-00000008 is taken, {step - 8} steps are lost"
         for step in (16, 12)

@@ -38,4 +38,4 @@ def test_what_it_does_not_go_with(monkeypatch):
         ElasticStrategy().expect_restart()
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
     with pytest.raises(ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"):
-        comm_tuning.settings_of(from_dict(compose(["comm.tune=true"])[0]))
+        comm_tuning.default_settings(from_dict(compose(["comm.tune=true"])[0]))

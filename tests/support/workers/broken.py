@@ -59,7 +59,7 @@ library_module = "hvtrain.verify.library"
 
 
 def joint_case(wrap, name="sgd"):
-    with mock.patch.object(library, "compare", lambda case, steps: joint_batch.compare(case, steps, wrap=wrap)):
+    with mock.patch.object(library, "compare", lambda case, *counts: joint_batch.compare(case, *counts, wrap=wrap)):
         return checks[name].run()
 
 
