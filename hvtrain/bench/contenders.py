@@ -12,6 +12,7 @@ from hvtrain.bench.processes import HOROVOD, launch_and_report
 from hvtrain.errors import ConfigError
 
 RUNNER = "hvtrain"
+CLOCK = "hvtrain.bench.clock.Clock"
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,11 @@ def measure(
     size = 1 if contender.way == "alone" else num_ranks
     more = list(contender.words)
     if contender.module == RUNNER:
-        clock = "+callbacks.bench._target_=hvtrain.bench.clock.Clock"
-        more += [clock, f"+callbacks.bench.num_steps={steps.total}", f"run.dir='{folder}/run'"]
+        more += [
+            f"+callbacks.bench._target_={CLOCK}",
+            f"+callbacks.bench.num_steps={steps.total}",
+            f"run.dir='{folder}/run'",
+        ]
     variables = {contender_report.WARMUP: str(steps.warmup), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
     images = sum(batch_size / found["step_seconds"] for found in reports)

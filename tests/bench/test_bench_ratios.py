@@ -1,5 +1,6 @@
 """Ratios over rounds, verdicts on goals, and workloads that the runner accepts."""
 
+import importlib.util
 import json
 from itertools import pairwise
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 from goals import GOALS, of_allreduce, of_steps, verdict
 
-from hvtrain.bench.contenders import CONTENDERS, Measured
+from hvtrain.bench.allreduce import WORKER
+from hvtrain.bench.contenders import CLOCK, CONTENDERS, Measured
 from hvtrain.bench.rounds import Ratio, ratio
 from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS
@@ -64,6 +66,13 @@ def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
     assert config.train.batch_size == work.batch_size
     if data == "synthetic":
         assert config.dataset["num_train"] == config.train.steps * work.batch_size * 2, "one epoch"
+
+
+def test_modules_of_contenders_exist():
+    """They are started by name, so a module that moves breaks no import."""
+    modules = {WORKER, CLOCK.rpartition(".")[0], *(contender.module for contender in CONTENDERS.values())}
+    assert all(importlib.util.find_spec(module) for module in modules)
+    assert not importlib.util.find_spec("hvtrain.bench.by_hand.none")
 
 
 def test_goals_name_contenders():
