@@ -75,14 +75,14 @@ class Source(ABC):
 
     name: str
     origin: str
-    """Where the data came from, as the run's header shows it."""
+    """Origin of the data, shown in the run's header."""
     image_shape: tuple[int, int, int]
     """Height, width, channels."""
     num_classes: int
     class_names: Sequence[str] | None = None
     """By label, if the source knows them."""
     on_error: str = "stop"
-    """What follows when an example cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
+    """Reaction to an example that cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
     same_on_all_ranks: bool = False
     """Set it if ranks are meant to read the same data; otherwise equal first batches are an error."""
 

@@ -1,4 +1,4 @@
-"""Arrays in memory: normalisation, splits, what is kept, what is refused."""
+"""Arrays in memory: normalization, splits, what is kept, what is refused."""
 
 from __future__ import annotations
 

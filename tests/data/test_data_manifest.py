@@ -1,4 +1,4 @@
-"""What a data set is, in a checkpoint: the same for the same data, and how another one differs, in words."""
+"""Manifests in checkpoints: the same for the same data, and the differences of another data set, in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_data import random_images
 
 
 def of(source) -> dict:
-    """As it comes back from a checkpoint."""
+    """The manifest as it comes back from a checkpoint."""
     return json.loads(json.dumps(source.manifest()))
 
 

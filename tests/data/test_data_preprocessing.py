@@ -51,7 +51,7 @@ def assert_same_bits(source: Source, raw: np.ndarray) -> None:
 
 
 def pictures() -> list[np.ndarray]:
-    """Of different sizes, as users' files are."""
+    """Images of different sizes, as in users' files."""
     rng = np.random.default_rng(1)
     return [rng.integers(0, 256, (*size, 1), np.uint8) for size in SIZES]
 

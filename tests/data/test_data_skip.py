@@ -52,7 +52,7 @@ def test_bad_examples_give_their_places_to_good_ones_of_their_batch(kind, tmp_pa
 
 @main_kinds
 def test_a_stream_with_skips_that_starts_later_is_the_tail(kind, tmp_path):
-    """Of short batches at the end of an epoch, too."""
+    """This holds for short batches at the end of an epoch, too."""
     broken(kind, tmp_path, 24, BAD)
     place = Topology(1, 2) if kind != "tfrecord" else Topology(0, 2)
     whole, tail = (

@@ -37,7 +37,7 @@ LABELS = np.arange(8) % 2
 
 
 def examples(number: int):
-    """So many, the same in every run."""
+    """Settings for this number of examples, the same in every run."""
     unhealthy = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(
         max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=unhealthy
@@ -70,7 +70,7 @@ def idx_file(array: np.ndarray) -> bytes:
 
 
 def outcome(source: Source, batches: tf.data.Dataset) -> list | DataError:
-    """What a run gets: batches, or what explain() makes of TensorFlow's error."""
+    """Outcome for a run: batches, or what explain() makes of TensorFlow's error."""
     try:
         return list(batches.as_numpy_iterator())
     except tf.errors.OpError as error:
@@ -147,13 +147,13 @@ def test_streams_of_records(mutate, records):
 
 
 def encoded_images() -> list[bytes]:
-    colour = np.random.default_rng(1).integers(0, 256, (12, 9, 3), np.uint8)
+    color = np.random.default_rng(1).integers(0, 256, (12, 9, 3), np.uint8)
     bmp = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54 + 12 * 12, 0, 0, 54, 40, 4, -12, 1, 24, 0, 0, 0, 0, 0, 0)
     gif = b"GIF89a\2\0\2\0\x80\0\0\0\0\0\xff\xff\xff,\0\0\0\0\2\0\2\0\0\2\3\x44\x02\x05\0;"
     return [
-        tf.io.encode_png(colour).numpy(),
-        tf.io.encode_jpeg(colour).numpy(),
-        tf.io.encode_jpeg(colour, "rgb", progressive=True).numpy(),
+        tf.io.encode_png(color).numpy(),
+        tf.io.encode_jpeg(color).numpy(),
+        tf.io.encode_jpeg(color, "rgb", progressive=True).numpy(),
         bmp + bytes(12 * 12),
         gif,
     ]

@@ -76,7 +76,7 @@ def test_a_second_build_has_the_same_names(network, options):
     assert len(set(paths)) == len(paths)
 
 
-def test_an_application_takes_normalised_images_and_its_own_options():
+def test_an_application_takes_normalized_images_and_its_own_options():
     model = models.application((32, 32, 3), 10, **SMALL_MOBILENET, alpha=0.5, dropout=0.2)
     plain = keras.applications.MobileNetV3Small(weights=None, include_top=False, input_shape=(32, 32, 3))
     assert "Rescaling" in {type(layer).__name__ for layer in plain.layers}

@@ -34,7 +34,7 @@ def images_of(batches: tf.data.Dataset, num_batches: int | None = None) -> list[
 
 
 def scaled(images: np.ndarray) -> list[bytes]:
-    """What images_of gives for raw images that were divided by 255 and neither shifted nor flipped."""
+    """The result of images_of for raw images that were divided by 255 and neither shifted nor flipped."""
     return [image.tobytes() for image in images.astype(np.float32) / np.float32(255)]
 
 

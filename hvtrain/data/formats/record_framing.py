@@ -24,7 +24,7 @@ def count_records(path: Path) -> int:
 
 
 def scan_records(path: Path, check_lengths: bool = False) -> tuple[array[int], str | None]:
-    """Where each record begins, and what is wrong with the rest of the file, if anything is.
+    """Offset of each record, and the defect that keeps the rest of the file from being read, if there is one.
 
     check_lengths: stop at a length whose CRC is wrong, since the bytes after it would be taken for records.
     """

@@ -1,4 +1,4 @@
-"""What all sources of files share: an example that cannot be read is named, or left out and counted."""
+"""Base of the sources that read files: an example that cannot be read is named, or left out and counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FileSource(StreamedSource):
 
     @abstractmethod
     def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
-        """Where an example of a shard lies and why it cannot be used. why: TensorFlow's error; "" for a label of -1."""
+        """Place of an example, and the reason why it cannot be used. why: TensorFlow's error; "" for a label of -1."""
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
         """Reads single examples of a batch that `reader` failed on."""
@@ -84,18 +84,20 @@ class FileSource(StreamedSource):
     ) -> tf.data.Dataset:
         end_with_python()
         read_one = self.sure_reader(split, topology)
+        read_fast = tf.function(read_one)  # Its errors quote the graph, so read_one gives the reason.
         num_local = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
         bad: dict[str, Unreadable] = {}  # Of this stream, by place.
 
         def attempt(example: Example) -> tuple[np.ndarray, int] | None:
-            why = ""
-            try:
-                with tf.device("CPU:0"):
-                    images, labels = read_one(*map(tf.constant, example))
-                if labels[0] >= 0:
-                    return images[0].numpy(), int(labels[0])
-            except tf.errors.OpError as error:
-                why = reason(error)
+            for read in (read_fast, read_one):
+                why = ""
+                try:
+                    with tf.device("CPU:0"):
+                        images, labels = read(*map(tf.constant, example))
+                    if labels[0] >= 0:
+                        return images[0].numpy(), int(labels[0])
+                except tf.errors.OpError as error:
+                    why = reason(error)
             item = self.locate(split, topology, example, why)
             if not self.skips:
                 raise self._fail(f"{item.place}: {item.why}; fix or remove it, {LEAVE_OUT}")
@@ -118,7 +120,7 @@ class FileSource(StreamedSource):
             return images, np.array([label for _, label in kept], np.int32)
 
         found = read_batches(batches, self.reader(split, topology), repair, then, topology)
-        # What was left out makes batches short; only the last one may be.
+        # Batches are cut again, since only the last one may be short.
         return found.unbatch().batch(batch_size) if batch_size and self.skips else found
 
     def _nothing_left(self, item: Unreadable, of: str) -> DataError:

@@ -63,7 +63,7 @@ fashion_mnist = partial(_idx_source, FASHION_FILES, FASHION_CLASSES)
 
 
 def _find(files: KerasFiles, dir: str | None) -> tuple[str, Callable[[], Arrays]]:
-    """Where the data lie, for the run's header, and the function that reads them. Refuses a `dir` that lacks a file."""
+    """Origin of the data, for the run's header, and the function that reads them. Refuses a `dir` that lacks a file."""
     folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
     if dir is not None:
         folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"

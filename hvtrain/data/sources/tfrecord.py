@@ -155,7 +155,7 @@ class TFRecords(DealtSource):
         return Unreadable(f"{self.origin}, a record not found in {SEARCH_SECONDS:.0f} s (skip would name it)", why)
 
     def explain(self, error: Exception) -> Exception:
-        """For damage on the way to a record, too, of which TensorFlow does not say in which file it is."""
+        """Explains damage between records, too, for which TensorFlow names no file."""
         explained, said = super().explain(error), str(error)
         if explained is not error:
             return explained
