@@ -42,14 +42,15 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
 def resized(start: Start, plan: StepPlan) -> str:
     """Consequences of resuming on another number of ranks; empty for the same number."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
-    batch, rate = f"global batch {plan.global_batch}", f"learning rate {plan.peak_learning_rate:g}"
+    batch = f"global batch {plan.global_batch}"
     if start.plan_ranks != len(plan.shares):
-        return f"{ranks}: {batch} and {rate} from epoch {plan.position(start.step)[0] + 1} on (train.resize=scale)"
+        rate, epoch = f"learning rate {plan.peak_learning_rate:g}", plan.position(start.step)[0] + 1
+        return f"{ranks}: {batch} and {rate} from epoch {epoch} on (train.resize=scale)"
     if start.num_ranks == plan.size:
         return ""
     parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
     end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.ends_early else ""
-    return f"{ranks}: {batch} and {rate} as before{parts}{end}"
+    return f"{ranks}: {batch} and learning rate as before{parts}{end}"
 
 
 def device_map(devices: list[str]) -> str:
