@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import keras
 
@@ -146,7 +145,7 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         advice = f"run the same command with run.dir={run.folder} to continue"
         log.info("stopped by %s after step %s; %s", cut_short, done, advice)
     else:
-        strategy.comm.on_chief(lambda: write_outcome(run.folder, record, model, run))
+        strategy.comm.on_chief(lambda: write_outcome(run, model, record))
         if monitors.split.split:
             log.info("%s", monitors.split.split.in_words(run.topology.size))
     strategy.stop()
@@ -179,17 +178,17 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
     )
 
 
-def write_outcome(folder: Path, record: RunRecord, model: keras.Model, run: Run) -> None:
+def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> None:
     """Writes result.json, and the model for plain Keras (chief only).
 
     The optimizer's state is in the last checkpoint. A run that was complete already keeps its results, for their speed.
     """
-    was_complete = record.first_step == record.num_steps and (folder / RESULT_FILE).exists()
+    was_complete = record.first_step == record.num_steps and (run.folder / RESULT_FILE).exists()
     if not was_complete:
-        export(model, run.source, run.topology, folder)
-        write_result(folder, record)
+        export(model, run.source, run.topology, run.folder)
+        write_result(run.folder, record)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
     log.info("test: %s", metrics or "no test data")
     log.info("proof: %s", in_words(record.proof))
-    log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
+    log.info("%s%.1f s in all; results in %s", speed, record.seconds, run.folder)

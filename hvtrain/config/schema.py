@@ -181,9 +181,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _refuse_renamed(tree: dict[str, Any]) -> None:
-    given = {**tree, **flatten(tree)}
+    given = flatten(tree)
     for name, new in RENAMED.items():
-        if name in given and not isinstance(given[name], dict):
+        if name in given:
             raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
 
 

@@ -33,7 +33,6 @@ class Strategy:
 
     def __init__(self) -> None:
         self.comm = Comm()
-        self.watchdog = Watchdog()
         self.timeline = Timeline()
         self.guards = Guards()
         self.membership = Membership()
@@ -42,6 +41,11 @@ class Strategy:
     def topology(self) -> Topology:
         """This rank's place among the ranks; before start, that of a single process."""
         return self.comm.topology
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """This rank's watchdog, which the collectives tell when they wait; idle before start_watchdog."""
+        return self.comm.watchdog
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""

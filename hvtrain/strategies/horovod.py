@@ -124,10 +124,10 @@ class HorovodStrategy(Strategy):
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
         self.watchdog.stop()  # In an elastic job it watched the earlier ranks, of which this one may be the last.
-        self.watchdog = self.comm.watchdog = watchdog.Watchdog()
+        self.comm.watchdog = watchdog.Watchdog()
         if place.size == 1:
             return
-        self.watchdog = self.comm.watchdog = watchdog.start(
+        self.comm.watchdog = watchdog.start(
             place.rank,
             place.size,
             place.host,

@@ -13,7 +13,6 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-import keras
 import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -108,7 +107,6 @@ def main():
     found = {}
     for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
         began = time.monotonic()
-        keras.utils.clear_session()
         config = composed(name, words)
         found[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
         if hvd.rank() == 0:
