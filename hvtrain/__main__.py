@@ -1,7 +1,5 @@
 """Command line of the runner, `python -m hvtrain`: composes and checks the settings, trains, and exits."""
 
-from __future__ import annotations
-
 import os
 import sys
 

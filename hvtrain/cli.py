@@ -1,7 +1,5 @@
 """What every command does around its work: options and help, one line for an error, and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

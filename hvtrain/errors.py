@@ -4,8 +4,6 @@ Every command prints the message of a UserError as one line, without a traceback
 hvtrain or in the user's own code, and is shown in full.
 """
 
-from __future__ import annotations
-
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
 THIS_RANK = -1
 

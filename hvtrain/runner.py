@@ -1,7 +1,5 @@
 """A run from beginning to end, the same on every rank: train(config) -> RunRecord."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

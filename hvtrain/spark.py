@@ -4,8 +4,6 @@ The driver composes and checks the run before Spark starts. Horovod's launcher f
 each task, which trains as `python -m hvtrain` would there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

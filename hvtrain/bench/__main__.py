@@ -1,7 +1,5 @@
 """`python -m hvtrain.bench`: how fast this machine trains with hvtrain and with its alternatives."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

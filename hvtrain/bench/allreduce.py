@@ -4,8 +4,6 @@ Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFO
 bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that each of n ranks has to send.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Keras callback that times a fit. Given on its command line, it makes the runner a contender."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -4,8 +4,6 @@ The clock runs from the end of the last graph call within the warm-up steps to t
 waiting for data, computing, reduction, callbacks and the ends of epochs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

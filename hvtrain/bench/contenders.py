@@ -1,7 +1,5 @@
 """The contenders: what each is, and one measured run of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

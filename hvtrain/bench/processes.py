@@ -1,7 +1,5 @@
 """Starting and ending the processes of a contender."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

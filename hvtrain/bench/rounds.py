@@ -4,8 +4,6 @@ A shared machine can be slower for minutes at a time. So contenders take turns, 
 compared.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

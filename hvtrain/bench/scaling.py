@@ -3,8 +3,6 @@
 As many independent one-rank jobs are timed beside it: what the machine gives to so many processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """`bench steps`: contenders take turns at one workload and are compared within each round."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

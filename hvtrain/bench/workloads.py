@@ -1,7 +1,5 @@
 """The workloads: model, data, batch and number of steps, the same for all contenders. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SYNTHETIC = ("dataset=synthetic", "dataset.image_shape={shape}", "dataset.num_classes=10")

@@ -1,7 +1,5 @@
 """State of callbacks in a checkpoint: counters, best values and best weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Without a shared disk only rank 0's host has checkpoints. A start without that h
 hvtrain.restore.newest reads the notes and refuses. The launcher passes its own note in VARIABLE.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

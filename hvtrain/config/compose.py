@@ -1,7 +1,5 @@
 """Composes a run from the command line, by Hydra. An error is one line."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The part of --help that is generated: groups with their choices, and settings with their defaults. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing

@@ -1,7 +1,5 @@
 """Builds the object that a group of the configuration names, with errors that a user can act on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydra.errors import InstantiationException

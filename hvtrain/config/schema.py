@@ -4,8 +4,6 @@
 stay open dictionaries with a `_target_`, so that YAML alone can name anything in a user's own package.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Typed settings: declaration with range and help, validation, flattening, suggestions for misspelt names. Pure."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

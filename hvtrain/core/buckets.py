@@ -1,7 +1,5 @@
 """Groups gradients into messages that are reduced while other gradients are still computed. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

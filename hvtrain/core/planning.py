@@ -1,7 +1,5 @@
 """Makes a StepPlan from the settings and the sizes of the shards, also for a resumed run. Pure."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of a run: result.json and history.csv, written by rank 0. Pure."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -5,8 +5,6 @@ scale of the plan), as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", se
 same and the warm-up is flat. A function of the step alone needs no state to be right after a resume.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """This process's rank among the others, as a value that is passed around."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A manifest is {"name", "image_shape", "num_classes", "splits": {"train": {"examp
 It identifies files by names and sizes, arrays by their contents. No TensorFlow.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

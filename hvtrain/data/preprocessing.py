@@ -4,8 +4,6 @@ A source returns a Preprocessing (Source.preprocessing), and training/saved_mode
 It may hold only what plain Keras loads without hvtrain, and it must give the same bits as the input pipeline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract between a data set and the runner: counts first, then one stream for each rank."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

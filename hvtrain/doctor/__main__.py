@@ -1,7 +1,5 @@
 """`python -m hvtrain.doctor`: finds what is wrong with these hosts before a run does."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

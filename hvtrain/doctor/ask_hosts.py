@@ -1,7 +1,5 @@
 """Sends the probe to all hosts at once and takes their answers. This host runs it without ssh."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

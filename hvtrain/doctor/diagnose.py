@@ -1,7 +1,5 @@
 """A diagnosis: asks all hosts, judges, tries their ports, measures their links; prints a table or JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

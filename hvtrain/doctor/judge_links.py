@@ -4,8 +4,6 @@ Algorithm bandwidth is bytes / seconds. Bus bandwidth is that times 2 (n - 1) / 
 it compares with the link's own speed for any number of hosts n. Both are in Gbit/s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any

@@ -1,7 +1,5 @@
 """Judges whether each host is fit for its ranks: clock, memory, files, disk, GPUs. Pure."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

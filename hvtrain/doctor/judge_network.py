@@ -1,7 +1,5 @@
 """Judges whether the hosts find and reach each other: names, interfaces, ports. Pure."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Judges whether all hosts run the same: folder, Python, packages, code, Horovod, data set. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs": [[rank, 
 {"bytes", "seconds", "latency_seconds"}: the best time of an allreduce of so many bytes, and of one of 4 KiB.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

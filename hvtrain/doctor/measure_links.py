@@ -1,7 +1,5 @@
 """Starts link_worker on one rank per host, by Horovod's launcher on Gloo, and takes what it measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

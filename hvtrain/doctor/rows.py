@@ -1,7 +1,5 @@
 """One row of the doctor's table, for all hosts or for the one at fault. Pure."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ parent shows its output, asks the ranks to save on SIGTERM, names the rank that 
 any host, and its exit code tells whether the same command can succeed if it is run again.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -10,8 +10,6 @@ Same command line, same launch. What differs:
 - A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -10,8 +10,6 @@
   one accepts plain values and nothing that names code, and does not hand out the workers' keys.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

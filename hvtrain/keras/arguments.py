@@ -1,7 +1,5 @@
 """Checks of arguments that DistributedOptimizer and DistributedGradientTape share, before a step could hang on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import horovod.tensorflow as hvd

@@ -3,8 +3,6 @@
 Only numbers travel through Horovod's kernels. Horovod itself pickles objects, between ranks of one job.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Every process that a launcher starts sees all GPUs of its host, and TensorFlow c
 one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all ranks' views and applies it.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import Counter

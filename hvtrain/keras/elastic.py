@@ -17,8 +17,6 @@ train: messages are named by the order in which a rank made its optimizers. Leav
 each rank broadcasts once in its life, and KerasState.sync does the same.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

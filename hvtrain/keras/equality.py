@@ -1,7 +1,5 @@
 """Checks that weights are equal on all ranks. Fingerprints make it cost one pass and one tiny message."""
 
-from __future__ import annotations
-
 import socket
 from collections import Counter
 from typing import Any

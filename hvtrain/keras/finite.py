@@ -4,8 +4,6 @@ NaN and infinity survive the sum over the ranks, so every rank sees them in the 
 agree. Only then do the ranks exchange whose own gradient it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ entered, before anything that the optimizer's own class does. So a class that ov
 or hands them on to other optimizers works on the joint gradient too.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

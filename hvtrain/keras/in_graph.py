@@ -1,7 +1,5 @@
 """Names and counters of operations between ranks inside a graph: the same names on all ranks, counts of what ran."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 _counters: dict[str, tf.Variable] = {}

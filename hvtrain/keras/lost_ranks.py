@@ -1,7 +1,5 @@
 """Recognizes errors that mean a lost rank, which TensorFlow and Horovod report in many ways."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ step that changes weights, and clipping, weight decay and whatever else the opti
 gradient (checked against one process on the joint batch, see tests/keras).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

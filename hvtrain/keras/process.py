@@ -5,8 +5,6 @@ start alone from the MPI wheel, so Gloo starts instead), and settings for one la
 which silently makes every rank a job of its own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ A Python counter inside a tf.function counts traces. This one is a variable that
 values have arrived, so it counts what ran.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Horovod's elastic loop for a program that keeps its own state and begins again after each reset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar

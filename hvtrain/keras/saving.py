@@ -1,7 +1,5 @@
 """Loads saved models with an optimizer that reduces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

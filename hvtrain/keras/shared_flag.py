@@ -4,8 +4,6 @@ A rank that leaves the training loop alone makes the others wait for ever. So it
 one message with the next gradients, and every rank reads the same result after the same step.
 """
 
-from __future__ import annotations
-
 import horovod.tensorflow as hvd
 import tensorflow as tf
 

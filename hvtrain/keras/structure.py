@@ -4,8 +4,6 @@ Horovod does not compare the tensors of a grouped reduction: sums over different
 and a gradient that one rank lacks makes the others wait for ever.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

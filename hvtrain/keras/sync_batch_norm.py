@@ -5,8 +5,6 @@ go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of 
 Keras 2 reduces, lose the variance if the mean is large: at thousands of standard deviations no digit is left.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import horovod.tensorflow as hvd

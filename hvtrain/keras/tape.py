@@ -1,7 +1,5 @@
 """DistributedGradientTape: gradients of all ranks, for custom training loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`python -m hvtrain.launch`: starts a run on many hosts over ssh, or writes a cluster's files and submits them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

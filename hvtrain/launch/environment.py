@@ -1,7 +1,5 @@
 """Chooses the launcher's variables that travel to the ranks: by an allow-list, so that no secret does."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ Ranks and horovodrun state it in lines of JSON (system/verdict.py). Only mpirun,
 with the patterns of this file.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence

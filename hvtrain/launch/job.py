@@ -1,7 +1,5 @@
 """A job to start, whatever starts it: the command of a rank, the number of ranks, the hosts. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The command line that starts a job over ssh, by Horovod's launcher on Gloo or MPI or by MPI's own. Pure."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field

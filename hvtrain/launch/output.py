@@ -1,7 +1,5 @@
 """Passes a launch's output on, rank by rank; the listener learns from it which rank failed first."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

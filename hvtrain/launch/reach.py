@@ -1,7 +1,5 @@
 """Checks before any rank starts: each host is there and has this environment; finds the interface that joins them."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The hosts of a launch, and calls on all of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls a function on a host by ssh. Only Python is needed there: the text of the function's modules is sent along."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

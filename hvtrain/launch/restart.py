@@ -1,7 +1,5 @@
 """Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

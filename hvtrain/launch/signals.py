@@ -1,7 +1,5 @@
 """The signals of the launching process, through all its attempts."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs a command on another host by ssh without asking anything, and explains failures in one line."""
 
-from __future__ import annotations
-
 import getpass
 import shlex
 import subprocess

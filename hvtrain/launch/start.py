@@ -1,7 +1,5 @@
 """Runs a launcher as a child and supervises it: passes signals on, finds the first failure, leaves nothing behind."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

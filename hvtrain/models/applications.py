@@ -1,7 +1,5 @@
 """Any network of keras.applications by its name, untrained, with a head for the data set's classes."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re

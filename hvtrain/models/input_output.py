@@ -1,7 +1,5 @@
 """Input and output of every network: the checked image that goes in, the float32 logits that come out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

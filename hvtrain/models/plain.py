@@ -1,7 +1,5 @@
 """Two plain networks, mlp and cnn: quick to train, for first runs and for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import keras

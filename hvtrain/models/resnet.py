@@ -1,7 +1,5 @@
 """ResNet-20 for small images, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

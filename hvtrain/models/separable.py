@@ -1,7 +1,5 @@
 """A separable CNN with selu that trains, and the option under which it does not (docs/separable.md explains why)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import keras

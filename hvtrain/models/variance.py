@@ -7,8 +7,6 @@ Both should stay within a few powers of ten from end to end; docs/separable.md e
 standard-normal noise, or with --dataset the first training batch of that data set.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass

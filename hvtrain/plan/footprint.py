@@ -1,7 +1,5 @@
 """Sizes of a built Keras model: its gradients in the order of the backward pass, and bytes in memory and on disk."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run on many ranks without starting it: step plan, learning rate, model and bytes. It neither trains nor reduces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The machine of a forecast: links from given figures, or from measurements of bench allreduce."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

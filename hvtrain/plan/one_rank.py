@@ -1,7 +1,5 @@
 """Measures one rank's step time on this machine: a short training in its own process, with the bench's clock."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

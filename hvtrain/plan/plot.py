@@ -1,7 +1,5 @@
 """Draws a forecast: the learning rate over the run, and speed and efficiency by number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

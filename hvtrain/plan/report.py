@@ -1,7 +1,5 @@
 """Prints a forecast as lines, and gives it as JSON."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict

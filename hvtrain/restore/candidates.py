@@ -1,7 +1,5 @@
 """The checkpoints that ranks have, and the reasons not to resume from them. Pure."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

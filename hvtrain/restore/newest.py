@@ -4,8 +4,6 @@ Without a shared disk each host has its own, and rank 0 may be on another host t
 newest checkpoint that it has; the first rank with the newest of all (the root) reads it and sends it to rank 0.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import uuid

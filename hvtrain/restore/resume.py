@@ -1,7 +1,5 @@
 """Resumes a run from a checkpoint: checks that it fits, restores the model, and gives each rank its own state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

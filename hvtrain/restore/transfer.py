@@ -1,7 +1,5 @@
 """Sends arrays from one rank to others, in messages of bounded size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

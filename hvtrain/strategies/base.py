@@ -1,7 +1,5 @@
 """Interface of strategies. The base class is the single process, so the runner never asks which strategy it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives between ranks: `strategy.comm`. With one process each is an identity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

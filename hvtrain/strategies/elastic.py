@@ -1,7 +1,5 @@
 """Horovod with ranks that leave and join during a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

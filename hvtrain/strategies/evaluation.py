@@ -4,8 +4,6 @@ The state of a Keras metric is sums (total and count of a mean, the counts of an
 the state of one process on all the data, so the result is exact even if shards differ in size.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

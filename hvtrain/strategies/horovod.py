@@ -1,7 +1,5 @@
 """Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -4,8 +4,6 @@ Keras's own fit can do several steps in a call too, but always the same number, 
 checkpoints and other intervals; and a call costs it more time than a small step takes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from statistics import median

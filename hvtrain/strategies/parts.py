@@ -1,7 +1,5 @@
 """Parts of a strategy besides its collectives. Each class here is the null object of a single process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Shares a host's cores among its ranks: each stays on its own, so that no two compete while another core is idle."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

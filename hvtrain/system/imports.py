@@ -1,7 +1,5 @@
 """Leaves packages out when others import them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A rank's verdict on a failure: one line of JSON on the error output, which a launcher reads and does not show."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Versions of this process's software, for the header, records and checkpoints."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import version
 

@@ -5,8 +5,6 @@ the step's N examples needs the weight n x ranks / N. Its batch carries that wei
 gradient alone, so that losses and metrics still count examples.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

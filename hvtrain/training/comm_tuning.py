@@ -6,8 +6,6 @@ Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.2
 both a fusion threshold and a cycle time.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checks before the first step: the ranks run the same program, on different data."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import platform

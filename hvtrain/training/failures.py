@@ -1,7 +1,5 @@
 """Failure of a rank: reports it to the other ranks, and explains errors that come from TensorFlow."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Makes a pure schedule the learning rate of a Keras optimizer, computed in the graph without a host round trip."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

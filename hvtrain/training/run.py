@@ -1,7 +1,5 @@
 """A run as a value: everything that is decided before its model is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

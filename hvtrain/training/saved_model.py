@@ -4,8 +4,6 @@ The saved model takes examples as they are in the user's arrays or files. It con
 pipeline as Keras's own layers; see Source.preprocessing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

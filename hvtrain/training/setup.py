@@ -1,7 +1,5 @@
 """Setup of a run: its folder, seeds, data, plan and model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Summary of a run, logged before its first step."""
 
-from __future__ import annotations
-
 import keras
 
 from hvtrain.core.step_plan import StepPlan

@@ -1,7 +1,5 @@
 """`python -m hvtrain.verify`: checks that the ranks of this cluster train together, and those of a run of your own."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Runs checks one after the other on all ranks, with a line and a deadline for each, so that none can hang."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -4,8 +4,6 @@ Every rank starts from other weights and has other data, so only broadcast and r
 One rank alone, without the reduction, must end with other weights, or the comparison would prove nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

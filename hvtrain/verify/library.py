@@ -1,7 +1,5 @@
 """Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of the user's own run: whether its data is sharded, and its model trains on all ranks' gradients."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs all checks, from the start of the ranks to their end."""
 
-from __future__ import annotations
-
 import logging
 
 from hvtrain.config.instantiate import build

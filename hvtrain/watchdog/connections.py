@@ -1,7 +1,5 @@
 """Connections to rank 0's hub. Each is a stranger's until it has proved which rank it is."""
 
-from __future__ import annotations
-
 import secrets
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """How the watchdog ends its process: last messages and stacks, none of which may delay the end."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

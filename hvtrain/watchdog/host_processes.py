@@ -1,7 +1,5 @@
 """Looks at other processes of this host, and at the launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

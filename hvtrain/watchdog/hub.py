@@ -1,7 +1,5 @@
 """Rank 0's side of the watchdog: takes every rank's reports and decides once for all."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Decides which rank holds the run up, and words it. Pure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

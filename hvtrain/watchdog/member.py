@@ -1,7 +1,5 @@
 """Every rank's side of the watchdog: reports its status, and ends the process when told to or left alone."""
 
-from __future__ import annotations
-
 import logging
 import select
 import socket

@@ -1,7 +1,5 @@
 """A rank's progress: its main thread says what it begins, the watchdog's thread looks from time to time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

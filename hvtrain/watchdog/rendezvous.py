@@ -1,7 +1,5 @@
 """How the ranks find an address of rank 0 that every host reaches: by trying all of them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Starts a watchdog on every rank."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A watchdog as a run uses it. This one watches nobody and costs nothing; `start` makes one that watches."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 

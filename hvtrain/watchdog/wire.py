@@ -1,7 +1,5 @@
 """The watchdog's protocol: lines of JSON of limited length, after a proof of identity. Nothing is unpickled."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import hmac

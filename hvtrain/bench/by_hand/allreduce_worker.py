@@ -5,8 +5,6 @@ copies in memory, a bound for anything that moves data. `small` and `whole` redu
 and as one; `call` is a graph call that reduces nothing, which is part of `hvtrain`'s times too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The data alone: how fast batches come when no model waits for them."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from hvtrain.bench.by_hand.common import pinned_job, work

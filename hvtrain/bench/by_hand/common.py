@@ -1,7 +1,5 @@
 """The runner's model, optimizer and batches for a hand-written contender, so that only the loop differs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

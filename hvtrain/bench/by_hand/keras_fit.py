@@ -1,7 +1,5 @@
 """Keras's own fit with a minimal optimizer that averages gradients over all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import horovod.tensorflow as hvd

@@ -1,7 +1,5 @@
 """MultiWorkerMirroredStrategy in a custom loop, since its `fit` fails on Keras 3 (keras#20585)."""
 
-from __future__ import annotations
-
 import keras
 import tensorflow as tf
 

@@ -4,8 +4,6 @@ TF_CONFIG says which of them this process is. The coordinator reports for each w
 server.
 """
 
-from __future__ import annotations
-
 import keras
 import tensorflow as tf
 

@@ -1,7 +1,5 @@
 """Plain Keras: compile and fit on one process, no Horovod anywhere."""
 
-from __future__ import annotations
-
 from hvtrain.bench.by_hand.common import pinned_job, work
 
 

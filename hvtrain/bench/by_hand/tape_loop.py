@@ -1,7 +1,5 @@
 """A loop on Horovod's TensorFlow layer, like Horovod's examples: one tf.function with DistributedGradientTape."""
 
-from __future__ import annotations
-
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Reads idx files, the format of MNIST and its relatives: magic number, sizes, bytes; plain or gzipped."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

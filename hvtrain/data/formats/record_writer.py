@@ -1,7 +1,5 @@
 """Writes TFRecord files that dataset=tfrecord reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Parquet files: where they lie, the rows of each row group, and one row group as arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encoded images (JPEG, PNG, GIF, BMP) to pixels of one size, inside the input pipeline."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from hvtrain.data.pipeline.transform import Transform

@@ -4,8 +4,6 @@ The streams of those ranks are joined and cut, so each example comes as they wou
 augmentation included, and sources need no change. Two ranks that need parts of one stream both read and decode it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Which rows of which row groups a rank reads, in which order, and their batches. Plain NumPy."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future

@@ -3,8 +3,6 @@
 A resumed stream skips rows of indices, before any pixel is read, so resuming at step 100,000 costs nothing.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """Turns raw pixels into what the model sees: seeded augmentation, then normalization, in whole batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import keras

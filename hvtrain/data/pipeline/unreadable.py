@@ -4,8 +4,6 @@ TensorFlow does not say which file its input pipeline could not read, and search
 on a large data set. So a batch that fails is read again at once, each example alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 digits, mnist and cifar10 build on ArraySource, and so can a user's own data set in a few lines (from_arrays).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 The binary version needs no unpickling. Keras's copy is pickled, and Keras checks the archive's SHA-256 first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scikit-learn's 1,797 handwritten digits of 8x8: real data that needs no download."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

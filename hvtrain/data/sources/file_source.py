@@ -1,7 +1,5 @@
 """Base of the sources that read files: an example that cannot be read is named, or left out and counted."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path

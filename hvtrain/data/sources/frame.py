@@ -1,7 +1,5 @@
 """Data sets from tables in memory: pandas or Polars DataFrames, or pyarrow Tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Keras writes a download in place, without a temporary name, so another rank coul
 beside the cache makes ranks take turns: those of one host, and of several hosts if their shared home supports locks.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

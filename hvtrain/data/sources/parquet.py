@@ -1,7 +1,5 @@
 """Parquet files of encoded images or of pixels, dealt to the ranks by row group; only two columns are read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

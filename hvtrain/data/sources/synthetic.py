@@ -1,7 +1,5 @@
 """One random batch, again and again, to measure the speed of everything but the data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

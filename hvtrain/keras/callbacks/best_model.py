@@ -1,7 +1,5 @@
 """Saves the best model of a training, on rank 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Makes variables equal on all ranks before training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Averages an epoch's metrics over all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import horovod.tensorflow as hvd

@@ -1,7 +1,5 @@
 """Checks at the first step that gradients are reduced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import horovod.tensorflow as hvd

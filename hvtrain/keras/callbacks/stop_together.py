@@ -1,7 +1,5 @@
 """Stops all ranks together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

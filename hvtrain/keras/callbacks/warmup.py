@@ -1,7 +1,5 @@
 """Learning rates by epoch: schedules, and the warm-up from one rank's rate to all ranks'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

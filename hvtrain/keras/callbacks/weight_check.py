@@ -1,7 +1,5 @@
 """Checks during training that ranks stay equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """The kinds of clusters that take files: their settings from the command line, their files, and how to submit them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import types

@@ -5,8 +5,6 @@ an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one machine, no 
 a key pair themselves.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ starts with the argument `worker`. Both operators mount an ssh key pair and give
 the list of hosts.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Renders the files of every kind of cluster from Jinja2 templates: conf/cluster/, or a folder of the user's own."""
 
-from __future__ import annotations
-
 import shlex
 import traceback
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ signals the batch shell; the launcher has all ranks save and ends with RESTART_H
 Slurm keeps the job's number, so the run folder is the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each rank is one Spark task with cores of its own, and all run at once; hvtrain/spark.py is the driver's side.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

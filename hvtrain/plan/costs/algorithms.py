@@ -3,8 +3,6 @@
 The additions are left out: a rank adds faster than its link delivers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

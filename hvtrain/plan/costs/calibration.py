@@ -3,8 +3,6 @@
 The sum of squared relative errors is minimised, so that small messages count as much as large ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean

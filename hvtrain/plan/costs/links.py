@@ -4,8 +4,6 @@ Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur
 "Optimization of Collective Communication Operations in MPICH") base their formulas, as we do ours.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

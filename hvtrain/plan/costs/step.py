@@ -5,8 +5,6 @@ buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduc
 when the last has been reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

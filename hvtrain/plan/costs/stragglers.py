@@ -6,8 +6,6 @@ Nagaraja 2003, "Order Statistics", chapter 3), which grows like sqrt(2 ln n). Th
 "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is not modelled.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from statistics import NormalDist
 

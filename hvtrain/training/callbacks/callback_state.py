@@ -1,7 +1,5 @@
 """State of the user's callbacks (patience, best value), kept across resumes and the fits of one run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

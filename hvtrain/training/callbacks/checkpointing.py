@@ -1,7 +1,5 @@
 """Saves the state of a run: checkpoints on disk, and commits to memory in elastic jobs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

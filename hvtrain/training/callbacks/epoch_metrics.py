@@ -1,7 +1,5 @@
 """Training metrics of an epoch: over all its steps, over all ranks, and the same in all logs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

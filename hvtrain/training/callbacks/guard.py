@@ -1,7 +1,5 @@
 """Stops training when weights differ between ranks or the loss is not finite."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

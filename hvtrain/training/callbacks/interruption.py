@@ -1,7 +1,5 @@
 """Stops training early and saved, to be resumed later: after train.max_time, or on a signal to any rank."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

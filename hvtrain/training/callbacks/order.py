@@ -1,7 +1,5 @@
 """All callbacks of a run, in their order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import keras

@@ -1,7 +1,5 @@
 """Progress of a run: steps and epochs done. Position is the first callback; the others read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

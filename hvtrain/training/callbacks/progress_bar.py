@@ -1,7 +1,5 @@
 """Keras's progress on the chief's console, readable also if the console is a pipe or a file."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """Evidence that the ranks trained together, counted during the run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

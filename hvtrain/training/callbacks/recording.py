@@ -1,7 +1,5 @@
 """Writes history.csv, one row for each epoch."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports examples that data.on_error=skip left out: each place in the log of its rank, the sum on the console."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """profile.timeline=true: traces Horovod's and TensorFlow's operations in some steps, and sums up their time."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import defaultdict

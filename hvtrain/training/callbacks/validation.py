@@ -1,7 +1,5 @@
 """Validation during training, on all ranks together."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
