@@ -66,9 +66,22 @@ def wait_until_gone(mark: str, timeout: float) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """Names of what lies in shared memory and in Open MPI's session folders, where ranks could leave something."""
-    sessions = {str(path) for path in Path("/tmp").glob("ompi.*/*")}
-    return {path.name for path in Path("/dev/shm").iterdir()} | sessions
+    """What lies in shared memory and in Open MPI's session folders and no live process uses: what ranks left there.
+
+    Of the session folders it knows the user only by the process id in their name, pid.N.
+    """
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue
+    sessions = [
+        path
+        for path in Path("/tmp").glob(f"ompi.{os.uname().nodename}.*/*")
+        if not Path("/proc", path.suffix[1:]).exists()
+    ]
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *sessions)} - used
 
 
 def say(text: str) -> None:
