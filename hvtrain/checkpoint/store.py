@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from hvtrain.checkpoint.notes import checked_run_id
+from hvtrain.core.records import remove
 from hvtrain.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes seconds to import.
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
 
 ARRAYS, META, SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
 _NAME = re.compile(r"step-([0-9]{8,})")
+# Attributes that Keras's EarlyStopping, ReduceLROnPlateau and the like count with, and reset whenever a fit begins.
+NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,24 @@ class Checkpoint:
         """The arrays that rank_state() gave for this rank."""
         prefix = f"rank/{rank}/"
         return {key.removeprefix(prefix): array for key, array in self.arrays.items() if key.startswith(prefix)}
+
+    def callbacks(self) -> dict[str, dict[str, Any]]:
+        """Numbers and best weights of callbacks, as CallbackState wrote them. Raises CheckpointError."""
+        # Only numbers of known names, so that a checkpoint cannot set any other attribute of a callback.
+        try:
+            saved: dict[str, dict[str, Any]] = {
+                name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
+                for name, numbers in self.meta.get("callbacks", {}).items()
+            }
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's callback state is not made of numbers ({error}); choose another run.dir"
+            ) from error
+        for name, values in saved.items():
+            weights = [self.arrays[key] for key in sorted(self.arrays) if key.startswith(f"callback/{name}/")]
+            if weights:
+                values["best_weights"] = weights
+        return saved
 
 
 def snapshot(
@@ -96,7 +116,12 @@ def read(path: Path) -> Checkpoint:
             if found != listed:
                 said = f"{listed[:12]}..." if listed else "nothing"
                 raise ValueError(f"{name} has SHA-256 {found[:12]}..., and {SUMS} lists {said}")
-        return _parse(path, files)
+        meta, arrays = json.loads(files[META]), load(files[ARRAYS])
+        for key in meta.pop("bfloat16"):
+            arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
+        if path.name != folder_name(meta["step"]):
+            raise ValueError(f"it is of step {meta['step']}")
+        return Checkpoint(path, meta["step"], meta, arrays)
     except MemoryError:
         raise
     except Exception as error:  # Parsers may raise anything on garbage with matching checksums.
@@ -109,16 +134,6 @@ def read(path: Path) -> Checkpoint:
             ) from error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"checkpoint {path.name} is damaged: {reason}") from error
-
-
-def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:
-    meta = json.loads(files[META])
-    arrays = load(files[ARRAYS])
-    for key in meta.pop("bfloat16"):
-        arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
-    if path.name != folder_name(meta["step"]):
-        raise ValueError(f"it is of step {meta['step']}")
-    return Checkpoint(path, meta["step"], meta, arrays)
 
 
 def _read_regular(path: Path) -> bytes:
@@ -148,14 +163,6 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
     except OSError:
         kept = ""
     return f"{reason}{kept}; {folder_name(taken_step)} is taken, {lost:,} step{' is' if lost == 1 else 's are'} lost"
-
-
-def remove(path: Path) -> None:
-    """Removes a file, a link (not its target) or a folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def restore(checkpoint: Checkpoint, model: keras.Model) -> None:

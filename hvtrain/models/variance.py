@@ -57,17 +57,14 @@ def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[
             layer=layer.name,
             mean=float(np.mean(output, dtype=np.float64)),
             variance=float(np.var(output, dtype=np.float64)),
-            gradient_rms=_rms([by_path[weight.path] for weight in layer.trainable_variables]),
+            gradient_rms=_rms([by_path[weight.path].ravel() for weight in layer.trainable_variables]),
         )
         for layer, output in zip(inner, outputs, strict=True)
     ]
 
 
 def _rms(arrays: Sequence[np.ndarray]) -> float | None:
-    if not arrays:
-        return None
-    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
-    return float(np.sqrt(np.mean(flat**2)))
+    return float(np.sqrt(np.mean(np.concatenate(arrays).astype(np.float64) ** 2))) if arrays else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

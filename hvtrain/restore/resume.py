@@ -8,7 +8,6 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.callback_records import saved_callbacks
 from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
@@ -92,8 +91,7 @@ def resume(
         store.restore(checkpoint, model)
         ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
         num_ranks = checkpoint.meta.get("world_size", plan_ranks)
-        callbacks = saved_callbacks(checkpoint.meta, checkpoint.arrays)
-        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
+        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=checkpoint.callbacks())
         return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
     start, states = comm.on_chief(restore)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
-from hvtrain.data.formats.record_framing import count_records, scan_records
+from hvtrain.data.formats.record_files import count_records, scan_records
 from hvtrain.data.sources.file_source import deal
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError

@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.source import Preprocessing, Source, StreamRequest
 from hvtrain.system import cores
 
 Read = Callable[..., tuple[tf.Tensor, tf.Tensor]]
@@ -86,6 +86,29 @@ def index_batches(num_local: int, request: StreamRequest) -> tf.data.Dataset:
     return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
 
 
+def regrouped(
+    stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
+) -> tf.data.Dataset:
+    """A rank's part of the joint batches of a plan that was made for another number of ranks.
+
+    stream_of(share) gives the batches of a share, from start_step of the plan on. These streams are joined and cut, so
+    each example comes as the plan's own ranks would have read it, order and augmentation included. Two ranks that need
+    parts of one stream both read and decode it.
+    """
+    shares = plan.shares_of(topology.rank)
+    steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
+
+    def part_of(step: tf.Tensor, batches: tuple[tuple[tf.Tensor, tf.Tensor], ...]) -> tuple[tf.Tensor, ...]:
+        # If all steps are alike, plain numbers keep the batch's static shape.
+        at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
+        begin, end = plan.parts(at, minimum)[topology.rank]
+        first = plan.share_offsets(at, minimum)[shares[0]]
+        return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
+
+    streams = tuple(stream_of(share) for share in shares)
+    return finish(parallel_map(tf.data.Dataset.zip((steps, streams)), part_of), topology)
+
+
 class StreamedSource(Source):
     """A source whose streams are read in batches, then augmented (in training) and normalized by `transform`.
 
@@ -142,7 +165,7 @@ class IndexedSource(StreamedSource):
         return tf.data.Dataset.range(len(topology.share(self.num_examples(split)))).batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:
-        return Preprocessing(self.image_shape, self.transform.layers(self.image_shape), "as the reader gives them")
+        return self.transform.preprocessing(self.image_shape, self.image_shape, "as the reader gives them")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         number = min(number, len(topology.share(self.num_examples(split))))

@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_arrays
 from hvtrain.data.pipeline.streams import IndexedSource, Read
-from hvtrain.data.pipeline.transform import Transform, check_standardize, fit
-from hvtrain.data.preprocessing import Preprocessing, reshape
+from hvtrain.data.pipeline.transform import STANDARDIZE, Transform, fit
+from hvtrain.data.source import Preprocessing
 from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -59,7 +59,8 @@ class ArraySource(IndexedSource):
         class_names: Sequence[str] | None = None,
         example_shape: tuple[int, ...] | None = None,
     ) -> None:
-        check_standardize(standardize)
+        if standardize not in STANDARDIZE:
+            raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
         if num_validation < 0:
             raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
         self.name, self.origin = name, origin
@@ -75,7 +76,7 @@ class ArraySource(IndexedSource):
         self._standardize, self._max_value = standardize, max_value
         self._counts: dict[str, int] = {}
         self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
-        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regroup.py.
+        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regrouped().
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -126,8 +127,8 @@ class ArraySource(IndexedSource):
         if not self._range:  # No stream was opened, since the run had nothing left to do.
             self._fit((self._parts or self._open())["train"])
         shape = self._example_shape or self.image_shape
-        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
-        return Preprocessing(shape, layers, f"as in the arrays ({self._dtype}); any numeric type is taken", self._range)
+        values = f"as in the arrays ({self._dtype}); any numeric type is taken"
+        return self.transform.preprocessing(shape, self.image_shape, values, self._range)
 
     def _open(self) -> dict[str, Part]:
         try:

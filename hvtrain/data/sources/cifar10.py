@@ -16,10 +16,7 @@ from hvtrain.errors import DataError
 IMAGES_PER_FILE = 10_000
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # One label, then the red, green and blue planes.
-FILES = {
-    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
-    "test": ["test_batch.bin"],
-}
+FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 KERAS_FILES = KerasFiles(
     "cifar10",
     ("cifar-10-batches-py-target_archive",),
@@ -42,18 +39,8 @@ def cifar10(
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
     else:
         origin, load = f"dataset.dir={dir}", partial(_read_folder, _find(Path(dir).expanduser()))
-    return ArraySource(
-        "cifar10",
-        load,
-        (32, 32, 3),
-        10,
-        origin=origin,
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=CLASS_NAMES,
-    )
+    changes = num_validation, shift_pixels, flip
+    return ArraySource("cifar10", load, (32, 32, 3), 10, origin, standardize, 255.0, *changes, CLASS_NAMES)
 
 
 def _find(folder: Path) -> Path:

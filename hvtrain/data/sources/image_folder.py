@@ -9,9 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.decode import decode, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish, parallel_map
-from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.transform import Transform, decode, decode_batch
 from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.arrays import SPLIT_SEED
 from hvtrain.data.sources.file_source import Example, FileSource

@@ -21,11 +21,9 @@ from hvtrain.data.formats.row_groups import (
     read_group,
 )
 from hvtrain.data.pipeline import streams
-from hvtrain.data.pipeline.decode import decode_batch
 from hvtrain.data.pipeline.row_order import Batch, Piece, Read, pieces_of, read_ahead, rebatch
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.preprocessing import Preprocessing, reshape
-from hvtrain.data.source import StreamRequest, Unreadable
+from hvtrain.data.pipeline.transform import Transform, decode_batch
+from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
@@ -142,9 +140,8 @@ class Parquet(DealtSource):
     def preprocessing(self) -> Preprocessing:
         if self._groups and self._encoded:
             return super().preprocessing()
-        shape = (int(np.prod(self.image_shape)),)
-        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
-        return Preprocessing(shape, layers, f"the list in column {self._columns.image}")
+        values = f"the list in column {self._columns.image}"
+        return self.transform.preprocessing((int(np.prod(self.image_shape)),), self.image_shape, values)
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
         shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)

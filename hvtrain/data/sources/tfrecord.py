@@ -11,11 +11,9 @@ import tensorflow as tf
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.record_framing import count_records, scan_records
-from hvtrain.data.formats.record_reader import CORRUPTED, find_damage, find_record, walk
-from hvtrain.data.pipeline.decode import decode_batch
+from hvtrain.data.formats.record_files import CORRUPTED, count_records, find_damage, find_record, scan_records, walk
 from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed
-from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import DataError
