@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.calibration import Fit, Measured, corrected, fit
-from hvtrain.plan.costs.links import Machine, bus, network
+from hvtrain.plan.costs.algorithms import Link, Machine
+from hvtrain.plan.costs.calibration import Measured, corrected, fit
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
     Raises ConfigError if a file cannot be fitted.
     """
     per_host = options.ranks_per_host
-    inside = bus(options.inside_gbytes, options.inside_latency_us * 1e-6, options.link_share)
-    between = network(options.link_gbits, options.latency_us * 1e-6, options.link_share)
+    inside = Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share)
+    between = Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share)
     said = {
         "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us",
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us",
@@ -50,7 +50,12 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
         start_seconds = max(machine.start_seconds, found.start_seconds)
         changes: dict[str, Any] = {name: link, "start_seconds": start_seconds}
         machine = replace(machine, **changes)
-        said[name] = in_words(found, measured)
+        ranks = ", ".join(map(str, sorted({one.num_ranks for one in measured})))
+        latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
+        said[name] = (
+            f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured "
+            f"on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
+        )
     for measured in groups.values():
         machine = corrected(machine, measured, algorithms)
     slowest = machine.slowest(options.np)
@@ -59,31 +64,16 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
     return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
 
 
-def in_words(found: Fit, measured: Sequence[Measured]) -> str:
-    """Describes a fitted link."""
-    ranks = ", ".join(str(number) for number in sorted({one.num_ranks for one in measured}))
-    latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
-    return (
-        f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured on "
-        f"{ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
-    )
-
-
 def read(path: Path) -> list[Measured]:
     """Reads the median of each size from a file of bench allreduce. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        num_ranks, seconds = content["num_ranks"], content["seconds"]["hvtrain"]
-        return [
-            Measured(int(num_ranks), int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()
-        ]
-    except OSError as error:
+        num_ranks, seconds = int(content["num_ranks"]), content["seconds"]["hvtrain"]
+        return [Measured(num_ranks, int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"is not what bench allreduce writes ({type(error).__name__}: {error})"
+        if isinstance(error, OSError):
+            what = f"cannot be read: {error.strerror}"
         raise ConfigError(
-            f"--calibrate {path} cannot be read: {error.strerror}; give the allreduce.json of python -m hvtrain.bench "
-            "allreduce"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--calibrate {path} is not what bench allreduce writes ({type(error).__name__}: {error}); give its "
-            "allreduce.json"
+            f"--calibrate {path} {what}; give the allreduce.json of python -m hvtrain.bench allreduce"
         ) from None

@@ -22,26 +22,20 @@ def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
         axes.set(title="learning rate", xlabel="epoch")
         axes.set_ylim(bottom=0)
         if costs:
-            _speed(figure.axes[1], [cost.num_ranks for cost in costs], forecast, costs)
-            _efficiency(figure.axes[2], [cost.num_ranks for cost in costs], costs)
-
-
-def _speed(axes: Any, ranks: list[int], forecast: Forecast, costs: Sequence[Cost]) -> None:
-    speeds = [forecast.batch_size * cost.num_ranks / cost.step_seconds for cost in costs]
-    axes.plot(ranks, [speeds[0] * number for number in ranks], "--", color=GREY, label="one rank's times ranks")
-    axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
-    axes.set(title="examples per second", yscale="log")
-    _by_ranks(axes, ranks)
-    axes.legend(frameon=False)
-
-
-def _efficiency(axes: Any, ranks: list[int], costs: Sequence[Cost]) -> None:
-    percent = [100 * cost.efficiency for cost in costs]
-    axes.plot(ranks, percent, "o-", color=BLUE)
-    last = (ranks[-1], percent[-1])
-    axes.annotate(f"{percent[-1]:.0f}%", last, xytext=(0, 8), textcoords="offset points", ha="center")
-    axes.set(title="efficiency in percent", ylim=(0, 108))
-    _by_ranks(axes, ranks)
+            ranks, (_, by_speed, by_efficiency) = [cost.num_ranks for cost in costs], figure.axes
+            speeds = [forecast.batch_size * cost.num_ranks / cost.step_seconds for cost in costs]
+            ideal = [speeds[0] * number for number in ranks]
+            by_speed.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
+            by_speed.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
+            by_speed.set(title="examples per second", yscale="log")
+            _by_ranks(by_speed, ranks)
+            by_speed.legend(frameon=False)
+            percent = [100 * cost.efficiency for cost in costs]
+            by_efficiency.plot(ranks, percent, "o-", color=BLUE)
+            last, above = (ranks[-1], percent[-1]), {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+            by_efficiency.annotate(f"{percent[-1]:.0f}%", last, **above)
+            by_efficiency.set(title="efficiency in percent", ylim=(0, 108))
+            _by_ranks(by_efficiency, ranks)
 
 
 def _by_ranks(axes: Any, ranks: list[int]) -> None:

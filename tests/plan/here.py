@@ -33,8 +33,8 @@ from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS, Workload
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.plan.costs.algorithms import Link, Machine
 from hvtrain.plan.costs.calibration import Measured, corrected, fit
-from hvtrain.plan.costs.links import Link, Machine
 from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 
 # Its losses are its own: a contender with data of its own is not compared.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from published import FITTED, MISSED, NETWORKS, PREDICTED, fitted, table
 
-from hvtrain.plan.costs.links import LINK_SHARE
+from hvtrain.plan.costs.algorithms import LINK_SHARE
 from hvtrain.plan.costs.step import Rules
 
 

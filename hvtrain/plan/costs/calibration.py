@@ -10,8 +10,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.algorithms import allreduce_seconds
-from hvtrain.plan.costs.links import Link, Machine
+from hvtrain.plan.costs.algorithms import Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
