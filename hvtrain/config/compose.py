@@ -1,8 +1,11 @@
-"""Composes a run from the command line, by Hydra. An error is one line."""
+"""Composes a run from the command line, by Hydra, with errors of one line; and lists groups and settings for --help."""
 
+import dataclasses
+import json
 import os
 import re
 import sys
+import typing
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +17,14 @@ from hvtrain.errors import ConfigError
 CONFIGS = next(
     folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf") if folder.is_dir()
 )
+
+
+MORE = """\
+A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
+Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
+pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
+left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
+"""
 
 
 def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
@@ -59,7 +70,7 @@ def _in_one_line(error: Exception) -> str:
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], _known_settings(unknown[1]))}"
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if option:
-        choices = sorted(path.stem for path in _choices(option[1]))
+        choices = sorted(path.stem for path in _choices(option[1], sys.argv))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
     unreadable = _unreadable(sys.argv[1:])
     if unreadable:
@@ -87,13 +98,13 @@ def _known_settings(name: str) -> list[str]:
     from omegaconf import OmegaConf
 
     group = name.partition(".")[0]
-    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group)]
+    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group, sys.argv)]
     keys = [f"{group}.{key}" for tree in trees for key in tree]
     return [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
 
 
-def _choices(group: str) -> list[Path]:
-    return [path for folder in [CONFIGS, *own_folders(sys.argv)] for path in (folder / group).glob("*.yaml")]
+def _choices(group: str, words: list[str]) -> list[Path]:
+    return [path for folder in [CONFIGS, *own_folders(words)] for path in sorted((folder / group).glob("*.yaml"))]
 
 
 def own_folders(words: list[str]) -> list[Path]:
@@ -104,3 +115,32 @@ def own_folders(words: list[str]) -> list[Path]:
         if word in ("--config-dir", "-cd") and index + 1 < len(words):
             return [Path(words[index + 1])]
     return []
+
+
+def run_settings(words: list[str]) -> str:
+    """Groups with their choices, and settings with their defaults, of a run that these words describe."""
+    entries = [line.strip(" -").partition(":") for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines()]
+    defaults = {key: value.strip() for key, _, value in entries}
+    lines = ["", "GROUPS (the choice after * is the default)"]
+    for group in (*GROUPS, "callbacks", "experiment"):
+        lines.append(f"  {group}=")
+        for path in _choices(group, words):
+            comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))
+            about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
+            lines.append(f"   {'*' if defaults.get(group) == path.stem else ' '} {path.stem:<20} {about}")
+    return "\n".join([*lines, "", "SETTINGS (with their defaults)", *settings(RunConfig), "", MORE])
+
+
+def settings(schema: type, prefix: str = "") -> list[str]:
+    """One line for each setting of a dataclass, those of its sections too: its name, default and meaning."""
+    lines = []
+    for item in dataclasses.fields(schema):
+        section = typing.get_type_hints(schema)[item.name]
+        if dataclasses.is_dataclass(section):
+            lines += settings(cast(type, section), f"{prefix}{item.name}.")
+        elif item.default is not dataclasses.MISSING:
+            choices = item.metadata["choices"]
+            doc = item.metadata["doc"] + (f" ({', '.join(choices)})" if choices else "")
+            default = item.default if isinstance(item.default, str) else json.dumps(item.default)
+            lines.append(f"  {f'{prefix}{item.name}={default}':<36} {doc}")
+    return lines
