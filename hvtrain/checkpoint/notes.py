@@ -37,11 +37,7 @@ class Note:
 
 
 def checked_run_id(value: object) -> str | None:
-    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions.
-
-    >>> checked_run_id("0123456789ab"), checked_run_id("../x"), checked_run_id(None)
-    ('0123456789ab', None, None)
-    """
+    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions."""
     return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
 
 
@@ -78,11 +74,7 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
 
 
 def to_ranks(step: int, host: str) -> dict[str, str]:
-    """The environment variable that passes the launcher's note.
-
-    >>> to_ranks(28, "s1")
-    {'HVTRAIN_NEWEST_CHECKPOINT': '28@s1'}
-    """
+    """The environment variable that passes the launcher's note."""
     return {VARIABLE: f"{step}@{host}"}
 
 

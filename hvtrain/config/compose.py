@@ -62,45 +62,32 @@ def schema() -> dict[str, Any]:
 
 def _in_one_line(error: Exception) -> str:
     """Hydra's error in one line, with the nearest known name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
     text = " ".join(str(error).split())
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown and unknown[1] in RENAMED:
         return f"{unknown[1]}: this setting is now {RENAMED[unknown[1]]}"
     if unknown:
-        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], _known_settings(unknown[1]))}"
+        group = unknown[1].partition(".")[0]
+        keys = [f"{group}.{key}" for path in _choices(group, sys.argv) for key in cast("dict", OmegaConf.load(path))]
+        known = [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
+        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if option:
         choices = sorted(path.stem for path in _choices(option[1], sys.argv))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
-    unreadable = _unreadable(sys.argv[1:])
-    if unreadable:
-        name, _, value = unreadable.partition("=")
-        return f"{unreadable} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
-    return f"{text}; see --help"
-
-
-def _unreadable(words: list[str]) -> str | None:
-    """The first word that Hydra's grammar refuses; Hydra's own message does not name it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for word in words:
+    # Hydra's message does not name the word that its grammar refuses.
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
         try:
-            if "=" in word and not word.startswith("-"):
-                parser.parse_override(word)
+            if value and not word.startswith("-"):
+                OverridesParser.create().parse_override(word)
         except HydraException:
-            return word
-    return None
-
-
-def _known_settings(name: str) -> list[str]:
-    from omegaconf import OmegaConf
-
-    group = name.partition(".")[0]
-    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group, sys.argv)]
-    keys = [f"{group}.{key}" for tree in trees for key in tree]
-    return [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
+            return f"{word} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
+    return f"{text}; see --help"
 
 
 def _choices(group: str, words: list[str]) -> list[Path]:
