@@ -83,7 +83,7 @@ def _in_one_line(error: Exception) -> str:
     for word in sys.argv[1:]:
         name, _, value = word.partition("=")
         try:
-            if value and not word.startswith("-"):
+            if "=" in word and not word.startswith("-"):
                 OverridesParser.create().parse_override(word)
         except HydraException:
             return f"{word} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""

@@ -119,7 +119,7 @@ class StepPlan:
         return len(set(self.batch_sizes)) == 1 and self.is_full
 
     def parts(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[tuple[Any, Any]]:
-        """Each rank's slice (begin, end) of the joint batch of a step of the epoch: all shares' batches, concatenated."""
+        """Each rank's slice (begin, end) of the joint batch of a step of the epoch: all shares' batches together."""
         offsets = self.share_offsets(step, minimum)
         return list(pairwise(self._even_cuts(offsets[-1]) if self.is_resized else offsets))
 

@@ -18,9 +18,8 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
-from hvtrain.plan.costs.calibration import Measured
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
-from hvtrain.plan.machine import Found, machine_of, read
+from hvtrain.plan.machine import machine_of, read
 from hvtrain.system import console
 from hvtrain.system.imports import without
 
@@ -71,31 +70,23 @@ def plan() -> int:
     print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
     step_seconds = options.step_seconds or _measured(options, run)
     costs: list[Cost] = []
-    found = None
+    machine = None
     if step_seconds:
-        found, rules, costs, faster = _predict(options, measured, run, rules, step_seconds)
-        print("\n".join(report.of_the_step(run, costs, found, rules, step_seconds, faster)))
+        machine, links = machine_of(options, measured, rules.algorithms)
+        if options.calibrate:  # Measured times include Horovod's cycle.
+            rules = replace(rules, cycle_seconds=0.0)
+        work, by_hosts = Work(step_seconds, run.messages), replace(rules, algorithms=("hierarchical",))
+        costs = [step_cost(work, number, machine, rules) for number in rank_counts(options.np)]
+        faster = step_cost(work, options.np, machine, by_hosts).step_seconds
+        helps = options.np > options.ranks_per_host > 1 and faster < 0.99 * costs[-1].step_seconds
+        print("\n".join(report.of_the_step(run, costs, links, rules, step_seconds, faster if helps else None)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
     draw(run, costs, folder / "plan.png")
-    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, found)
+    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
     return 0
-
-
-def _predict(
-    options: argparse.Namespace, measured: list[list[Measured]], run: Forecast, rules: Rules, step_seconds: float
-) -> tuple[Found, Rules, list[Cost], float | None]:
-    """The machine, the rules on it, the cost on 1, 2, 4, ... ranks, and the last one's if hosts reduced first."""
-    work = Work(step_seconds, run.messages)
-    found = machine_of(options, measured, rules.algorithms)
-    if found.is_measured:
-        rules = replace(rules, cycle_seconds=0.0)
-    costs = [step_cost(work, number, found.machine, rules) for number in rank_counts(options.np)]
-    by_hosts = step_cost(work, options.np, found.machine, replace(rules, algorithms=("hierarchical",))).step_seconds
-    helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
-    return found, rules, costs, by_hosts if helps else None
 
 
 def _measured(options: argparse.Namespace, run: Forecast) -> float | None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,20 +13,13 @@ from hvtrain.plan.costs.algorithms import Link, Machine
 from hvtrain.plan.costs.calibration import Measured, corrected, fit
 
 
-@dataclass(frozen=True)
-class Found:
-    """The machine, and a line for each link in use. is_measured: start_seconds includes Horovod's cycle."""
+def machine_of(
+    options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]
+) -> tuple[Machine, list[str]]:
+    """The machine that the options describe, and a line for each link in use.
 
-    machine: Machine
-    lines: tuple[str, ...]
-    is_measured: bool
-
-
-def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]], algorithms: Sequence[str]) -> Found:
-    """The machine that the options describe; measurements replace the link that they were taken on.
-
-    files holds the result of `read` for each file; algorithms are names in costs.algorithms.
-    Raises ConfigError if a file cannot be fitted.
+    Measurements replace the link that they were taken on: files holds the result of `read` for each file. algorithms
+    are names in costs.algorithms. Raises ConfigError if a file cannot be fitted.
     """
     per_host = options.ranks_per_host
     inside = Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share)
@@ -61,7 +54,7 @@ def machine_of(options: argparse.Namespace, files: Sequence[Sequence[Measured]],
     slowest = machine.slowest(options.np)
     used = ("inside", "between") if slowest == "between" and per_host > 1 else (slowest,)
     labels = {"inside": "inside a host", "between": "between hosts"}
-    return Found(machine, tuple(f"{labels[name]}: {said[name]}" for name in used), bool(groups))
+    return machine, [f"{labels[name]}: {said[name]}" for name in used]
 
 
 def read(path: Path) -> list[Measured]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hvtrain.plan.costs.algorithms import Machine
 from hvtrain.plan.costs.step import Cost, Rules
 from hvtrain.plan.forecast import Forecast, key_steps
-from hvtrain.plan.machine import Found
 
 
 def amount(num_bytes: float) -> str:
@@ -64,7 +64,8 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
     same = len(set(sizes)) == 1
     batch = f"{plan.size} x {sizes[0]} = {plan.global_batch:,} (ranks x batch)" if same else f"{plan.global_batch:,}"
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    left_out = plan.num_examples - plan.examples_per_epoch
+    dropped = plan.num_examples - plan.examples_per_epoch
+    left_out = f"; {dropped:,} examples of an epoch are left out" if dropped else ""
     kept = config.checkpoint.keep + 1
     checkpoint = forecast.footprint.checkpoint_bytes
     parts = ", ".join(
@@ -77,11 +78,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {hosts} host{'s' * (hosts > 1)}"),
         ("global batch", batch),
-        (
-            "steps",
-            f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}"
-            + (f"; {left_out:,} examples of an epoch are left out)" if left_out else ")"),
-        ),
+        ("steps", f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"),
         ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
         ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
         (
@@ -98,14 +95,18 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
 
 
 def of_the_step(
-    forecast: Forecast, costs: Sequence[Cost], found: Found, rules: Rules, step_seconds: float, faster: float | None
+    forecast: Forecast,
+    costs: Sequence[Cost],
+    links: Sequence[str],
+    rules: Rules,
+    step_seconds: float,
+    faster: float | None,
 ) -> list[str]:
     """Lines on the predicted step and its assumptions. faster is the last step's time if hosts reduce first."""
     number = len(forecast.messages)
     way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
     lines = [
-        f"{'links':<15}{found.lines[0]}",
-        *(f"{'':<15}{line}" for line in found.lines[1:]),
+        *(f"{name:<15}{link}" for name, link in zip(("links", ""), links)),
         f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced {way}",
         "",
@@ -134,7 +135,7 @@ def as_json(
     ranks_per_host: int,
     rules: Rules,
     costs: Sequence[Cost],
-    found: Found | None,
+    machine: Machine | None,
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
     plan = forecast.plan
@@ -152,6 +153,6 @@ def as_json(
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "launch": launch_line(words, plan.size, ranks_per_host),
         "rules": asdict(rules),
-        "machine": asdict(found.machine) if found else None,
+        "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
     }

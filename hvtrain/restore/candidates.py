@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvtrain.checkpoint.notes import Note
 from hvtrain.checkpoint.store import folder_name
-from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,6 @@ def check_one_run(candidates: Sequence[Candidate], newest: Candidate, folder: Pa
         f"the hosts have checkpoints of different runs in {folder / 'checkpoints'}: "
         f"{', '.join(map(str, first_of_runs.values()))}; remove those of the other run, or choose another run.dir"
     )
-
-
-def check_resume(candidates: Sequence[Candidate], resume: str, folder: Path) -> None:
-    """Raises ConfigError for resume=never if any host has a checkpoint."""
-    if resume == "never" and candidates:
-        raise ConfigError(
-            f"run.dir={folder} holds checkpoints of an earlier run on host {candidates[0].host}; "
-            "use resume=auto or choose another run.dir"
-        )
 
 
 def check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequence[Candidate], folder: Path) -> None:

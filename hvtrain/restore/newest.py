@@ -17,8 +17,8 @@ from hvtrain.checkpoint.notes import NoteKeeper, checked_run_id
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
-from hvtrain.errors import CheckpointError
-from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, check_resume, of_run
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, of_run
 from hvtrain.restore.resume import ResumePoint, RunState
 from hvtrain.restore.transfer import send_arrays
 from hvtrain.strategies.comm import Comm
@@ -27,13 +27,7 @@ from hvtrain.system.run_lock import LOCK_FILE
 log = logging.getLogger(__name__)
 
 # The meta that a checkpoint needs to be resumed, with its types.
-_NEEDED: dict[str, type | tuple[type, ...]] = {
-    "num_ranks": int,
-    "batch_size": (int, list),
-    "batch_sizes": list,
-    "epoch": int,
-    "step_in_epoch": int,
-}
+_NEEDED: Any = {"num_ranks": int, "batch_size": int | list, "batch_sizes": list, "epoch": int, "step_in_epoch": int}
 
 
 def find(
@@ -41,10 +35,8 @@ def find(
 ) -> ResumePoint | None:
     """Finds the newest readable checkpoint of this run, in memory or on the disk of any host (every rank).
 
-    Args:
-        run_state: gets the run's identifier, this host's note, and with on_all_ranks the checkpoint.
-        resume: see RunConfig.
-        on_all_ranks: all ranks get the arrays, not the chief alone.
+    run_state gets the run's identifier, this host's note, and with on_all_ranks the checkpoint, whose arrays all ranks
+    then get, not the chief alone.
 
     Raises:
         CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host, or all are damaged.
@@ -54,7 +46,11 @@ def find(
     saved = search.newest()
     hosts, rank = comm.gather(comm.topology.host), comm.topology.rank
     if search.run_id is None:
-        check_resume(search.candidates, resume, folder)
+        if resume == "never" and search.candidates:
+            raise ConfigError(
+                f"run.dir={folder} holds checkpoints of an earlier run on host {search.candidates[0].host}; "
+                "use resume=auto or choose another run.dir"
+            )
         if resume == "auto" and run_state.checkpoint is None:
             own = [notes.read(folder), notes.from_launcher(os.environ)]
             known = [note for both in comm.gather(own) for note in both if note]
@@ -114,9 +110,8 @@ class _Search:
             self._checkpoint = committed
         is_missing = self.wanted and self._checkpoint is None
         if any(self.comm.gather(is_missing)):
-            arrays = send_arrays(
-                self._checkpoint.arrays if self._checkpoint else None, self._root, self.comm, is_missing
-            )
+            known = self._checkpoint.arrays if self._checkpoint else None
+            arrays = send_arrays(known, self._root, self.comm, is_missing)
             if arrays is not None:
                 self._checkpoint = Checkpoint(Path(store.folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
         if self._root and saved.host:
@@ -167,9 +162,7 @@ class _Search:
         """Sets damaged checkpoints aside and logs them; raises CheckpointError if there are no others (every rank)."""
         place = self.comm.topology
         where = "" if place.is_chief else f"host {place.host}: "
-        own = list(self._damaged.values())
-        if saved:
-            own = [store.set_aside(path, line, saved.step) for path, line in self._damaged.items()]
+        own = [store.set_aside(path, line, saved.step) if saved else line for path, line in self._damaged.items()]
         lines = [line for lines in self.comm.gather([f"{where}{line}" for line in own]) for line in lines]
         if lines and not saved:
             raise CheckpointError(

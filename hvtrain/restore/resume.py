@@ -23,14 +23,9 @@ RankState = dict[str, np.ndarray]
 class RunState:
     """State that survives a restart of the ranks.
 
-    Attributes:
-        began: time.monotonic() at the beginning of the run.
-        folder: the run folder.
-        lock: its lock.
-        signals: those received so far.
-        checkpoint: the last commit to memory, in an elastic job.
-        run_id: the same in all checkpoints of the run, over all of its starts.
-        note_keeper: notes on this host where the newest checkpoint is.
+    began is time.monotonic() at the beginning of the run, lock that of its folder, and signals are those received.
+    checkpoint is the last commit to memory, in an elastic job; run_id is the same in all checkpoints of the run, over
+    all of its starts; note_keeper notes on this host where the newest checkpoint is.
     """
 
     began: float
@@ -87,7 +82,15 @@ def resume(
             return Start(), [{}] * plan.size
         checkpoint = saved.checkpoint
         check_unchanged(saved.name, checkpoint.meta.get("data"), meta["data"], refuse_other_data)
-        _check_plan(checkpoint, meta)
+        # A plan for another number of ranks is meant to differ.
+        names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
+        pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
+        different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
+        if different:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
+                "start with the same numbers, or choose another run.dir"
+            )
         store.restore(checkpoint, model)
         ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
         num_ranks = checkpoint.meta.get("world_size", plan_ranks)
@@ -112,15 +115,3 @@ def states_on(size: int, states: list[RankState]) -> list[RankState]:
         kept[0] = {**kept[0], **sums}
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
-
-
-def _check_plan(checkpoint: Checkpoint, meta: dict[str, Any]) -> None:
-    # A plan for another number of ranks is meant to differ.
-    names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
-    pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
-    different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
-    if different:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
-            "start with the same numbers, or choose another run.dir"
-        )

@@ -96,23 +96,17 @@ class ArraySource(IndexedSource):
         return found
 
     def reader(self, split: str, topology: Topology) -> Read:
-        self._cut(topology)
+        if topology not in self._shards:  # Each rank's are cut once; then the whole arrays are dropped.
+            parts, self._parts = self._parts or self._open(), None
+            self._fit(parts["train"])
+            shards = self._shards[topology] = {}
+            with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
+                for name, part in parts.items():
+                    rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
+                    shards[name] = tf.constant(part.images[rows]), tf.constant(part.labels[rows].astype(np.int32))
         empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
         images, labels = self._shards[topology].get(split, empty)
         return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
-
-    def _cut(self, topology: Topology) -> None:
-        """Cuts the shards of a rank, once, and drops the whole arrays."""
-        if topology in self._shards:
-            return
-        parts, self._parts = self._parts or self._open(), None
-        self._fit(parts["train"])
-        shards = self._shards[topology] = {}
-        with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
-            for name, part in parts.items():
-                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
-                labels = part.labels[rows].astype(np.int32)
-                shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
 
     def _fit(self, train: Part) -> None:
         """Fits the normalization, once: it is the same on every rank."""
@@ -203,11 +197,7 @@ def from_arrays(
     label + 1. The caller's arrays stay in memory beside the shard; for large ones give ArraySource a function
     that loads them.
     """
-    pairs = {
-        "train": (x_train, y_train),
-        "validation": (x_validation, y_validation),
-        "test": (x_test, y_test),
-    }
+    pairs = {"train": (x_train, y_train), "validation": (x_validation, y_validation), "test": (x_test, y_test)}
     arrays = {}
     for split, (images, labels) in pairs.items():
         if (images is None) != (labels is None):
@@ -218,6 +208,5 @@ def from_arrays(
     if len(shape) not in (2, 3):
         raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
     height, width, channels = (*shape, 1)[:3]
-    if num_classes is None:
-        num_classes = int(np.max(y_train)) + 1
+    num_classes = int(np.max(y_train)) + 1 if num_classes is None else num_classes
     return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)

@@ -170,20 +170,21 @@ class DealtSource(FileSource):
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
 
+    @property
     @abstractmethod
-    def counts(self, split: str) -> Mapping[Any, int]:
-        """Examples of each piece of a split."""
+    def counts(self) -> Mapping[str, Mapping[Any, int]]:
+        """Examples by split and piece, counted on first use, since what damage does depends on on_error."""
 
     def num_examples(self, split: str) -> int:
-        return sum(self.counts(split).values())
+        return sum(self.counts.get(split, {}).values())
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        counts = self.counts(split)
+        counts = self.counts.get(split, {})
         return [sum(counts[piece] for piece in shard) for shard in self.shards(split, num_shards, weights)]
 
     def shards(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[list[Any]]:
         """The pieces of each rank. Each rank needs one for training; for evaluation it may have none."""
-        counts = self.counts(split)
+        counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
             raise DataError(
                 f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks, and each "

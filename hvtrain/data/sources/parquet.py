@@ -1,7 +1,7 @@
 """Parquet files of encoded images or of pixels, dealt to the ranks by row group; only two columns are read."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +11,8 @@ import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.row_groups import (
-    Columns,
-    RowGroup,
-    find_files,
-    is_encoded,
-    pixel_type,
-    read_footer,
-    read_group,
-)
+from hvtrain.data.formats import row_groups
+from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
 from hvtrain.data.pipeline.row_order import Batch, Piece, Read, pieces_of, read_ahead, rebatch
 from hvtrain.data.pipeline.transform import Transform, decode_batch
@@ -68,12 +61,12 @@ class Parquet(DealtSource):
         self._wrong_groups: dict[RowGroup, str] = {}
 
     @cached_property
-    def _groups(self) -> dict[str, dict[RowGroup, int]]:
-        """Rows by split and row group, read on first use, since what damage does depends on on_error."""
+    def counts(self) -> dict[str, dict[RowGroup, int]]:
         groups: dict[str, dict[RowGroup, int]] = {}
         first_of: dict[pa.DataType, Path] = {}
         for split in self.SPLITS:
-            found = [group for path in find_files(self.folder, split) for group in self._read_footer(path, first_of)]
+            paths = row_groups.find_files(self.folder, split)
+            found = [group for path in paths for group in self._read_footer(path, first_of)]
             groups[split] = {group: group.num_rows for group in found}
         if not groups["train"]:
             raise DataError(
@@ -82,33 +75,30 @@ class Parquet(DealtSource):
         self._encoded = any(map(is_encoded, first_of))
         self._pixel_type = tf.uint8 if set(first_of) == {pa.uint8()} else tf.float32
         if self._encoded and not all(map(is_encoded, first_of)):
-            paths = " and ".join(map(str, first_of.values()))
+            both = " and ".join(map(str, first_of.values()))
             raise DataError(
-                f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
+                f"{both}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
             )
         return groups
 
     @cached_property
     def _all_groups(self) -> list[RowGroup]:
-        return [group for part in self._groups.values() for group in part]
+        return [group for part in self.counts.values() for group in part]
 
     def _read_footer(self, path: Path, first_of: dict[pa.DataType, Path]) -> list[RowGroup]:
         try:
-            groups, schema = read_footer(path)
+            groups, schema = row_groups.read_footer(path)
         except DataError as error:
             if not self.skips:
                 raise
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
         if groups:
-            first_of.setdefault(pixel_type(path, schema, self._columns), path)
+            first_of.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
         return groups
 
     def paths(self, split: str) -> list[str]:
-        return list(dict.fromkeys(group.path for group in self._groups[split]))
-
-    def counts(self, split: str) -> Mapping[RowGroup, int]:
-        return self._groups.get(split, {})
+        return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
         groups = self.shard("train", request.topology)
@@ -138,7 +128,7 @@ class Parquet(DealtSource):
         return decode
 
     def preprocessing(self) -> Preprocessing:
-        if self._groups and self._encoded:
+        if self.counts and self._encoded:
             return super().preprocessing()
         values = f"the list in column {self._columns.image}"
         return self.transform.preprocessing((int(np.prod(self.image_shape)),), self.image_shape, values)
@@ -167,7 +157,7 @@ class Parquet(DealtSource):
     def _read_group(self, group: RowGroup) -> Batch:
         """Images, labels (-1 in rows that cannot be used), and codes."""
         try:
-            images, labels, wrong = read_group(group, self._columns)
+            images, labels, wrong = row_groups.read_group(group, self._columns)
             self._wrong_rows.update({(group, row): why for row, why in wrong.items()})
         except DataError as error:
             self._wrong_groups[group] = str(error).removeprefix(f"{group} ")
