@@ -51,8 +51,8 @@ def gradients(model: keras.Model) -> list[Gradient]:
     """
     found = []
     for layer in reversed(list(_layers(model))):
-        variables = layer.trainable_variables
-        places = _places(layer)
+        variables, shape = layer.trainable_variables, _output_shape(layer)
+        places = math.prod(shape[1:-1]) if shape and None not in shape[1:] else 1
         work = float(places * sum(math.prod(variable.shape) for variable in variables))
         for number, variable in enumerate(reversed(variables)):
             # The layer's work is done before its first gradient.
@@ -67,11 +67,6 @@ def _layers(model: Any) -> Iterator[Any]:
             yield from _layers(layer)
         else:
             yield layer
-
-
-def _places(layer: Any) -> int:
-    shape = _output_shape(layer)
-    return math.prod(shape[1:-1]) if shape and None not in shape[1:] else 1
 
 
 def _output_shape(layer: Any) -> tuple[Any, ...] | None:

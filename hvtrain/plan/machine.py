@@ -35,16 +35,17 @@ def machine_of(
         groups.setdefault(machine.slowest(measured[0].num_ranks), []).extend(measured)
     for name, measured in groups.items():
         found = fit(measured)
-        link = found.link(getattr(machine, name).latency_seconds)
-        if found.latency_seconds is None:
+        latency_seconds = found.latency_seconds
+        if latency_seconds is None:
+            latency_seconds = getattr(machine, name).latency_seconds
             # The fitted start includes the latency of the steps.
             steps = 2 * (measured[0].num_ranks - 1)
-            found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * link.latency_seconds))
+            found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * latency_seconds))
         start_seconds = max(machine.start_seconds, found.start_seconds)
-        changes: dict[str, Any] = {name: link, "start_seconds": start_seconds}
+        changes: dict[str, Any] = {name: Link(latency_seconds, found.bytes_per_second), "start_seconds": start_seconds}
         machine = replace(machine, **changes)
         ranks = ", ".join(map(str, sorted({one.num_ranks for one in measured})))
-        latency = "" if found.latency_seconds is None else f", {1e6 * found.latency_seconds:.3g} us a step"
+        latency = "" if found.latency_seconds is None else f", {1e6 * latency_seconds:.3g} us a step"
         said[name] = (
             f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured "
             f"on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"

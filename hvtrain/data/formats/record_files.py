@@ -16,26 +16,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-from hvtrain.data.source import LEAVE_OUT
-from hvtrain.errors import DataError
-
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 PIECE_RECORDS = 64
 CORRUPTED = "corrupted record"
 
 
-def count_records(path: Path) -> int:
-    """Records in the file, by their lengths alone; the CRCs of their data are not checked."""
-    offsets, problem = scan_records(path)
-    if problem:
-        raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
-    return len(offsets)
-
-
 def scan_records(path: Path, check_lengths: bool = False) -> tuple[array[int], str | None]:
     """Offset of each record, and the defect that keeps the rest of the file from being read, if there is one.
 
-    check_lengths: stop at a length whose CRC is wrong, since the bytes after it would be taken for records.
+    The CRCs of the records' data are not checked. check_lengths: stop at a length whose CRC is wrong, since the bytes
+    after it would be taken for records.
     """
     offsets, offset = array("Q"), 0
     try:

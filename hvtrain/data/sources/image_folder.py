@@ -47,29 +47,27 @@ class ImageFolder(FileSource, IndexedSource):
         self.num_classes = len(self.class_names)
         self._cache = cache
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
-        self._files = self._find_files(self.folder, {"validation": validation_fraction, "test": test_fraction})
-
-    def _find_files(self, folder: Path, fractions: dict[str, float]) -> dict[str, Files]:
+        fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
             raise ConfigError(
-                f"dataset.validation_fraction={fractions['validation']} and "
-                f"dataset.test_fraction={fractions['test']}: each must be 0 or more, their sum less than 1"
+                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: "
+                "each must be 0 or more, their sum less than 1"
             )
-        train = list_files(folder / "train", self.class_names)
-        files = {}
+        train = list_files(self.folder / "train", self.class_names)
+        self._files: dict[str, Files] = {}
         for split, fraction in fractions.items():
-            if (folder / split).is_dir():
-                found = class_folders(folder / split)
-                if found != self.class_names:
-                    differing = sorted(set(found) ^ set(self.class_names))
+            folder = self.folder / split
+            if folder.is_dir():
+                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
+                if differing:
                     raise DataError(
-                        f"{folder / split} and {folder / 'train'} differ in their classes: "
-                        f"{', '.join(differing[:5])}; every split needs the same class folders"
+                        f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}; "
+                        "every split needs the same class folders"
                     )
-                files[split] = list_files(folder / split, self.class_names)
+                self._files[split] = list_files(folder, self.class_names)
             elif fraction:
-                train, files[split] = split_off(train, fraction)
-        return {**files, "train": train}
+                train, self._files[split] = split_off(train, fraction)
+        self._files["train"] = train
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))

@@ -50,26 +50,21 @@ def _idx_source(
     flip: bool = False,
 ) -> ArraySource:
     """Without `dir`: the Debian package (of Fashion-MNIST), then Keras's cache, then Keras's download."""
-    origin, load = _find(files, dir)
+    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
+    if dir is not None:
+        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
+    load: Callable[[], Arrays] = partial(_read_folder, folder)
+    missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
+    if missing and dir is not None:
+        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
+    if dir is None and (missing or files is MNIST_FILES):
+        origin, load = files.fetch(), files.load
     changes = num_validation, shift_pixels, flip
     return ArraySource(files.name, load, (28, 28, 1), 10, origin, standardize, 255.0, *changes, class_names)
 
 
 mnist = partial(_idx_source, MNIST_FILES, tuple("0123456789"))
 fashion_mnist = partial(_idx_source, FASHION_FILES, FASHION_CLASSES)
-
-
-def _find(files: KerasFiles, dir: str | None) -> tuple[str, Callable[[], Arrays]]:
-    """Origin of the data, for the run's header, and the function that reads them. Refuses a `dir` that lacks a file."""
-    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
-    if dir is not None:
-        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
-        missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
-        if missing:
-            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-    elif files is MNIST_FILES or not all(find_idx(folder, name) for name in FILE_NAMES):
-        return files.fetch(), files.load
-    return origin, partial(_read_folder, folder)
 
 
 def _read_folder(folder: Path) -> Arrays:

@@ -10,7 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.record_files import CORRUPTED, count_records, find_damage, find_record, scan_records, walk
+from hvtrain.data.formats.record_files import CORRUPTED, find_damage, find_record, scan_records, walk
 from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed
 from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
@@ -61,9 +61,9 @@ class TFRecords(DealtSource):
         return {split: {path: self._count(path) for path in paths} for split, paths in self._paths.items()}
 
     def _count(self, path: str) -> int:
-        if not self.skips:
-            return count_records(Path(path))
-        offsets, problem = scan_records(Path(path), check_lengths=True)
+        offsets, problem = scan_records(Path(path), check_lengths=self.skips)
+        if problem and not self.skips:
+            raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
         if problem:
             self.leave_out(Unreadable(path, f"{problem}; the rest of this file is left out", None))
         return len(offsets)

@@ -10,7 +10,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.algorithms import Link, Machine, allreduce_seconds
+from hvtrain.plan.costs.algorithms import Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,6 @@ class Fit:
     latency_seconds: float | None
     bytes_per_second: float
     error: float
-
-    def link(self, latency_seconds: float) -> Link:
-        """The fitted link, with the given latency if none was found."""
-        return Link(latency_seconds if self.latency_seconds is None else self.latency_seconds, self.bytes_per_second)
 
 
 def fit(found: Sequence[Measured]) -> Fit:
