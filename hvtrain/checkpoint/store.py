@@ -178,23 +178,15 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
 
 
 def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """State of one rank: seeds of dropout and the like, metrics of the current epoch, and the learning rate's factor.
-
-    The factor is not a variable of the optimizer.
-    """
-    state = {f"seed/{index:04d}": variable.numpy() for index, variable in enumerate(_seeds(model))}
-    state.update({f"metric/{index:04d}": v.numpy() for index, v in enumerate(model.metrics_variables)})
-    factor = rate_factor(model)
-    if factor is not None:
-        state["rate/factor"] = factor.numpy()
-    return state
+    """State of one rank: seeds of dropout and the like, metrics of the current epoch, the learning rate's factor."""
+    metrics = {f"metric/{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
+    return {name: variable.numpy() for name, variable in {**_rank_variables(model), **metrics}.items()}
 
 
 def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
     """Sets the seeds and the learning rate's factor that rank_state saved; seeds that were not saved stay."""
-    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(_seeds(model))}
-    for name, variable in {**variables, "rate/factor": rate_factor(model)}.items():
-        if variable is not None and name in state:
+    for name, variable in _rank_variables(model).items():
+        if name in state:
             if tuple(variable.shape) != state[name].shape:
                 raise CheckpointError(_difference("the checkpoint", (name, state[name]), (name, variable)))
             variable.assign(state[name])
@@ -205,9 +197,11 @@ def _variables(model: keras.Model) -> dict[str, Any]:
     return {f"{name}/{i:04d}/{v.path}": v for name, group in groups.items() for i, v in enumerate(group)}
 
 
-def _seeds(model: keras.Model) -> list[Any]:
-    weights = {id(variable) for variable in model.weights}
-    return [variable for variable in model.variables if id(variable) not in weights]
+def _rank_variables(model: keras.Model) -> dict[str, Any]:
+    weights, factor = {id(variable) for variable in model.weights}, rate_factor(model)
+    seeds = [variable for variable in model.variables if id(variable) not in weights]
+    found = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}
+    return found if factor is None else {**found, "rate/factor": factor}  # It is no variable of the optimizer.
 
 
 def rate_factor(model: keras.Model) -> Any:

@@ -194,9 +194,12 @@ class Writer:
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
             write(self._folder, step, arrays, meta)
-            name, metrics = self._config.best, meta["metrics"]
-            if math.isfinite(metrics.get(name, math.nan)) and self._is_best(metrics[name]):
-                mark_best(self._folder, step, name, metrics[name])
+            name, best = self._config.best, read_best(self._folder)
+            value = meta["metrics"].get(name, math.nan)
+            sign = -1 if "loss" in name or "error" in name else 1
+            is_best = best is None or best["metric"] != name or sign * value > sign * best["value"]
+            if math.isfinite(value) and is_best:
+                mark_best(self._folder, step, name, value)
             prune(self._folder, self._config.keep)
             self._unsaved, self.whole_step = "", step
         except UserError as error:
@@ -208,13 +211,6 @@ class Writer:
         except BaseException as error:  # A bug; outcome() raises it in the training thread.
             self._error = error
 
-    def _is_best(self, value: float) -> bool:
-        best = read_best(self._folder)
-        if best is None or best["metric"] != self._config.best:
-            return True
-        lower_is_better = "loss" in self._config.best or "error" in self._config.best
-        return value < best["value"] if lower_is_better else value > best["value"]
-
 
 def _write_file(path: Path, data: Any) -> str:
     """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
@@ -223,6 +219,5 @@ def _write_file(path: Path, data: Any) -> str:
         for piece in data:
             digest.update(piece)
             stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
+    flush(path)
     return f"{digest.hexdigest()}  {path.name}\n"

@@ -102,10 +102,8 @@ def write_atomic(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path, temporary, len(text.encode())):
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
         temporary.replace(path)
 
 

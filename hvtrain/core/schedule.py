@@ -9,21 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hvtrain.errors import ConfigError
 
-
-class Scalars:
-    """The functions that schedules use, on Python numbers. keras.ops has the same names for tensors."""
-
-    minimum = staticmethod(min)
-    maximum = staticmethod(max)
-    cos = staticmethod(math.cos)
-
-    @staticmethod
-    def where(condition: bool, yes: float, no: float) -> float:
-        return yes if condition else no
+# The functions that schedules use, on Python numbers. keras.ops has the same names for tensors.
+SCALARS = SimpleNamespace(minimum=min, maximum=max, cos=math.cos, where=lambda given, yes, no: yes if given else no)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +39,7 @@ class Schedule(ABC):
     def warmup_steps(self) -> int:
         return round(self.warmup_epochs * self.steps_per_epoch)
 
-    def __call__(self, step: Any, ops: Any = Scalars) -> Any:
+    def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
         """Learning rate at a step: a float with the default ops, a tensor with keras.ops."""
         warmup = max(1, self.warmup_steps)
         rising = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)

@@ -58,7 +58,6 @@ def plan() -> int:
     with console.native_notes_held(not config.verbose), without("sklearn"):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
-        from hvtrain.plan.plot import draw
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
     algorithms = {"best": tuple(ALGORITHMS), None: DEFAULTS.algorithms}.get(options.algorithm, (options.algorithm,))
     rules = Rules(run.bucket_bytes > 0, options.fusion_mib * MIB, deviation=options.straggler, algorithms=algorithms)
@@ -82,7 +81,7 @@ def plan() -> int:
         print("\n".join(report.of_the_step(run, costs, links, rules, step_seconds, faster if helps else None)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
-    draw(run, costs, folder / "plan.png")
+    report.draw(run, costs, folder / "plan.png")
     content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")

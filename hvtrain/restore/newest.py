@@ -19,8 +19,7 @@ from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, of_run
-from hvtrain.restore.resume import ResumePoint, RunState
-from hvtrain.restore.transfer import send_arrays
+from hvtrain.restore.resume import ResumePoint, RunState, send_arrays
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs import calibration, step
+from hvtrain.plan import machine as calibration
+from hvtrain.plan.costs import step
 from hvtrain.plan.costs.algorithms import (
     ALGORITHMS,
     Link,
@@ -19,8 +20,8 @@ from hvtrain.plan.costs.algorithms import (
     ring_seconds,
     tree_seconds,
 )
-from hvtrain.plan.costs.calibration import Measured
 from hvtrain.plan.costs.step import Gradient, Rules, Work, step_cost
+from hvtrain.plan.machine import Measured
 
 SLOW_NETWORK = Machine(Link(5e-6, 10e9), Link(2e-5, 1e9), ranks_per_host=4)
 WORK = Work(0.1, [Gradient(4_000_000, 1.0)] * 20)

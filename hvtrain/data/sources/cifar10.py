@@ -39,12 +39,12 @@ def cifar10(
     if dir is None:
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
     else:
-        folder, names = Path(dir).expanduser(), [name for group in FILES.values() for name in group]
-        lacks = {place: [name for name in names if not (place / name).is_file()] for place in (folder, folder / INNER)}
-        if all(lacks.values()):
-            raise DataError(f"cifar10: {folder} lacks {', '.join(lacks[folder])}; {KERAS_FILES.advice}")
-        place = next(place for place, missing in lacks.items() if not missing)
-        origin, load = f"dataset.dir={dir}", partial(_read_folder, place)
+        folder = Path(dir).expanduser()
+        folder = folder / INNER if (folder / INNER).is_dir() else folder
+        missing = [name for group in FILES.values() for name in group if not (folder / name).is_file()]
+        if missing:
+            raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
+        origin, load = f"dataset.dir={dir}", partial(_read_folder, folder)
     changes = num_validation, shift_pixels, flip
     return ArraySource("cifar10", load, (32, 32, 3), 10, origin, standardize, 255.0, *changes, CLASS_NAMES)
 

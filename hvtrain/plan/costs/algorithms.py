@@ -85,7 +85,7 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
     """
-    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks) if num_ranks > 1 else 0.0
+    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
