@@ -28,10 +28,7 @@ left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on
 
 
 def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
-    """The composed run of the command line, in a list; an empty list when Hydra only printed it (--cfg job).
-
-    words: used instead of the command line's own.
-    """
+    """The run of these words, or else of the command line, in a list; empty when Hydra only printed it (--cfg job)."""
     if words is not None:
         sys.argv = [sys.argv[0], *words]  # Hydra reads nothing else.
     # Otherwise Hydra prints its errors itself and exits.

@@ -70,10 +70,7 @@ def make_plan(
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order.
-
-    Raises ConfigError for a list of any other length.
-    """
+    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order; else ConfigError."""
     if isinstance(batch_size, int):
         return [batch_size] * len(hosts)
     if len(batch_size) == len(hosts):

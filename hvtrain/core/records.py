@@ -96,10 +96,7 @@ def remove(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers see the old text or the new one, even after a crash.
-
-    Raises StorageError; the old file then stays.
-    """
+    """Replaces a file, or raises StorageError: readers see the old text or the new one, even after a crash."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path, temporary, len(text.encode())):
         temporary.write_text(text, encoding="utf-8")

@@ -1,7 +1,5 @@
 """Named data sets as tf.data streams, one for each rank: sharded, shuffled, read, augmented, batched, prefetched.
 
-source.py is the contract, manifest.py tells one data set from another.
-sources/ holds what a user chooses, pipeline/ how examples become batches, formats/ the file formats.
 Everything here knows one process and the Topology that it is given, and never imports Horovod.
 """
 

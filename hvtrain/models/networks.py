@@ -14,11 +14,7 @@ KERNEL = 3  # Pixels on a side, in every convolution of separable_cnn.
 
 
 def image_input(image_shape: Sequence[int], num_classes: int, *, network: str, min_side: int = 1) -> Any:
-    """Input layer for images of shape (height, width, channels).
-
-    Raises:
-        ConfigError: if the shape is not an image's, a side is under min_side pixels, or there are not two classes.
-    """
+    """Input layer for images of shape (height, width, channels), of min_side pixels at least; else ConfigError."""
     shape = tuple(image_shape)
     if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
         raise ConfigError(

@@ -73,13 +73,10 @@ class Forecast:
 def forecast(
     config: RunConfig, num_ranks: int, ranks_per_host: int, examples: int | None, classes: int | None
 ) -> Forecast:
-    """Forecasts the run on num_ranks ranks.
+    """Forecasts the run on num_ranks ranks. Raises ConfigError or DataError as the run itself would.
 
-    Args:
-        examples: number of training examples of a data set that is not on this machine; nothing is opened then.
-        classes: its number of classes, if the data set's settings do not say.
-
-    Raises ConfigError or DataError as the run itself would.
+    examples: training examples of a data set that is not on this machine; nothing is opened then. classes: its number
+    of classes, if the data set's settings do not say.
     """
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
@@ -114,10 +111,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
 
 
 def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
-    """Steps at which to show the learning rate, each with a label.
-
-    These are the start, the end of the warm-up, the milestones of a step schedule (else the middle), and the end.
-    """
+    """Labels and steps at which to show the learning rate: start, end of warm-up, milestones (else the middle), end."""
     schedule, last = forecast.schedule, forecast.plan.num_steps - 1
     steps = {0: "step "}
     warmup = getattr(schedule, "warmup_steps", 0)

@@ -7,6 +7,7 @@ newest checkpoint that it has; the first rank with the newest of all (the root) 
 import logging
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,11 @@ class _Search:
         self.candidates: list[Candidate] = []
         # Set if the run has begun already, on ranks that have changed since.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
-        self.has_own_disk = _has_own_disk(folder, comm)
+        # A rank shares the chief's run folder if the lock in it has the same contents.
+        seen = ""
+        with suppress(OSError):
+            seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
+        self.has_own_disk = comm.broadcast(seen) != seen or comm.topology.is_chief or not seen
         self._damaged: dict[Path, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._root = 0
@@ -187,13 +192,3 @@ class _Search:
                 mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **place)
 
         self.comm.on_chief(write)
-
-
-def _has_own_disk(folder: Path, comm: Comm) -> bool:
-    """False on a rank that shares the chief's run folder, judging by the contents of its lock (every rank)."""
-    try:
-        seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
-    except OSError:
-        seen = ""
-    of_chief = comm.broadcast(seen)
-    return comm.topology.is_chief or not seen or seen != of_chief

@@ -59,18 +59,11 @@ def masked_crc(data: bytes) -> bytes:
     """
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _crc_of_byte(crc: int) -> int:
-    for _ in range(8):
-        crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc
-
-
-_CRC32C = [_crc_of_byte(byte) for byte in range(256)]
 
 
 def walk(path: bytes) -> Iterator[np.ndarray]:

@@ -50,10 +50,6 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-def parallel_map(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
-    return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-
-
 def end_with_python() -> None:
     """Ends open streams before Python ends. Call it before a stream gets a Python function."""
     atexit.unregister(_end_streams)
@@ -106,7 +102,8 @@ def regrouped(
         return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
 
     streams = tuple(stream_of(share) for share in shares)
-    return finish(parallel_map(tf.data.Dataset.zip((steps, streams)), part_of), topology)
+    parts = tf.data.Dataset.zip((steps, streams)).map(part_of, num_parallel_calls=tf.data.AUTOTUNE)
+    return finish(parts, topology)
 
 
 class StreamedSource(Source):
@@ -137,7 +134,7 @@ class StreamedSource(Source):
         The reader comes first, since it may fit the transform that `then` uses.
         """
         read = self.reader(split, topology)
-        return parallel_map(batches, lambda step, batch: then(step, *read(batch)))
+        return batches.map(lambda step, batch: then(step, *read(batch)), num_parallel_calls=tf.data.AUTOTUNE)
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

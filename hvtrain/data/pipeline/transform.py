@@ -59,13 +59,10 @@ class Transform:
         values: str,
         limits: tuple[float, float] | None = None,
     ) -> Preprocessing:
-        """From a raw example to what the streams give, to the last bit; augmentation belongs to training only.
-
-        An example of unknown size is resized as decode() does it, one of another shape is reshaped.
-        """
+        """From a raw example to what the streams give, to the last bit; augmentation belongs to training only."""
         layers: list[Callable[[Any], Any]] = []
         if None in shape:
-            # The format is explicit, since the user's keras.json may name another.
+            # As decode() resizes. The format is explicit, since the user's keras.json may name another.
             options = {"antialias": True, "data_format": "channels_last", "dtype": "float32"}
             layers += [keras.layers.Resizing(*image_shape[:2], **options), keras.ops.round]
         elif shape != image_shape:

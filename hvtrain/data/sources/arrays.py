@@ -1,7 +1,4 @@
-"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type.
-
-digits, mnist and cifar10 build on ArraySource, and so can a user's own data set in a few lines (from_arrays).
-"""
+"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -126,7 +123,9 @@ class ArraySource(IndexedSource):
 
     def _open(self) -> dict[str, Part]:
         try:
-            return self._checked(self._load())
+            arrays = self._load()
+            self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
+            parts = {split: self._check(split, *map(np.asarray, pair)) for split, pair in arrays.items()}
         except OSError as error:
             raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
         except DataError as error:
@@ -134,12 +133,6 @@ class ArraySource(IndexedSource):
                 raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
             raise
 
-    def _checked(self, arrays: Arrays) -> dict[str, Part]:
-        parts = {}
-        self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
-        for split, (images, labels) in arrays.items():
-            images, labels = self._check(split, np.asarray(images), np.asarray(labels))
-            parts[split] = Part(images, labels, np.arange(len(labels)))
         train, wanted = parts["train"], self._num_validation
         if wanted and "validation" not in parts:
             if wanted >= len(train.rows):
@@ -152,8 +145,8 @@ class ArraySource(IndexedSource):
             parts["train"] = train._replace(rows=np.sort(order[wanted:]))
         return parts
 
-    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both arrays in their final shapes, checked against the shape, the classes and each other."""
+    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> Part:
+        """A split in its final shapes, checked against the shape, the classes and each other."""
         where = f"{self.name}, {split} ({self.origin})"
         if images.ndim == 3:
             images = images[..., np.newaxis]
@@ -176,7 +169,7 @@ class ArraySource(IndexedSource):
                 f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
                 f"0 ... {self.num_classes - 1}; fix the labels or set num_classes"
             )
-        return images, labels
+        return Part(images, labels, np.arange(len(labels)))
 
 
 def from_arrays(

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.streams import IndexedSource, Read, finish, parallel_map
+from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.pipeline.transform import Transform, decode, decode_batch
 from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.arrays import SPLIT_SEED
@@ -121,7 +121,8 @@ class ImageFolder(FileSource, IndexedSource):
         def read(number: tf.Tensor, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return number, decode(tf.io.read_file(path), self.image_shape)
 
-        images = parallel_map(tf.data.Dataset.from_tensor_slices(paths).enumerate(), read).ignore_errors()
+        numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
+        images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         for numbers, batch in finish(images.batch(CACHE_BATCH), topology).as_numpy_iterator():
             pixels[numbers], known[numbers] = batch, labels.numpy()[numbers]
         with tf.device("CPU:0"):

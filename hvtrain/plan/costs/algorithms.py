@@ -54,12 +54,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of ranks_per_host ranks, which share the host's link to the others.
+    """Hosts of ranks_per_host ranks. Each rank has its link inside the host, and all share the link between hosts.
 
-    Args:
-        inside: link between ranks of a host; each rank has one.
-        between: link from host to host; all ranks of a host share it.
-        start_seconds: fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
+    start_seconds is the fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
     """
 
     inside: Link
