@@ -39,19 +39,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the ranks reduce.
+    """How the ranks reduce. The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
-    Args:
-        overlap: whether gradients are reduced while others are computed, or after the last.
-        fusion_bytes: size of a buffer; a larger tensor goes alone. The default is Horovod's since 0.21. hvtrain's runs
-            fuse nothing (0): their messages are the buckets.
-        cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average. The
-            default is Horovod's since 0.21.
-        interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
-            "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
-            algorithms.LINK_SHARE and the deviation: see docs/plan.md.
-        deviation: standard deviation of the ranks' step times, relative to their mean.
-        algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
+    overlap: whether gradients are reduced while others are computed, or after the last.
+    fusion_bytes: size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0), but have buckets.
+    cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average.
+    interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
+        "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
+        algorithms.LINK_SHARE and the deviation: see docs/plan.md.
+    deviation: standard deviation of the ranks' step times, relative to their mean.
+    algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
     """
 
     overlap: bool = False
