@@ -78,7 +78,7 @@ def plan() -> int:
         costs = [step_cost(work, number, machine, rules) for number in rank_counts(options.np)]
         faster = step_cost(work, options.np, machine, by_hosts).step_seconds
         helps = options.np > options.ranks_per_host > 1 and faster < 0.99 * costs[-1].step_seconds
-        print("\n".join(report.of_the_step(run, costs, links, rules, step_seconds, faster if helps else None)))
+        print("\n".join(report.of_the_step(run, costs, links, rules, faster if helps else None)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
     report.draw(run, costs, folder / "plan.png")
@@ -147,14 +147,9 @@ Nothing is trained or reduced.""",
     figure("--inside-gbytes", positive, 15.75, "G", "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75")
     figure("--inside-latency-us", not_negative, 1e6 * PCIE_SECONDS, "T", "PCIe has 10.8, NVLink about 6.5")
     figure("--link-share", positive, LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
-    group.add_argument(
-        "--calibrate",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="the allreduce.json of hvtrain.bench allreduce, instead of a link's figures: of the link between hosts if "
-        "it has more ranks than a host; repeatable, for several numbers of ranks",
-    )
+    text = "allreduce.json of hvtrain.bench allreduce, for the figures of the link inside a host, or of that between "
+    text += "hosts if it has more ranks than a host; repeatable, for several numbers of ranks"
+    group.add_argument("--calibrate", action="append", default=[], metavar="FILE", help=text)
     group = parser.add_argument_group("how ranks reduce")
     text = "best: the best of the others; default: the better of ring and tree, as in NCCL"
     group.add_argument("--algorithm", choices=(*ALGORITHMS, "best"), help=text)

@@ -99,15 +99,10 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
 
 
 def of_the_step(
-    forecast: Forecast,
-    costs: Sequence[Cost],
-    links: Sequence[str],
-    rules: Rules,
-    step_seconds: float,
-    faster: float | None,
+    forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules, faster: float | None
 ) -> list[str]:
     """Lines on the predicted step and its assumptions. faster is the last step's time if hosts reduce first."""
-    number = len(forecast.messages)
+    number, step_seconds = len(forecast.messages), costs[0].step_seconds
     way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
     lines = [
         *(f"{name:<15}{link}" for name, link in zip(("links", ""), links)),

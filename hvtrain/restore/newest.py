@@ -240,10 +240,10 @@ def _check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequen
     newest = max(away, key=lambda note: note.step, default=None)
     if newest is None:
         return
-    what = f"checkpoint {folder_name(newest.step)} of this run is" if newest.step else "the first checkpoints are"
+    first, later = "this run's first checkpoints are", f"checkpoint {folder_name(newest.step)} of this run is"
     here = ", ".join(dict.fromkeys(hosts))
     present = f"the newest on {here} is {folder_name(seen)}" if seen >= 0 else f"there is none on {here}"
     raise CheckpointError(
-        f"{what} on host {newest.host}, which has no rank now, and {present}; start with that host too, copy "
-        f"{folder / 'checkpoints'} from there, or continue without it with resume=available"
+        f"{later if newest.step else first} on host {newest.host}, which has no rank now, and {present}; start with "
+        f"that host too, copy {folder / 'checkpoints'} from there, or continue without it with resume=available"
     )
