@@ -63,25 +63,6 @@ def _end_streams() -> None:
             found._iterator_resource = None
 
 
-def index_batches(num_local: int, request: StreamRequest) -> tf.data.Dataset:
-    """Endless stream of (step, indices int64 [batch] within the rank's shard) from request.start_step on."""
-    share = request.share_of(num_local)
-    first_epoch, steps_done = request.position
-
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        order = tf.random.experimental.stateless_shuffle(
-            tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)
-        )
-        if share.is_full:
-            rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
-            return tf.data.Dataset.from_tensor_slices(rows)
-        steps = tf.data.Dataset.range(share.steps)
-        return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
-
-    epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-    return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
-
-
 def regrouped(
     stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
 ) -> tf.data.Dataset:
@@ -156,7 +137,22 @@ class IndexedSource(StreamedSource):
     """A source whose batches are indices [batch] within this rank's shard."""
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
-        return index_batches(len(request.topology.share(self.num_examples("train"))), request)
+        num_local = len(request.topology.share(self.num_examples("train")))
+        share = request.share_of(num_local)
+        first_epoch, steps_done = request.position
+
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            order = tf.random.experimental.stateless_shuffle(
+                tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)
+            )
+            if share.is_full:
+                rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
+                return tf.data.Dataset.from_tensor_slices(rows)
+            steps = tf.data.Dataset.range(share.steps)
+            return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
+
+        epochs = tf.data.Dataset.range(first_epoch, FOREVER)
+        return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.range(len(topology.share(self.num_examples(split)))).batch(batch_size).enumerate()
