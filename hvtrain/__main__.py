@@ -4,8 +4,7 @@ import os
 import sys
 
 from hvtrain.cli import Parser, enter
-from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.help import run_settings
+from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system import console
@@ -34,7 +33,7 @@ def compose_and_run() -> int:
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="Trains a Keras model, on one process or, under a launcher, on as many as it starts.",
         epilog=EXAMPLES,
-        more_help=lambda: run_settings([CONFIGS, *own_folders(sys.argv)]),
+        more_help=lambda: run_settings(sys.argv),
     )
     parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups")

@@ -18,8 +18,7 @@ if __name__ == "__main__":
     sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
 from hvtrain.cli import Parser, at_least, enter
-from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.help import run_settings
+from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
@@ -57,7 +56,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="Trains on the executors of a Spark cluster, one rank in each of N tasks, which must run at once.",
         epilog=EXAMPLES,
-        more_help=lambda: run_settings([CONFIGS, *own_folders(words)]),
+        more_help=lambda: run_settings(words),
     )
     parser.add_argument(
         "--np", "-np", type=at_least(1), metavar="N", help="ranks; default: spark.default.parallelism, or N of local[N]"

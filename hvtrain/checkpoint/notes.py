@@ -37,11 +37,7 @@ class Note:
 
 
 def checked_run_id(value: object) -> str | None:
-    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions.
-
-    >>> checked_run_id("0123456789ab"), checked_run_id("../x"), checked_run_id(None)
-    ('0123456789ab', None, None)
-    """
+    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions."""
     return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
 
 
@@ -78,35 +74,31 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
 
 
 def to_ranks(step: int, host: str) -> dict[str, str]:
-    """The environment variable that passes the launcher's note.
-
-    >>> to_ranks(28, "s1")
-    {'HVTRAIN_NEWEST_CHECKPOINT': '28@s1'}
-    """
+    """The environment variable that passes the launcher's note."""
     return {VARIABLE: f"{step}@{host}"}
 
 
+@dataclass
 class NoteKeeper:
     """Keeps this host's note up to date; folder None: this rank writes none.
 
     If a note cannot be written, one warning says so: notes matter only after another failure.
     """
 
-    def __init__(self, folder: Path | None = None, host: str = "", run_id: str | None = None) -> None:
-        self._folder = folder
-        self._host = host
-        self._run_id = run_id
+    folder: Path | None = None
+    host: str = ""
+    run_id: str | None = None
 
     def note(self, complete_step: int) -> None:
         """Notes that the host writes checkpoints, and that the one of complete_step is complete; 0: none yet."""
-        if self._folder is None:
+        if self.folder is None:
             return
-        note = Note(complete_step, self._host, self._run_id)
-        before = read(self._folder)
+        note = Note(complete_step, self.host, self.run_id)
+        before = read(self.folder)
         if before == note or (before and before.run_id == note.run_id and before.step and not complete_step):
             return
         try:
-            write_atomic(self._folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")
+            write_atomic(self.folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")
         except StorageError as error:
-            log.warning("%s; a start without host %s would not know of its checkpoints", error, self._host)
-            self._folder = None
+            log.warning("%s; a start without host %s would not know of its checkpoints", error, self.host)
+            self.folder = None

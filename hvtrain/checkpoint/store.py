@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from hvtrain.checkpoint.notes import checked_run_id
+from hvtrain.core.records import remove
 from hvtrain.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes seconds to import.
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
 
 ARRAYS, META, SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
 _NAME = re.compile(r"step-([0-9]{8,})")
+# Attributes that Keras's EarlyStopping, ReduceLROnPlateau and the like count with, and reset whenever a fit begins.
+NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,24 @@ class Checkpoint:
         """The arrays that rank_state() gave for this rank."""
         prefix = f"rank/{rank}/"
         return {key.removeprefix(prefix): array for key, array in self.arrays.items() if key.startswith(prefix)}
+
+    def callbacks(self) -> dict[str, dict[str, Any]]:
+        """Numbers and best weights of callbacks, as CallbackState wrote them. Raises CheckpointError."""
+        # Only numbers of known names, so that a checkpoint cannot set any other attribute of a callback.
+        try:
+            saved: dict[str, dict[str, Any]] = {
+                name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
+                for name, numbers in self.meta.get("callbacks", {}).items()
+            }
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's callback state is not made of numbers ({error}); choose another run.dir"
+            ) from error
+        for name, values in saved.items():
+            weights = [self.arrays[key] for key in sorted(self.arrays) if key.startswith(f"callback/{name}/")]
+            if weights:
+                values["best_weights"] = weights
+        return saved
 
 
 def snapshot(
@@ -96,7 +116,12 @@ def read(path: Path) -> Checkpoint:
             if found != listed:
                 said = f"{listed[:12]}..." if listed else "nothing"
                 raise ValueError(f"{name} has SHA-256 {found[:12]}..., and {SUMS} lists {said}")
-        return _parse(path, files)
+        meta, arrays = json.loads(files[META]), load(files[ARRAYS])
+        for key in meta.pop("bfloat16"):
+            arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
+        if path.name != folder_name(meta["step"]):
+            raise ValueError(f"it is of step {meta['step']}")
+        return Checkpoint(path, meta["step"], meta, arrays)
     except MemoryError:
         raise
     except Exception as error:  # Parsers may raise anything on garbage with matching checksums.
@@ -109,16 +134,6 @@ def read(path: Path) -> Checkpoint:
             ) from error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"checkpoint {path.name} is damaged: {reason}") from error
-
-
-def _parse(path: Path, files: dict[str, bytes]) -> Checkpoint:
-    meta = json.loads(files[META])
-    arrays = load(files[ARRAYS])
-    for key in meta.pop("bfloat16"):
-        arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
-    if path.name != folder_name(meta["step"]):
-        raise ValueError(f"it is of step {meta['step']}")
-    return Checkpoint(path, meta["step"], meta, arrays)
 
 
 def _read_regular(path: Path) -> bytes:
@@ -150,14 +165,6 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
     return f"{reason}{kept}; {folder_name(taken_step)} is taken, {lost:,} step{' is' if lost == 1 else 's are'} lost"
 
 
-def remove(path: Path) -> None:
-    """Removes a file, a link (not its target) or a folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
     """Sets weights and optimizer, which must be built. Raises CheckpointError that names the first difference."""
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(("model/", "optimizer/")))
@@ -171,23 +178,15 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
 
 
 def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
-    """State of one rank: seeds of dropout and the like, metrics of the current epoch, and the learning rate's factor.
-
-    The factor is not a variable of the optimizer.
-    """
-    state = {f"seed/{index:04d}": variable.numpy() for index, variable in enumerate(_seeds(model))}
-    state.update({f"metric/{index:04d}": v.numpy() for index, v in enumerate(model.metrics_variables)})
-    factor = rate_factor(model)
-    if factor is not None:
-        state["rate/factor"] = factor.numpy()
-    return state
+    """State of one rank: seeds of dropout and the like, metrics of the current epoch, the learning rate's factor."""
+    metrics = {f"metric/{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
+    return {name: variable.numpy() for name, variable in {**_rank_variables(model), **metrics}.items()}
 
 
 def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
     """Sets the seeds and the learning rate's factor that rank_state saved; seeds that were not saved stay."""
-    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(_seeds(model))}
-    for name, variable in {**variables, "rate/factor": rate_factor(model)}.items():
-        if variable is not None and name in state:
+    for name, variable in _rank_variables(model).items():
+        if name in state:
             if tuple(variable.shape) != state[name].shape:
                 raise CheckpointError(_difference("the checkpoint", (name, state[name]), (name, variable)))
             variable.assign(state[name])
@@ -198,9 +197,11 @@ def _variables(model: keras.Model) -> dict[str, Any]:
     return {f"{name}/{i:04d}/{v.path}": v for name, group in groups.items() for i, v in enumerate(group)}
 
 
-def _seeds(model: keras.Model) -> list[Any]:
-    weights = {id(variable) for variable in model.weights}
-    return [variable for variable in model.variables if id(variable) not in weights]
+def _rank_variables(model: keras.Model) -> dict[str, Any]:
+    weights, factor = {id(variable) for variable in model.weights}, rate_factor(model)
+    seeds = [variable for variable in model.variables if id(variable) not in weights]
+    found = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}
+    return found if factor is None else {**found, "rate/factor": factor}  # It is no variable of the optimizer.
 
 
 def rate_factor(model: keras.Model) -> Any:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, remove
+from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.records import TEMPORARY, flush, storage_reason, write_atomic
-from hvtrain.errors import CheckpointError, StorageError, UserError
+from hvtrain.core.records import TEMPORARY, flush, remove, write_atomic, writing
+from hvtrain.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
     import keras
@@ -49,20 +49,20 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
     target = folder / folder_name(step)
     temporary = folder / f"{TEMPORARY}{target.name}"
-    try:
-        remove(temporary)
+    needed_bytes = sum(array.nbytes for array in arrays.values()) + len(text)
+    with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         sums = [_write_file(temporary / ARRAYS, pieces(plain)), _write_file(temporary / META, [text])]
         _write_file(temporary / SUMS, ["".join(sums).encode()])
         flush(temporary)
-        _replace(temporary, target)
-    except OSError as error:
-        with suppress(OSError):
-            remove(temporary)
-        needed = sum(array.nbytes for array in arrays.values()) + len(text)
-        raise CheckpointError(
-            f"checkpoint {target.name} was not written: {storage_reason(error, folder, needed)}; make room there"
-        ) from error
+        # If the replacement of an older checkpoint of this step is cut short, sweep restores that one.
+        old = target.with_name(f"{_REPLACED}{target.name}")
+        remove(old)
+        if os.path.lexists(target):
+            target.rename(old)
+        temporary.rename(target)
+        flush(folder)
+        remove(old)
     return target
 
 
@@ -134,20 +134,12 @@ def sweep(folder: Path) -> None:
 def save_model(model: keras.Model, path: Path) -> None:
     """Saves the model as a Keras file, completely or not at all. Raises StorageError."""
     temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
-    try:
-        remove(temporary)
+    with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
         temporary.mkdir()
         model.save(temporary / path.name)
         flush(temporary / path.name)
         (temporary / path.name).replace(path)
         remove(temporary)
-    except OSError as error:
-        with suppress(OSError):
-            remove(temporary)
-        needed = sum(weight.numpy().nbytes for weight in model.weights)
-        raise StorageError(
-            f"{path} was not written: {storage_reason(error, path.parent, needed)}; make room there, then start again"
-        ) from error
 
 
 class Writer:
@@ -201,7 +193,14 @@ class Writer:
 
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
-            self._write(step, arrays, meta)
+            write(self._folder, step, arrays, meta)
+            name, best = self._config.best, read_best(self._folder)
+            value = meta["metrics"].get(name, math.nan)
+            sign = -1 if "loss" in name or "error" in name else 1
+            is_best = best is None or best["metric"] != name or sign * value > sign * best["value"]
+            if math.isfinite(value) and is_best:
+                mark_best(self._folder, step, name, value)
+            prune(self._folder, self._config.keep)
             self._unsaved, self.whole_step = "", step
         except UserError as error:
             if self._config.on_error == "stop":
@@ -212,20 +211,6 @@ class Writer:
         except BaseException as error:  # A bug; outcome() raises it in the training thread.
             self._error = error
 
-    def _write(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-        write(self._folder, step, arrays, meta)
-        name, metrics = self._config.best, meta["metrics"]
-        if math.isfinite(metrics.get(name, math.nan)) and self._is_best(metrics[name]):
-            mark_best(self._folder, step, name, metrics[name])
-        prune(self._folder, self._config.keep)
-
-    def _is_best(self, value: float) -> bool:
-        best = read_best(self._folder)
-        if best is None or best["metric"] != self._config.best:
-            return True
-        lower_is_better = "loss" in self._config.best or "error" in self._config.best
-        return value < best["value"] if lower_is_better else value > best["value"]
-
 
 def _write_file(path: Path, data: Any) -> str:
     """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
@@ -234,17 +219,5 @@ def _write_file(path: Path, data: Any) -> str:
         for piece in data:
             digest.update(piece)
             stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
+    flush(path)
     return f"{digest.hexdigest()}  {path.name}\n"
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Replaces an older checkpoint of the same step. If it is cut short, sweep restores the older one."""
-    old = target.with_name(f"{_REPLACED}{target.name}")
-    remove(old)
-    if os.path.lexists(target):
-        target.rename(old)
-    temporary.rename(target)
-    flush(target.parent)
-    remove(old)

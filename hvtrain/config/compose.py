@@ -1,8 +1,11 @@
-"""Composes a run from the command line, by Hydra. An error is one line."""
+"""Composes a run from the command line, by Hydra, with errors of one line; and lists groups and settings for --help."""
 
+import dataclasses
+import json
 import os
 import re
 import sys
+import typing
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +19,16 @@ CONFIGS = next(
 )
 
 
-def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
-    """The composed run of the command line, in a list; an empty list when Hydra only printed it (--cfg job).
+MORE = """\
+A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
+Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
+pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
+left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
+"""
 
-    words: used instead of the command line's own.
-    """
+
+def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
+    """The run of these words, or else of the command line, in a list; empty when Hydra only printed it (--cfg job)."""
     if words is not None:
         sys.argv = [sys.argv[0], *words]  # Hydra reads nothing else.
     # Otherwise Hydra prints its errors itself and exits.
@@ -51,49 +59,36 @@ def schema() -> dict[str, Any]:
 
 def _in_one_line(error: Exception) -> str:
     """Hydra's error in one line, with the nearest known name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
     text = " ".join(str(error).split())
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown and unknown[1] in RENAMED:
         return f"{unknown[1]}: this setting is now {RENAMED[unknown[1]]}"
     if unknown:
-        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], _known_settings(unknown[1]))}"
+        group = unknown[1].partition(".")[0]
+        keys = [f"{group}.{key}" for path in _choices(group, sys.argv) for key in cast("dict", OmegaConf.load(path))]
+        known = [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
+        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
     option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if option:
-        choices = sorted(path.stem for path in _choices(option[1]))
+        choices = sorted(path.stem for path in _choices(option[1], sys.argv))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
-    unreadable = _unreadable(sys.argv[1:])
-    if unreadable:
-        name, _, value = unreadable.partition("=")
-        return f"{unreadable} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
+    # Hydra's message does not name the word that its grammar refuses.
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
+        try:
+            if "=" in word and not word.startswith("-"):
+                OverridesParser.create().parse_override(word)
+        except HydraException:
+            return f"{word} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
     return f"{text}; see --help"
 
 
-def _unreadable(words: list[str]) -> str | None:
-    """The first word that Hydra's grammar refuses; Hydra's own message does not name it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for word in words:
-        try:
-            if "=" in word and not word.startswith("-"):
-                parser.parse_override(word)
-        except HydraException:
-            return word
-    return None
-
-
-def _known_settings(name: str) -> list[str]:
-    from omegaconf import OmegaConf
-
-    group = name.partition(".")[0]
-    trees = [cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path))) for path in _choices(group)]
-    keys = [f"{group}.{key}" for tree in trees for key in tree]
-    return [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
-
-
-def _choices(group: str) -> list[Path]:
-    return [path for folder in [CONFIGS, *own_folders(sys.argv)] for path in (folder / group).glob("*.yaml")]
+def _choices(group: str, words: list[str]) -> list[Path]:
+    return [path for folder in [CONFIGS, *own_folders(words)] for path in sorted((folder / group).glob("*.yaml"))]
 
 
 def own_folders(words: list[str]) -> list[Path]:
@@ -104,3 +99,32 @@ def own_folders(words: list[str]) -> list[Path]:
         if word in ("--config-dir", "-cd") and index + 1 < len(words):
             return [Path(words[index + 1])]
     return []
+
+
+def run_settings(words: list[str]) -> str:
+    """Groups with their choices, and settings with their defaults, of a run that these words describe."""
+    entries = [line.strip(" -").partition(":") for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines()]
+    defaults = {key: value.strip() for key, _, value in entries}
+    lines = ["", "GROUPS (the choice after * is the default)"]
+    for group in (*GROUPS, "callbacks", "experiment"):
+        lines.append(f"  {group}=")
+        for path in _choices(group, words):
+            comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))
+            about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
+            lines.append(f"   {'*' if defaults.get(group) == path.stem else ' '} {path.stem:<20} {about}")
+    return "\n".join([*lines, "", "SETTINGS (with their defaults)", *settings(RunConfig), "", MORE])
+
+
+def settings(schema: type, prefix: str = "") -> list[str]:
+    """One line for each setting of a dataclass, those of its sections too: its name, default and meaning."""
+    lines = []
+    for item in dataclasses.fields(schema):
+        section = typing.get_type_hints(schema)[item.name]
+        if dataclasses.is_dataclass(section):
+            lines += settings(cast(type, section), f"{prefix}{item.name}.")
+        elif item.default is not dataclasses.MISSING:
+            choices = item.metadata["choices"]
+            doc = item.metadata["doc"] + (f" ({', '.join(choices)})" if choices else "")
+            default = item.default if isinstance(item.default, str) else json.dumps(item.default)
+            lines.append(f"  {f'{prefix}{item.name}={default}':<36} {doc}")
+    return lines

@@ -17,9 +17,8 @@ def build(group: str, settings: dict[str, Any], **values: Any) -> Any:
         return instantiate({**settings, **values}, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
+        refused = isinstance(cause, InstantiationException | ImportError | TypeError | ValueError)
+        if refused and not isinstance(cause, UserError):
             reason = " ".join(str(cause).split())
             raise ConfigError(
                 f"{group}._target_={settings['_target_']} cannot be used: {reason}; "

@@ -150,13 +150,21 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 
     Raises ConfigError, which names the setting, its value, and the values allowed.
     """
-    _refuse_renamed(tree)
+    given = flatten(tree)
+    for name, new in RENAMED.items():
+        if name in given:
+            raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
     for name, callback in config.callbacks.items():
         _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
-    config.optimizer["learning_rate"] = _base_learning_rate(config.optimizer)
+    rate = config.optimizer.get("learning_rate")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")
+    if not 0 < rate <= sys.float_info.max:
+        raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
+    config.optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.train.max_time is not None:
@@ -176,13 +184,6 @@ def to_dict(config: Any) -> dict[str, Any]:
         item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else value
         for item in fields(config)
     }
-
-
-def _refuse_renamed(tree: dict[str, Any]) -> None:
-    given = flatten(tree)
-    for name, new in RENAMED.items():
-        if name in given:
-            raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
 
 
 def _check_group(name: str, group: dict[str, Any]) -> None:
@@ -226,13 +227,3 @@ def whole(steps: int, accumulate: int) -> int:
     (500, 501, 0)
     """
     return -(-steps // accumulate) * accumulate
-
-
-def _base_learning_rate(optimizer: dict[str, Any]) -> float:
-    """Learning rate of one rank, as a float, because Keras 3 rejects an integer."""
-    value = optimizer.get("learning_rate")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"optimizer.learning_rate={value} is not a number; give the rate for one rank")
-    if not 0 < value <= sys.float_info.max:
-        raise ConfigError(f"optimizer.learning_rate={value} is out of range; it must be above 0")
-    return float(value)

@@ -68,11 +68,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested dictionary by dotted names.
-
-    >>> flatten({"train": {"epochs": 3}, "seed": 1})
-    {'train.epochs': 3, 'seed': 1}
-    """
+    """The values of a nested dictionary by dotted names."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -83,13 +79,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """A suggestion for a misspelt name, or the list of known names.
-
-    >>> nearest("epoch", ["epochs", "batch_size"])
-    "did you mean 'epochs'?"
-    >>> nearest("xyz", ["a", "b"])
-    'known: a, b'
-    """
+    """A suggestion for a misspelt name, or the list of known names."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
 

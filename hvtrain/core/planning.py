@@ -52,7 +52,13 @@ def make_plan(
             f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
         )
     if uneven == "pad":
-        shares = _padded(shard_sizes, batch_sizes, dataset_name)
+        steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
+        if steps > min(shard_sizes):
+            raise ConfigError(
+                f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
+                f"{steps} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
+            )
+        shares = tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
     steps_per_epoch = shares[0].steps
     if train.steps is None:
         num_steps = train.epochs * steps_per_epoch
@@ -64,13 +70,7 @@ def make_plan(
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order.
-
-    Raises ConfigError for a list of any other length.
-
-    >>> batch_sizes_by_rank([48, 16], ["s1", "s1", "s2", "s2"])
-    [48, 48, 16, 16]
-    """
+    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order; else ConfigError."""
     if isinstance(batch_size, int):
         return [batch_size] * len(hosts)
     if len(batch_size) == len(hosts):
@@ -84,28 +84,12 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
     return [batch_size[order.index(host)] for host in hosts]
 
 
-def _padded(shard_sizes: list[int], batch_sizes: list[int], dataset_name: str) -> tuple[Share, ...]:
-    steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
-    if steps > min(shard_sizes):
-        raise ConfigError(
-            f"a rank holds {min(shard_sizes)} of {sum(shard_sizes)} training examples of {dataset_name} but another "
-            f"needs {steps} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
-        )
-    return tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
-
-
 def planned_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
     """Batch sizes of the ranks for which the plan is made: those that the run began with, or the current ones.
 
-    The current ranks get a plan of their own with train.resize=scale, from the end of an epoch on.
-
-    Args:
-        meta: of the checkpoint to continue from, if any.
-        train: the run's settings.
-        hosts: of the current ranks.
-
-    Raises:
-        CheckpointError: both train.batch_size and the number of ranks have changed.
+    The current ranks, on these hosts, get a plan of their own with train.resize=scale, from the end of an epoch on.
+    meta is that of the checkpoint to continue from, if any. Raises CheckpointError if both train.batch_size and the
+    number of ranks have changed.
     """
     if meta is None or (train.resize == "scale" and meta["num_ranks"] != len(hosts) and not meta["step_in_epoch"]):
         return batch_sizes_by_rank(train.batch_size, hosts)

@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import StorageError
+from hvtrain.errors import StorageError, UserError
 
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
@@ -58,23 +60,48 @@ class RunRecord:
     """Over all ranks, with data.on_error=skip; since this start of the run."""
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers see the old text or the new one, even after a crash.
+@contextmanager
+def writing(
+    path: Path, temporary: Path, needed_bytes: int, kind: type[UserError] = StorageError, name: str | None = None
+) -> Iterator[None]:
+    """Around the writing of `path` as `temporary`, a file or a folder, which no failure leaves behind.
 
-    Raises StorageError; the old file then stays.
+    An OSError becomes an error of that kind with the space that was needed and the space that is free.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        remove(temporary)
+        yield
     except OSError as error:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        reason = storage_reason(error, path.parent, len(text.encode()))
-        raise StorageError(f"{path} was not written: {reason}; make room there") from error
+            remove(temporary)
+        folder, room = path.parent, None
+        with suppress(OSError):  # A lost mount does not even report its free space.
+            while not folder.exists():
+                folder = folder.parent
+            room = os.statvfs(folder)
+        free = f", {room.f_bavail * room.f_frsize:,} free" if room else ""
+        free += ", no free inode" if room and room.f_files and not room.f_favail else ""
+        raise kind(
+            f"{name or path} was not written: {error.strerror or error} ({needed_bytes:,} bytes needed{free} at "
+            f"{folder}); make room there"
+        ) from error
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link (not its target) or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces a file, or raises StorageError: readers see the old text or the new one, even after a crash."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    with writing(path, temporary, len(text.encode())):
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        temporary.replace(path)
 
 
 def flush(path: Path) -> None:
@@ -84,19 +111,6 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def storage_reason(error: OSError, folder: Path, needed_bytes: int) -> str:
-    """The reason why a file was not written, with the space that it needed and the space that is free."""
-    try:
-        while not folder.exists():
-            folder = folder.parent
-        room = os.statvfs(folder)
-    except OSError:  # A lost mount does not even report its free space.
-        return f"{error.strerror or error} ({needed_bytes:,} bytes needed at {folder})"
-    files = ", no free inode" if room.f_files and not room.f_favail else ""
-    free_bytes = room.f_bavail * room.f_frsize
-    return f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free_bytes:,} free{files} at {folder})"
 
 
 def write_result(folder: Path, record: RunRecord) -> None:

@@ -9,21 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hvtrain.errors import ConfigError
 
-
-class Scalars:
-    """The functions that schedules use, on Python numbers. keras.ops has the same names for tensors."""
-
-    minimum = staticmethod(min)
-    maximum = staticmethod(max)
-    cos = staticmethod(math.cos)
-
-    @staticmethod
-    def where(condition: bool, yes: float, no: float) -> float:
-        return yes if condition else no
+# The functions that schedules use, on Python numbers. keras.ops has the same names for tensors.
+SCALARS = SimpleNamespace(minimum=min, maximum=max, cos=math.cos, where=lambda given, yes, no: yes if given else no)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +39,7 @@ class Schedule(ABC):
     def warmup_steps(self) -> int:
         return round(self.warmup_epochs * self.steps_per_epoch)
 
-    def __call__(self, step: Any, ops: Any = Scalars) -> Any:
+    def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
         """Learning rate at a step: a float with the default ops, a tensor with keras.ops."""
         warmup = max(1, self.warmup_steps)
         rising = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)
@@ -62,11 +54,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """The peak rate until the end.
-
-    >>> Constant(base=0.1, peak=0.4, steps_per_epoch=10, num_steps=100, warmup_epochs=1)(5)
-    0.25
-    """
+    """The peak rate until the end."""
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         return 1.0
@@ -74,12 +62,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
-    """The rate times `factor` at each of the given epochs.
-
-    >>> rate = Step(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=90, at_epochs=[3, 6], factor=0.5)
-    >>> rate(29), rate(30), rate(60)
-    (1.0, 0.5, 0.25)
-    """
+    """The rate times `factor` at each of the given epochs."""
 
     at_epochs: Sequence[float] = field(default=())
     factor: float = 0.1
@@ -93,12 +76,7 @@ class Step(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Schedule):
-    """Half a cosine from the peak rate to final_fraction of it (Loshchilov and Hutter 2017, eq. 5, no restarts).
-
-    >>> rate = Cosine(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=100)
-    >>> rate(0), round(rate(50), 6), round(rate(100), 6)
-    (1.0, 0.5, 0.0)
-    """
+    """Half a cosine from the peak rate to final_fraction of it (Loshchilov and Hutter 2017, eq. 5, no restarts)."""
 
     final_fraction: float = 0.0
 
@@ -108,11 +86,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(Schedule):
-    """(1 - progress) to the given power, from the peak rate to final_fraction of it; power 1 is a straight line.
-
-    >>> Polynomial(base=1.0, peak=1.0, steps_per_epoch=10, num_steps=100, power=2.0)(50)
-    0.25
-    """
+    """(1 - progress) to the given power, from the peak rate to final_fraction of it; power 1 is a straight line."""
 
     power: float = 1.0
     final_fraction: float = 0.0

@@ -12,11 +12,6 @@ class Topology:
 
     rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights, one for
     each rank, are their shares of the data; empty: equal shares.
-
-    >>> Topology(rank=1, size=4).is_chief
-    False
-    >>> Topology().size
-    1
     """
 
     rank: int = 0
@@ -53,10 +48,6 @@ class Topology:
 
 
 def reduced(weights: Sequence[int]) -> tuple[int, ...]:
-    """The same proportions in the smallest whole numbers.
-
-    >>> reduced((48, 16))
-    (3, 1)
-    """
+    """The same proportions in the smallest whole numbers: (48, 16) gives (3, 1)."""
     divisor = math.gcd(*weights) or 1
     return tuple(weight // divisor for weight in weights)

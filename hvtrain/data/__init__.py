@@ -1,11 +1,9 @@
 """Named data sets as tf.data streams, one for each rank: sharded, shuffled, read, augmented, batched, prefetched.
 
-source.py is the contract, manifest.py tells one data set from another, preprocessing.py goes into the saved model.
-sources/ holds what a user chooses, pipeline/ how examples become batches, formats/ the file formats.
 Everything here knows one process and the Topology that it is given, and never imports Horovod.
 """
 
-from hvtrain.data.formats.record_writer import write_tfrecords
+from hvtrain.data.formats.record_files import write_tfrecords
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.data.sources.arrays import ArraySource, from_arrays
 from hvtrain.data.sources.frame import from_frame

@@ -2,16 +2,16 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
-from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.errors import ConfigError
 
 LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
@@ -47,6 +47,33 @@ class StreamRequest:
                 "batch size"
             )
         return Share(self.batch_size, self.steps_per_epoch, wanted)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Turns one raw example, of any numeric type, into the float32 image that the model trains on.
+
+    It goes into the saved model, before the trained one. So it may hold only what plain Keras loads without hvtrain,
+    and it must give the same bits as the input pipeline.
+    """
+
+    shape: tuple[int | None, ...]
+    """Shape of a raw example; None for a side of any size."""
+    layers: Sequence[Callable[[Any], Any]] = ()
+    """Keras layers or functions of keras.ops, in order."""
+    values: str = "as the data set's streams give them"
+    """The values in a raw example, described for the user of the saved model."""
+    range: tuple[float, float] | None = None
+    """The smallest and the largest value, if known."""
+
+    def inputs(self) -> keras.KerasTensor:
+        """The input of a saved model: float32, to which Keras converts all other numeric types."""
+        return keras.Input(self.shape, dtype="float32", name="raw")
+
+    def __call__(self, raw: Any) -> Any:
+        for layer in self.layers:
+            raw = layer(raw)
+        return raw
 
 
 class Unreadable(NamedTuple):

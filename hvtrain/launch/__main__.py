@@ -8,8 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hvtrain.cli import Parser, at_least, enter
-from hvtrain.config.compose import compose, own_folders
-from hvtrain.config.help import settings
+from hvtrain.config.compose import compose, own_folders, settings
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment, reach, restart

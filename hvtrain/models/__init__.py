@@ -9,8 +9,6 @@ the data set, and its own options from YAML. All builders keep these rules:
 """
 
 from hvtrain.models.applications import application
-from hvtrain.models.plain import cnn, mlp
-from hvtrain.models.resnet import resnet20
-from hvtrain.models.separable import separable_cnn
+from hvtrain.models.networks import cnn, mlp, resnet20, separable_cnn
 
 __all__ = ["application", "cnn", "mlp", "resnet20", "separable_cnn"]

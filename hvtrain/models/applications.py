@@ -3,14 +3,14 @@
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import layers
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.input_output import check_rate, image_input, logits
+from hvtrain.models.networks import check_rate, image_input, logits
 
 # Options that this builder sets itself; a network's others (alpha, minimalistic ...) are up to the user.
 OURS = {"include_top", "include_preprocessing", "weights", "input_tensor", "input_shape", "pooling", "classes"}
@@ -32,13 +32,24 @@ def application(
     Raises:
         ConfigError: no such network, an image smaller than the network takes (usually 32x32), unknown options.
     """
-    builder = _find(name)
-    _check_options(name, builder, options)
-    check_rate(name, "dropout", dropout)
+    networks = {key: value for key, value in vars(keras.applications).items() if inspect.isfunction(value)}
+    if name not in networks:
+        by_lower_case = {key.lower(): key for key in networks}
+        near = [by_lower_case[key] for key in difflib.get_close_matches(str(name).lower(), by_lower_case, n=4)]
+        known = f"the nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(networks))}"
+        raise ConfigError(f"keras.applications has no network {name!r}; {known}")
+    free = sorted(set(inspect.signature(networks[name]).parameters) - OURS)
+    unknown = sorted(set(options) - set(free))
+    if unknown:
+        takes = ", ".join(free) if free else "none"
+        raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
+    check_rate(name, dropout)
 
     image = image_input(image_shape, num_classes, network=name)
     try:
-        trunk = builder(include_top=False, weights=None, pooling="avg", input_shape=tuple(image_shape), **options)
+        trunk = networks[name](
+            include_top=False, weights=None, pooling="avg", input_shape=tuple(image_shape), **options
+        )
     except ValueError as error:
         raise ConfigError(
             f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options {options}, "
@@ -57,26 +68,6 @@ def application(
     if dropout:
         x = layers.Dropout(dropout, name="dropout")(x)
     return keras.Model(image, logits(x, num_classes), name=trunk.name)
-
-
-def _find(name: str) -> Callable[..., keras.Model]:
-    networks = {key: value for key, value in vars(keras.applications).items() if inspect.isfunction(value)}
-    if name in networks:
-        return networks[name]
-    by_lower_case = {key.lower(): key for key in networks}
-    near = [by_lower_case[key] for key in difflib.get_close_matches(str(name).lower(), by_lower_case, n=4)]
-    raise ConfigError(
-        f"keras.applications has no network {name!r}; "
-        f"{'the nearest: ' + ', '.join(near) if near else 'it has ' + ', '.join(sorted(networks))}"
-    )
-
-
-def _check_options(name: str, builder: Callable[..., keras.Model], options: dict[str, Any]) -> None:
-    free = sorted(set(inspect.signature(builder).parameters) - OURS)
-    unknown = sorted(set(options) - set(free))
-    if unknown:
-        takes = ", ".join(free) if free else "none"
-        raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:

@@ -57,17 +57,14 @@ def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[
             layer=layer.name,
             mean=float(np.mean(output, dtype=np.float64)),
             variance=float(np.var(output, dtype=np.float64)),
-            gradient_rms=_rms([by_path[weight.path] for weight in layer.trainable_variables]),
+            gradient_rms=_rms([by_path[weight.path].ravel() for weight in layer.trainable_variables]),
         )
         for layer, output in zip(inner, outputs, strict=True)
     ]
 
 
 def _rms(arrays: Sequence[np.ndarray]) -> float | None:
-    if not arrays:
-        return None
-    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
-    return float(np.sqrt(np.mean(flat**2)))
+    return float(np.sqrt(np.mean(np.concatenate(arrays).astype(np.float64) ** 2))) if arrays else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     keras.utils.set_random_seed(given.seed)
     try:
-        images, labels = _batch(given.dataset, given.num_images, given.image_shape, given.seed)
+        if given.dataset:
+            request = StreamRequest(Topology(), given.num_images, given.seed, start_step=0, steps_per_epoch=1)
+            images, labels = next(DATASETS[given.dataset]().training(request).as_numpy_iterator())
+        else:
+            images = np.random.standard_normal((given.num_images, *given.image_shape))
+            labels = np.random.randint(0, 10, given.num_images)
         options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.options))
         model = getattr(models, given.network)(image_shape=images.shape[1:], num_classes=10, **options)
     except (UserError, TypeError) as error:
@@ -91,14 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for signal in signals(model, images, labels):
         gradient = "" if signal.gradient_rms is None else f"{signal.gradient_rms:>14.1e}"
         print(f"{signal.layer:<24}{signal.mean:>11.3f}{signal.variance:>11.2e}{gradient}")
-
-
-def _batch(dataset: str | None, num_images: int, image_shape: Sequence[int], seed: int) -> Any:
-    if dataset is None:
-        return np.random.standard_normal((num_images, *image_shape)), np.random.randint(0, 10, num_images)
-    source = DATASETS[dataset]()
-    batches = source.training(StreamRequest(Topology(), num_images, seed, start_step=0, steps_per_epoch=1))
-    return next(batches.as_numpy_iterator())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,13 +15,11 @@ from typing import TYPE_CHECKING
 
 from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, not_negative, positive
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.algorithms import ALGORITHMS
-from hvtrain.plan.costs.calibration import Measured
-from hvtrain.plan.costs.links import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
+from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
-from hvtrain.plan.machine import Found, machine_of, read
+from hvtrain.plan.machine import machine_of, read
 from hvtrain.system import console
 from hvtrain.system.imports import without
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
+WARMUP_STEPS, TIMED_STEPS = 5, 20
 EPILOG = f"""\
 {RUN_SETTINGS}
 
@@ -56,76 +58,63 @@ def plan() -> int:
     with console.native_notes_held(not config.verbose), without("sklearn"):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
-        from hvtrain.plan.plot import draw
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
-    rules = _rules(options, run)
-    folder = _folder(options, run)
+    algorithms = {"best": tuple(ALGORITHMS), None: DEFAULTS.algorithms}.get(options.algorithm, (options.algorithm,))
+    rules = Rules(run.bucket_bytes > 0, options.fusion_mib * MIB, deviation=options.straggler, algorithms=algorithms)
+    folder = Path(options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
     print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
-    step_seconds = options.step_seconds or _measured(options, config, run)
+    step_seconds = options.step_seconds or _measured(options, run)
     costs: list[Cost] = []
-    found = None
+    machine = None
     if step_seconds:
-        found, rules, costs, faster = _predict(options, measured, run, rules, step_seconds)
-        print("\n".join(report.of_the_step(run, costs, found, rules, step_seconds, faster)))
+        machine, links = machine_of(options, measured, rules.algorithms)
+        if options.calibrate:  # Measured times include Horovod's cycle.
+            rules = replace(rules, cycle_seconds=0.0)
+        work, by_hosts = Work(step_seconds, run.messages), replace(rules, algorithms=("hierarchical",))
+        costs = [step_cost(work, number, machine, rules) for number in rank_counts(options.np)]
+        faster = step_cost(work, options.np, machine, by_hosts).step_seconds
+        helps = options.np > options.ranks_per_host > 1 and faster < 0.99 * costs[-1].step_seconds
+        print("\n".join(report.of_the_step(run, costs, links, rules, faster if helps else None)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
-    draw(run, costs, folder / "plan.png")
-    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, found)
+    report.draw(run, costs, folder / "plan.png")
+    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
     return 0
 
 
-def _predict(
-    options: argparse.Namespace, measured: list[list[Measured]], run: Forecast, rules: Rules, step_seconds: float
-) -> tuple[Found, Rules, list[Cost], float | None]:
-    """The machine, the rules on it, the cost on 1, 2, 4, ... ranks, and the last one's if hosts reduced first."""
-    work = Work(step_seconds, run.messages)
-    found = machine_of(options, measured, rules.algorithms)
-    if found.is_measured:
-        rules = replace(rules, cycle_seconds=0.0)
-    costs = [step_cost(work, number, found.machine, rules) for number in rank_counts(options.np)]
-    by_hosts = step_cost(work, options.np, found.machine, replace(rules, algorithms=("hierarchical",))).step_seconds
-    helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
-    return found, rules, costs, by_hosts if helps else None
-
-
-def _measured(options: argparse.Namespace, config: RunConfig, run: Forecast) -> float | None:
+def _measured(options: argparse.Namespace, run: Forecast) -> float | None:
     if not options.measure:
         return None
-    from hvtrain.plan.one_rank import measured_step_seconds
-
     words = list(options.words)
     if options.examples is not None:
         words = [word for word in words if not word.startswith(("dataset=", "dataset."))]
         shape = ",".join(map(str, run.source.image_shape))
-        words += [
-            "dataset=synthetic",
-            f"dataset.image_shape=[{shape}]",
-            f"dataset.num_classes={run.source.num_classes}",
-        ]
+        words += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
+        words += [f"dataset.num_classes={run.source.num_classes}"]
     return measured_step_seconds(words, run.batch_size)
 
 
-def _rules(options: argparse.Namespace, run: Forecast) -> Rules:
-    names = {"best": tuple(ALGORITHMS), None: DEFAULTS.algorithms}.get(options.algorithm, (options.algorithm,))
-    return replace(
-        DEFAULTS,
-        overlap=run.bucket_bytes > 0,
-        fusion_bytes=options.fusion_mib * MIB,
-        deviation=options.straggler,
-        algorithms=names,
-    )
+def measured_step_seconds(words: list[str], batch_size: int) -> float:
+    """Step time of the run that the words describe, on one rank with all cores of this machine and without Horovod.
 
+    A short training in its own process, with the bench's clock. Raises LostRankError, which names the file with its
+    output, if it fails.
+    """
+    from hvtrain.bench.contenders import Steps, measure, named
 
-def _folder(options: argparse.Namespace, run: Forecast) -> Path:
-    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}"
-    folder = Path(options.output or f"plan/{name}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
-    return folder
+    steps = Steps(WARMUP_STEPS, TIMED_STEPS)
+    more = ["strategy=single", f"train.steps={steps.total}", "train.divide_steps_by_size=false"]
+    more += ["train.validate_every_epochs=null", "train.learning_rate_scale=none", f"train.batch_size={batch_size}"]
+    kept = [word for word in words if not word.startswith("run.dir=")]
+    folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-"))  # Kept for the output of a failure.
+    threads = len(os.sched_getaffinity(0))
+    return measure(named("hvtrain-1"), [*kept, *more], 1, batch_size, steps, folder / "run", threads).step_seconds
 
 
 def _parser() -> Parser:
@@ -141,77 +130,32 @@ Nothing is trained or reduced.""",
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
     option("--ranks-per-host", type=at_least(1), default=4, metavar="N", help="default: 4")
-    option(
-        "--examples", type=at_least(1), metavar="N", help="training examples of a data set that is not on this machine"
-    )
+    option("--examples", type=at_least(1), metavar="N", help="training examples of a data set that is not here")
     option("--classes", type=at_least(1), metavar="C", help="its classes, if the settings do not say so; default: 1000")
     option("--output", metavar="DIR", help="where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL")
-    step = parser.add_argument_group(
-        "time of one rank's step, of the batch that is set; without it no step is predicted"
-    )
-    step = step.add_mutually_exclusive_group()
+    group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
+    step = group.add_mutually_exclusive_group()
     step.add_argument("--step-seconds", type=positive, metavar="S", help="given")
-    step.add_argument(
-        "--measure", action="store_true", help="measured: a short training of one rank here, in a process of its own"
-    )
-    option = parser.add_argument_group("the machine").add_argument
-    option("--link-gbits", type=positive, default=25.0, metavar="G", help="nominal speed between hosts; default: 25")
-    option(
-        "--latency-us",
-        type=not_negative,
-        default=1e6 * NETWORK_SECONDS,
-        metavar="T",
-        help="of one step of a ring between hosts; default: %(default).1f",
-    )
-    option(
-        "--inside-gbytes",
-        type=positive,
-        default=15.75,
-        metavar="G",
-        help="nominal speed between ranks of a host, in one direction; default: 15.75 (PCIe 3.0 x16)",
-    )
-    option(
-        "--inside-latency-us",
-        type=not_negative,
-        default=1e6 * PCIE_SECONDS,
-        metavar="T",
-        help="default: %(default).1f (PCIe; about 6.5 with NVLink)",
-    )
-    option(
-        "--link-share",
-        type=positive,
-        default=LINK_SHARE,
-        metavar="X",
-        help="share of the nominal speeds that an allreduce gets; default: %(default)s",
-    )
-    option(
-        "--calibrate",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="the allreduce.json of hvtrain.bench allreduce, instead of a link's figures: of the link between hosts if "
-        "it has more ranks than a host; repeatable, for several numbers of ranks",
-    )
-    option = parser.add_argument_group("how ranks reduce").add_argument
-    option(
-        "--algorithm",
-        choices=(*ALGORITHMS, "best"),
-        help="best: the best of the others; default: the better of ring and tree, as in NCCL",
-    )
-    option(
-        "--fusion-mib",
-        type=not_negative,
-        default=DEFAULTS.fusion_bytes / MIB,
-        metavar="N",
-        help="messages that are ready at once are joined to N MiB; default: %(default).0f, as in runs",
-    )
-    option(
-        "--straggler",
-        type=not_negative,
-        default=DEFAULTS.deviation,
-        metavar="X",
-        help="deviation of the ranks' step times from their mean; default: %(default)s",
-    )
+    step.add_argument("--measure", action="store_true", help="measured here, by a short training in its own process")
+
+    def figure(name: str, kind: Callable[[str], float], default: float, letter: str, text: str) -> None:
+        group.add_argument(name, type=kind, default=default, metavar=letter, help=f"{text}; default: {default:.4g}")
+
+    group = parser.add_argument_group("the machine")
+    figure("--link-gbits", positive, 25.0, "G", "nominal speed between hosts")
+    figure("--latency-us", not_negative, 1e6 * NETWORK_SECONDS, "T", "of one step of a ring between hosts")
+    figure("--inside-gbytes", positive, 15.75, "G", "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75")
+    figure("--inside-latency-us", not_negative, 1e6 * PCIE_SECONDS, "T", "PCIe has 10.8, NVLink about 6.5")
+    figure("--link-share", positive, LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
+    text = "allreduce.json of hvtrain.bench allreduce, for the figures of the link inside a host, or of that between "
+    text += "hosts if it has more ranks than a host; repeatable, for several numbers of ranks"
+    group.add_argument("--calibrate", action="append", default=[], metavar="FILE", help=text)
+    group = parser.add_argument_group("how ranks reduce")
+    text = "best: the best of the others; default: the better of ring and tree, as in NCCL"
+    group.add_argument("--algorithm", choices=(*ALGORITHMS, "best"), help=text)
+    text = "messages that are ready at once are joined to N MiB, in runs not at all"
+    figure("--fusion-mib", not_negative, DEFAULTS.fusion_bytes / MIB, "N", text)
+    figure("--straggler", not_negative, DEFAULTS.deviation, "X", "deviation of the ranks' step times from their mean")
     return parser
 
 

@@ -1,13 +1,17 @@
-"""Prints a forecast as lines, and gives it as JSON."""
+"""Prints a forecast as lines, draws it, and gives it as JSON."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from hvtrain.bench.plots import BLUE, GREY, picture
+from hvtrain.plan.costs.algorithms import Machine
 from hvtrain.plan.costs.step import Cost, Rules
 from hvtrain.plan.forecast import Forecast, key_steps
-from hvtrain.plan.machine import Found
+
+NUM_POINTS = 600
 
 
 def amount(num_bytes: float) -> str:
@@ -64,7 +68,8 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
     same = len(set(sizes)) == 1
     batch = f"{plan.size} x {sizes[0]} = {plan.global_batch:,} (ranks x batch)" if same else f"{plan.global_batch:,}"
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    left_out = plan.num_examples - plan.examples_per_epoch
+    dropped = plan.num_examples - plan.examples_per_epoch
+    left_out = f"; {dropped:,} examples of an epoch are left out" if dropped else ""
     kept = config.checkpoint.keep + 1
     checkpoint = forecast.footprint.checkpoint_bytes
     parts = ", ".join(
@@ -77,11 +82,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {hosts} host{'s' * (hosts > 1)}"),
         ("global batch", batch),
-        (
-            "steps",
-            f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}"
-            + (f"; {left_out:,} examples of an epoch are left out)" if left_out else ")"),
-        ),
+        ("steps", f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"),
         ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
         ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
         (
@@ -98,14 +99,13 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
 
 
 def of_the_step(
-    forecast: Forecast, costs: Sequence[Cost], found: Found, rules: Rules, step_seconds: float, faster: float | None
+    forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules, faster: float | None
 ) -> list[str]:
     """Lines on the predicted step and its assumptions. faster is the last step's time if hosts reduce first."""
-    number = len(forecast.messages)
+    number, step_seconds = len(forecast.messages), costs[0].step_seconds
     way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
     lines = [
-        f"{'links':<15}{found.lines[0]}",
-        *(f"{'':<15}{line}" for line in found.lines[1:]),
+        *(f"{name:<15}{link}" for name, link in zip(("links", ""), links)),
         f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced {way}",
         "",
@@ -134,7 +134,7 @@ def as_json(
     ranks_per_host: int,
     rules: Rules,
     costs: Sequence[Cost],
-    found: Found | None,
+    machine: Machine | None,
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
     plan = forecast.plan
@@ -152,6 +152,43 @@ def as_json(
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "launch": launch_line(words, plan.size, ranks_per_host),
         "rules": asdict(rules),
-        "machine": asdict(found.machine) if found else None,
+        "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
     }
+
+
+def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
+    """Writes a PNG; without costs it shows the learning rate alone."""
+    plan = forecast.plan
+    with picture(path, 13 if costs else 5, 4, columns=3 if costs else 1) as (figure, _):
+        figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
+        steps = [*range(0, plan.num_steps, max(1, plan.num_steps // NUM_POINTS)), plan.num_steps - 1]
+        rates, axes = [forecast.schedule(step) for step in steps], figure.axes[0]
+        axes.plot([step / plan.steps_per_epoch for step in steps], rates, color=BLUE)
+        axes.set(title="learning rate", xlabel="epoch")
+        axes.set_ylim(bottom=0)
+        if costs:
+            ranks, (_, by_speed, by_efficiency) = [cost.num_ranks for cost in costs], figure.axes
+            speeds = [forecast.batch_size * cost.num_ranks / cost.step_seconds for cost in costs]
+            ideal = [speeds[0] * number for number in ranks]
+            by_speed.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
+            by_speed.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
+            by_speed.set(title="examples per second", yscale="log")
+            _by_ranks(by_speed, ranks)
+            by_speed.legend(frameon=False)
+            percent = [100 * cost.efficiency for cost in costs]
+            by_efficiency.plot(ranks, percent, "o-", color=BLUE)
+            last, above = (ranks[-1], percent[-1]), {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+            by_efficiency.annotate(f"{percent[-1]:.0f}%", last, **above)
+            by_efficiency.set(title="efficiency in percent", ylim=(0, 108))
+            _by_ranks(by_efficiency, ranks)
+
+
+def _by_ranks(axes: Any, ranks: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    shown = ranks[:: max(1, len(ranks) // 6)]
+    # The last one is always labelled; the one before it only where there is room.
+    shown = [*(number for number in shown if number * 1.5 < ranks[-1]), ranks[-1]]
+    axes.set_xticks(shown, [f"{number:,}" for number in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")

@@ -7,33 +7,45 @@ newest checkpoint that it has; the first rank with the newest of all (the root) 
 import logging
 import os
 import uuid
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvtrain.checkpoint import notes, store
-from hvtrain.checkpoint.notes import NoteKeeper, checked_run_id
-from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.checkpoint.notes import Note, NoteKeeper, checked_run_id
+from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
-from hvtrain.errors import CheckpointError
-from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, check_resume, of_run
-from hvtrain.restore.resume import ResumePoint, RunState
-from hvtrain.restore.transfer import send_arrays
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.restore.resume import ResumePoint, RunState, send_arrays
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
 # The meta that a checkpoint needs to be resumed, with its types.
-_NEEDED: dict[str, type | tuple[type, ...]] = {
-    "num_ranks": int,
-    "batch_size": (int, list),
-    "batch_sizes": list,
-    "epoch": int,
-    "step_in_epoch": int,
-}
+_NEEDED: Any = {"num_ranks": int, "batch_size": int | list, "batch_sizes": list, "epoch": int, "step_in_epoch": int}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The newest checkpoint of a rank, in memory (path None) or on its disk.
+
+    run_id is None in checkpoints of older versions. seen_step is the newest step on its disk, damaged or not.
+    """
+
+    rank: int
+    host: str
+    step: int
+    run_id: str | None
+    path: Path | None
+    seen_step: int
+
+    def __str__(self) -> str:
+        return f"{folder_name(self.step)} of {f'run {self.run_id}' if self.run_id else 'an unknown run'} on {self.host}"
 
 
 def find(
@@ -41,24 +53,23 @@ def find(
 ) -> ResumePoint | None:
     """Finds the newest readable checkpoint of this run, in memory or on the disk of any host (every rank).
 
-    Args:
-        run_state: gets the run's identifier, this host's note, and with on_all_ranks the checkpoint.
-        resume: see RunConfig.
-        on_all_ranks: all ranks get the arrays, not the chief alone.
-
-    Raises:
-        CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host, or all are damaged.
-        ConfigError: resume=never, and another host than rank 0's has a checkpoint.
+    run_state gets the run's identifier, this host's note, and with on_all_ranks the checkpoint, whose arrays all ranks
+    then get, not the chief alone. Raises CheckpointError if hosts have checkpoints of different runs, a newer one is on
+    an absent host, or all are damaged; ConfigError if resume=never, and another host than rank 0's has a checkpoint.
     """
     search = _Search(folder, comm, run_state, on_all_ranks)
     saved = search.newest()
     hosts, rank = comm.gather(comm.topology.host), comm.topology.rank
     if search.run_id is None:
-        check_resume(search.candidates, resume, folder)
+        if resume == "never" and search.candidates:
+            raise ConfigError(
+                f"run.dir={folder} holds checkpoints of an earlier run on host {search.candidates[0].host}; "
+                "use resume=auto or choose another run.dir"
+            )
         if resume == "auto" and run_state.checkpoint is None:
             own = [notes.read(folder), notes.from_launcher(os.environ)]
             known = [note for both in comm.gather(own) for note in both if note]
-            check_notes(known, hosts, search.candidates, folder)
+            _check_notes(known, hosts, search.candidates, folder)
     checkpoint = search.send(saved) if saved else None
     run_id = saved and checked_run_id(saved.meta.get("run_id"))
     run_state.run_id = run_id or search.run_id or comm.broadcast(uuid.uuid4().hex[:12])
@@ -86,7 +97,11 @@ class _Search:
         self.candidates: list[Candidate] = []
         # Set if the run has begun already, on ranks that have changed since.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
-        self.has_own_disk = _has_own_disk(folder, comm)
+        # A rank shares the chief's run folder if the lock in it has the same contents.
+        seen = ""
+        with suppress(OSError):
+            seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
+        self.has_own_disk = comm.broadcast(seen) != seen or comm.topology.is_chief or not seen
         self._damaged: dict[Path, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._root = 0
@@ -96,14 +111,21 @@ class _Search:
         saved = None
         while saved is None:
             everyone = self.comm.gather(self.comm.all_or_raise(self._candidate))
-            self.candidates = of_run([candidate for candidate in everyone if candidate], self.run_id)
+            self.candidates = _of_run([candidate for candidate in everyone if candidate], self.run_id)
             if not self.candidates:
                 break
             newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))
             self._root = newest.rank
             saved = self.comm.on_rank(self._root, partial(self._read, newest))
-        if saved and self.run_id is None:
-            check_one_run(self.candidates, newest, self.folder)
+        # An older candidate of an unknown run may be the one that the known run began from. If the newest candidate is
+        # of an unknown run, its order among the others is unknown too.
+        if saved and self.run_id is None and {one.run_id for one in self.candidates} - {None, newest.run_id}:
+            first_of_runs = {one.run_id: one for one in reversed(self.candidates)}.values()
+            raise CheckpointError(
+                f"the hosts have checkpoints of different runs in {self.checkpoints}: "
+                f"{', '.join(map(str, sorted(first_of_runs, key=lambda one: one.rank)))}; "
+                "remove those of the other run, or choose another run.dir"
+            )
         self._report_damaged(saved)
         return saved
 
@@ -114,11 +136,10 @@ class _Search:
             self._checkpoint = committed
         is_missing = self.wanted and self._checkpoint is None
         if any(self.comm.gather(is_missing)):
-            arrays = send_arrays(
-                self._checkpoint.arrays if self._checkpoint else None, self._root, self.comm, is_missing
-            )
+            known = self._checkpoint.arrays if self._checkpoint else None
+            arrays = send_arrays(known, self._root, self.comm, is_missing)
             if arrays is not None:
-                self._checkpoint = Checkpoint(Path(store.folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
+                self._checkpoint = Checkpoint(Path(folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
         if self._root and saved.host:
             self._send_records()
         return self._checkpoint if self.wanted else None
@@ -167,9 +188,7 @@ class _Search:
         """Sets damaged checkpoints aside and logs them; raises CheckpointError if there are no others (every rank)."""
         place = self.comm.topology
         where = "" if place.is_chief else f"host {place.host}: "
-        own = list(self._damaged.values())
-        if saved:
-            own = [store.set_aside(path, line, saved.step) for path, line in self._damaged.items()]
+        own = [store.set_aside(path, line, saved.step) if saved else line for path, line in self._damaged.items()]
         lines = [line for lines in self.comm.gather([f"{where}{line}" for line in own]) for line in lines]
         if lines and not saved:
             raise CheckpointError(
@@ -180,28 +199,51 @@ class _Search:
 
     def _send_records(self) -> None:
         """Sends the history and the name of the best checkpoint from the root to the chief (every rank)."""
-
-        def read() -> tuple[Any, Any, str]:
-            return read_history(self.folder), read_best(self.checkpoints), self.comm.topology.host
-
-        rows, best, host = self.comm.on_rank(self._root, read)
+        place = self.comm.topology
+        rows, best, host = self.comm.on_rank(
+            self._root, lambda: (read_history(self.folder), read_best(self.checkpoints), place.host)
+        )
 
         def write() -> None:
             if rows:
                 write_history(self.folder, rows)
             if best:
                 best_host = best.get("host", host)
-                place = {} if best_host == self.comm.topology.host else {"host": best_host}
-                mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **place)
+                elsewhere = {} if best_host == place.host else {"host": best_host}
+                mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **elsewhere)
 
         self.comm.on_chief(write)
 
 
-def _has_own_disk(folder: Path, comm: Comm) -> bool:
-    """False on a rank that shares the chief's run folder, judging by the contents of its lock (every rank)."""
-    try:
-        seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
-    except OSError:
-        seen = ""
-    of_chief = comm.broadcast(seen)
-    return comm.topology.is_chief or not seen or seen != of_chief
+def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:
+    """The candidates of a run that has begun; all of them if run_id is None."""
+    if run_id is None:
+        return list(candidates)
+    ours = [candidate for candidate in candidates if candidate.run_id == run_id]
+    # The run may have begun from a checkpoint of an older version.
+    ours = ours or [candidate for candidate in candidates if candidate.run_id is None]
+    for candidate in candidates:
+        if candidate not in ours:
+            log.warning("%s is ignored: this is run %s", candidate, run_id)
+    return ours
+
+
+def _check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequence[Candidate], folder: Path) -> None:
+    """Raises CheckpointError if a note names a newer checkpoint of this run on a host that is not among these hosts.
+
+    A damaged checkpoint of the noted step on one of them counts: its loss is reported.
+    """
+    known = {candidate.run_id for candidate in candidates} - {None}
+    seen = max((candidate.seen_step for candidate in candidates), default=-1)
+    away = [note for note in notes if note.host not in hosts and note.step > seen]
+    away = [note for note in away if not known or note.run_id is None or note.run_id in known]
+    newest = max(away, key=lambda note: note.step, default=None)
+    if newest is None:
+        return
+    first, later = "this run's first checkpoints are", f"checkpoint {folder_name(newest.step)} of this run is"
+    here = ", ".join(dict.fromkeys(hosts))
+    present = f"the newest on {here} is {folder_name(seen)}" if seen >= 0 else f"there is none on {here}"
+    raise CheckpointError(
+        f"{later if newest.step else first} on host {newest.host}, which has no rank now, and {present}; start with "
+        f"that host too, copy {folder / 'checkpoints'} from there, or continue without it with resume=available"
+    )

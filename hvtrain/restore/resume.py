@@ -1,5 +1,6 @@
-"""Resumes a run from a checkpoint: checks that it fits, restores the model, and gives each rank its own state."""
+"""Resumes a run from a checkpoint: sends it, checks that it fits, restores the model and each rank's own state."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.callback_records import saved_callbacks
 from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
@@ -17,21 +17,18 @@ from hvtrain.errors import CheckpointError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 
-RankState = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
+# A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
+MESSAGE_BYTES = 64 << 20
 
 
 @dataclass
 class RunState:
     """State that survives a restart of the ranks.
 
-    Attributes:
-        began: time.monotonic() at the beginning of the run.
-        folder: the run folder.
-        lock: its lock.
-        signals: those received so far.
-        checkpoint: the last commit to memory, in an elastic job.
-        run_id: the same in all checkpoints of the run, over all of its starts.
-        note_keeper: notes on this host where the newest checkpoint is.
+    began is time.monotonic() at the beginning of the run, lock that of its folder, and signals are those received.
+    checkpoint is the last commit to memory, in an elastic job; run_id is the same in all checkpoints of the run, over
+    all of its starts; note_keeper notes on this host where the newest checkpoint is.
     """
 
     began: float
@@ -69,7 +66,7 @@ class Start:
     ended: bool = False
     num_ranks: int = 0
     plan_ranks: int = 0
-    rank_state: RankState = field(default_factory=dict)
+    rank_state: Arrays = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -83,17 +80,24 @@ def resume(
 ) -> Start:
     """Restores the chief's model, and returns the run's start (every rank). meta is that of the run's checkpoints."""
 
-    def restore() -> tuple[Start, list[RankState]]:
+    def restore() -> tuple[Start, list[Arrays]]:
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * plan.size
         checkpoint = saved.checkpoint
         check_unchanged(saved.name, checkpoint.meta.get("data"), meta["data"], refuse_other_data)
-        _check_plan(checkpoint, meta)
+        # A plan for another number of ranks is meant to differ.
+        names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
+        pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
+        different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
+        if different:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
+                "start with the same numbers, or choose another run.dir"
+            )
         store.restore(checkpoint, model)
         ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
         num_ranks = checkpoint.meta.get("world_size", plan_ranks)
-        callbacks = saved_callbacks(checkpoint.meta, checkpoint.arrays)
-        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=callbacks)
+        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=checkpoint.callbacks())
         return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
     start, states = comm.on_chief(restore)
@@ -102,7 +106,7 @@ def resume(
     return start
 
 
-def states_on(size: int, states: list[RankState]) -> list[RankState]:
+def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     """Distributes the ranks' states over another number of ranks: each rank keeps its own.
 
     The metrics of an unfinished epoch are sums: the chief adds those of the ranks that left. A new rank starts with
@@ -116,13 +120,40 @@ def states_on(size: int, states: list[RankState]) -> list[RankState]:
     return kept + [new] * (size - len(kept))
 
 
-def _check_plan(checkpoint: Checkpoint, meta: dict[str, Any]) -> None:
-    # A plan for another number of ranks is meant to differ.
-    names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
-    pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
-    different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
-    if different:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
-            "start with the same numbers, or choose another run.dir"
-        )
+def send_arrays(
+    arrays: Arrays | None, root: int, comm: Comm, wanted: bool, message_bytes: int = MESSAGE_BYTES
+) -> Arrays | None:
+    """The root's arrays, on the ranks that want them; None on the others (every rank)."""
+    is_root = comm.topology.rank == root
+    own = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in (arrays or {}).items()}
+    layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
+    if not is_root:
+        own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()} if wanted else {}
+    num_bytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values())
+    chunks = _chunks(own, message_bytes)
+    for _ in range(-(-num_bytes // message_bytes)):
+        parts = next(chunks, [])
+        message = comm.broadcast(np.concatenate(parts) if is_root else None, root)
+        if not is_root:
+            end = 0
+            for part in parts:
+                begin, end = end, end + part.size
+                part[:] = message[begin:end]
+    return own if wanted else None
+
+
+def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
+    """Views of the arrays' bytes, in lists of chunk_bytes together; the last list is shorter."""
+    chunk: list[np.ndarray] = []
+    room = chunk_bytes
+    for array in arrays.values():
+        rest = array.reshape(-1).view(np.uint8)
+        while rest.size:
+            part, rest = rest[:room], rest[room:]
+            chunk.append(part)
+            room -= part.size
+            if not room:
+                yield chunk
+                chunk, room = [], chunk_bytes
+    if chunk:
+        yield chunk

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.regroup import regrouped
+from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.restore.resume import RunState
 from hvtrain.strategies.base import Strategy

@@ -20,7 +20,6 @@ from safetensors.numpy import save
 
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
-from hvtrain.checkpoint.callback_records import saved_callbacks
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.data.sources.cifar10 import cifar10
@@ -150,10 +149,10 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
 
 def test_callbacks_get_numbers_only():
     meta = {"callbacks": {"stop": {"wait": 3, "best": 0.5, "model": 1, "__class__": 2}}}
-    assert saved_callbacks(meta, {}) == {"stop": {"wait": 3.0, "best": 0.5}}
+    assert store.Checkpoint(Path(), 0, meta, {}).callbacks() == {"stop": {"wait": 3.0, "best": 0.5}}
     for wrong in ([1], {"stop": 3}, {"stop": {"wait": "x"}}, {"stop": {"wait": [1]}}):
         with pytest.raises(CheckpointError, match="callback state is not made of numbers"):
-            saved_callbacks({"callbacks": wrong}, {})
+            store.Checkpoint(Path(), 0, {"callbacks": wrong}, {}).callbacks()
 
 
 @pytest.mark.parametrize("suffix", ["keras", "h5"])
@@ -232,7 +231,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     meta["config"] = {**dict.fromkeys(meta["config"], harmful), "callbacks": {"x": harmful}}
     meta["versions"] = harmful
     files = {store.ARRAYS: (path / store.ARRAYS).read_bytes(), store.META: json.dumps(meta).encode()}
-    store.remove(path)
+    writer.remove(path)
     put(folder, int(path.name[5:]), files)
     put(folder, 99, {**files, store.ARRAYS: pickle.dumps(Payload(marker))})
     (folder / "step-00000098").symlink_to(outside / "step-00000020")

@@ -88,7 +88,7 @@ def write_skipped(folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[Path, list, str]:
     """(folder, what each rank saw, all output) of runs on data that is damaged, or changed before they go on."""
-    from hvtrain.data.formats.record_framing import scan_records
+    from hvtrain.data.formats.record_files import scan_records
 
     folder = tmp_path_factory.mktemp("damaged")
     write_skipped(folder / "records")

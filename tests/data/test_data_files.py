@@ -15,10 +15,9 @@ import pytest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
-from hvtrain.data.formats.idx import read_idx
 from hvtrain.data.sources import cifar10 as cifar10_module
 from hvtrain.data.sources import keras_cache
-from hvtrain.data.sources.mnist import DEBIAN_FOLDER, FILE_NAMES, fashion_mnist, mnist
+from hvtrain.data.sources.mnist import DEBIAN_FOLDER, FILE_NAMES, fashion_mnist, mnist, read_idx
 from hvtrain.errors import DataError
 
 

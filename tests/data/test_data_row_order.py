@@ -10,7 +10,7 @@ import numpy as np
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.formats.row_groups import RowGroup
-from hvtrain.data.pipeline.row_order import Piece, pieces_of, read_ahead
+from hvtrain.data.sources.parquet import Piece, pieces_of, read_ahead
 
 
 def test_a_stream_that_starts_later_reads_nothing_of_before():

@@ -11,7 +11,7 @@ import tensorflow as tf
 from damage import FILE_KINDS, arrays_of, broken, flip, image_path, opened
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
-from hvtrain.data.formats.record_framing import scan_records
+from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
 from tiny_data import SHAPE, images_of, random_images, scaled

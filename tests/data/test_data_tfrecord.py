@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
-from hvtrain.data.formats.record_framing import count_records, scan_records
+from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.file_source import deal
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
@@ -19,7 +19,7 @@ from tiny_data import SHAPE, images_of, joined, random_images
 def test_records_are_counted_and_truncation_is_found_with_its_place(tmp_path):
     paths = write_tfrecords(tmp_path, "train", *random_images(11), num_files=3)
     assert [path.name for path in paths] == [f"train-0000{i}-of-00003.tfrecord" for i in range(3)]
-    assert [count_records(path) for path in paths] == [4, 4, 3]
+    assert [len(scan_records(path)[0]) for path in paths] == [4, 4, 3]
 
     data = paths[0].read_bytes()
     paths[0].write_bytes(data[:-1])
@@ -45,7 +45,7 @@ def test_each_rank_reads_files_of_its_own(tmp_path):
     source = TFRecords(str(tmp_path), SHAPE, 3)
     files = source.shards("train", 3)
     assert sorted(joined(files)) == sorted(map(str, tmp_path.glob("train*")))
-    assert source.shard_sizes("train", 3) == [sum(count_records(tmp_path / f) for f in part) for part in files]
+    assert source.shard_sizes("train", 3) == [sum(len(scan_records(tmp_path / f)[0]) for f in part) for part in files]
 
 
 def test_fewer_files_than_ranks_is_refused_for_training_but_not_for_testing(tmp_path):

@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import Source, StreamRequest, write_tfrecords
-from hvtrain.data.formats.idx import read_idx
-from hvtrain.data.formats.record_framing import masked_crc, scan_records
-from hvtrain.data.formats.record_reader import walk
+from hvtrain.data.formats.record_files import masked_crc, scan_records, walk
 from hvtrain.data.formats.row_groups import Columns, pixel_type, read_footer, read_group
 from hvtrain.data.source import reason
 from hvtrain.data.sources.file_source import FileSource
 from hvtrain.data.sources.image_folder import ImageFolder
+from hvtrain.data.sources.mnist import read_idx
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
 

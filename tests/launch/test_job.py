@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.config.compose import CONFIGS
-from hvtrain.config.help import settings
+from hvtrain.config.compose import CONFIGS, settings
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
 from hvtrain.launch.clusters import slurm

@@ -33,9 +33,9 @@ from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS, Workload
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.plan.costs.calibration import Measured, corrected, fit
-from hvtrain.plan.costs.links import Link, Machine
+from hvtrain.plan.costs.algorithms import Link, Machine
 from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
+from hvtrain.plan.machine import Measured, corrected, fit
 
 # Its losses are its own: a contender with data of its own is not compared.
 JOINED = Contender("joined", "ranks that reduce nothing", "tests.plan.joined", HOROVOD[0], data="synthetic")

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvtrain.plan.costs.links import LINK_SHARE, NVLINK_SECONDS, PCIE_SECONDS, Link, Machine, bus, network
+from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, NVLINK_SECONDS, PCIE_SECONDS, Link, Machine
 from hvtrain.plan.costs.step import MIB, Cost, Gradient, Rules, Work, step_cost
 
 NETWORKS = {
@@ -49,9 +49,9 @@ class Case:
         return Work(self.batch_size / self.images_per_second, NETWORKS[self.network])
 
     def machine(self, share: float = LINK_SHARE) -> Machine:
-        inside = bus(self.inside_gbytes, self.inside_latency_seconds, share)
+        inside = Link(self.inside_latency_seconds, self.inside_gbytes * 1e9 * share)
         # On one host there is no network; no figure of it is used.
-        between = network(self.gbits, share=share) if self.gbits else Link(0.0, 1.0)
+        between = Link(NETWORK_SECONDS, self.gbits / 8 * 1e9 * share) if self.gbits else Link(0.0, 1.0)
         return Machine(inside, between, self.ranks_per_host)
 
     def cost(self, num_ranks: int | None = None) -> Cost:

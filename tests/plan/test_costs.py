@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs import calibration, stragglers
+from hvtrain.plan.costs import step
 from hvtrain.plan.costs.algorithms import (
     ALGORITHMS,
+    Link,
+    Machine,
     allreduce_seconds,
     flat_ring_seconds,
     halving_seconds,
@@ -17,9 +19,8 @@ from hvtrain.plan.costs.algorithms import (
     ring_seconds,
     tree_seconds,
 )
-from hvtrain.plan.costs.calibration import Measured
-from hvtrain.plan.costs.links import Link, Machine
 from hvtrain.plan.costs.step import Gradient, Rules, Work, step_cost
+from hvtrain.plan.machine import Measured, fit
 
 SLOW_NETWORK = Machine(Link(5e-6, 10e9), Link(2e-5, 1e9), ranks_per_host=4)
 WORK = Work(0.1, [Gradient(4_000_000, 1.0)] * 20)
@@ -68,9 +69,9 @@ def test_the_fastest_algorithm_is_taken_and_the_start_added():
 
 def test_the_expected_maximum_is_that_of_a_simulation():
     drawn = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
-    assert stragglers.expected_maximum(64) == pytest.approx(drawn, abs=0.01)
-    assert stragglers.expected_maximum(10**4) < math.sqrt(2 * math.log(10**4))
-    assert stragglers.slowdown(1, 0.3) == pytest.approx(1)
+    assert step.expected_maximum(64) == pytest.approx(drawn, abs=0.01)
+    assert step.expected_maximum(10**4) < math.sqrt(2 * math.log(10**4))
+    assert step.slowdown(1, 0.3) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 512])
@@ -125,7 +126,7 @@ def test_interference_makes_computing_longer_by_its_share_of_the_time_that_bytes
 
 def test_a_fit_finds_the_link_through_noise():
     random = np.random.default_rng(0)
-    found = calibration.fit(
+    found = fit(
         [
             Measured(ranks, size, (3e-4 + 2 * (ranks - 1) * (2e-5 + size / ranks / 2e9)) * random.normal(1, 0.03))
             for ranks in (2, 4, 8)
@@ -141,9 +142,7 @@ def test_a_fit_finds_the_link_through_noise():
 
 def test_a_fit_makes_no_negative_times():
     """What falls with the ranks is noise, not latency."""
-    found = calibration.fit(
-        [Measured(ranks, size, 1e-3 / ranks + size / 1e9) for ranks in (2, 4) for size in (4, 1 << 24)]
-    )
+    found = fit([Measured(ranks, size, 1e-3 / ranks + size / 1e9) for ranks in (2, 4) for size in (4, 1 << 24)])
     assert found.start_seconds >= 0 and found.latency_seconds is not None and found.latency_seconds >= 0
 
 
@@ -157,4 +156,4 @@ def test_a_fit_makes_no_negative_times():
 )
 def test_what_cannot_be_fitted_is_said(found, said):
     with pytest.raises(ConfigError, match=said):
-        calibration.fit(found)
+        fit(found)

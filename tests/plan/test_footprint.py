@@ -4,7 +4,7 @@ import keras
 import pytest
 from keras import layers
 
-from hvtrain.plan.footprint import footprint, gradients
+from hvtrain.plan.forecast import footprint, gradients
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 from here import RULES, predict
 
-from hvtrain.plan.costs.step import Gradient
-from hvtrain.plan.costs.stragglers import slowdown
+from hvtrain.plan.costs.step import Gradient, slowdown
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

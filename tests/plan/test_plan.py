@@ -11,11 +11,9 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import machine
-from hvtrain.plan.__main__ import plan
-from hvtrain.plan.costs.algorithms import flat_ring_seconds
-from hvtrain.plan.costs.links import Machine, bus, network
+from hvtrain.plan.__main__ import measured_step_seconds, plan
+from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
 from hvtrain.plan.forecast import forecast, key_steps
-from hvtrain.plan.one_rank import measured_step_seconds
 
 PLAN = [sys.executable, "-m", "hvtrain.plan"]
 RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"]
@@ -91,7 +89,8 @@ def test_step_on_1_to_n_ranks(planned):
     efficiencies = [cost["efficiency"] for cost in costs]
     assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[-1] > 0.5
     # On 16 ranks, two hosts, all gradients go as one ring after the last is ready.
-    hosts = Machine(bus(15.75), network(10), 8)
+    inside, between = Link(PCIE_SECONDS, 15.75e9 * LINK_SHARE), Link(NETWORK_SECONDS, 10e9 / 8 * LINK_SHARE)
+    hosts = Machine(inside, between, 8)
     assert costs[4]["communication_seconds"] == pytest.approx(flat_ring_seconds(4 * 272_474, 16, hosts))
     row = next(line for line in output.splitlines() if line.split()[:1] == ["256"]).split()
     assert row[1] == f"{1000 * costs[-1]['step_seconds']:,.1f}" and row[-1] == costs[-1]["algorithm"]

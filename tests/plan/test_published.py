@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from published import FITTED, MISSED, NETWORKS, PREDICTED, fitted, table
 
-from hvtrain.plan.costs.links import LINK_SHARE
+from hvtrain.plan.costs.algorithms import LINK_SHARE
 from hvtrain.plan.costs.step import Rules
 
 
@@ -63,7 +63,7 @@ def test_networks_are_the_published_ones(network, parameters, multiplications):
 def test_networks_are_what_keras_builds():
     import keras
 
-    from hvtrain.plan.footprint import gradients
+    from hvtrain.plan.forecast import gradients
 
     found = gradients(keras.applications.VGG16(weights=None))
     kept = json.loads(Path(__file__).with_name("networks.json").read_text())["VGG16"]

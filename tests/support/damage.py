@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import tensorflow as tf
 
 from hvtrain.data import Source, write_tfrecords
-from hvtrain.data.formats.record_framing import scan_records
+from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.tfrecord import TFRecords

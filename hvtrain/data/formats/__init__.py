@@ -1,1 +1,1 @@
-"""File formats: idx, TFRecord, Parquet. Most of it works without TensorFlow."""
+"""File formats: TFRecord, Parquet."""

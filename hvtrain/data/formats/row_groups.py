@@ -103,21 +103,17 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
     if table.num_rows != group.num_rows:
         raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
     wrong: dict[int, str] = {}
-    labels = _labels(_column(table, columns.label), columns, wrong)
-    images = _column(table, columns.image)
-    _refuse(wrong, pc.is_null(images), f"{columns.image} is null")
-    is_list = hasattr(images.type, "value_type")
-    pixels = _pixels(images, columns, wrong) if is_list else images.fill_null(b"").to_numpy()
-    labels[np.fromiter(wrong, np.int64)] = -1
-    return Rows(pixels, labels, wrong)
-
-
-def _labels(labels: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) -> np.ndarray:
+    images, labels = _column(table, columns.image), _column(table, columns.label)
     _refuse(wrong, pc.is_null(labels), f"{columns.label} is null")
     values = labels.fill_null(0).to_numpy()
     for row in np.flatnonzero((values < 0) | (values >= columns.num_classes)):
         wrong[int(row)] = f"label {values[row]} is outside 0 ... {columns.num_classes - 1}"
-    return values.astype(np.int32)
+    _refuse(wrong, pc.is_null(images), f"{columns.image} is null")
+    is_list = hasattr(images.type, "value_type")
+    pixels = _pixels(images, columns, wrong) if is_list else images.fill_null(b"").to_numpy()
+    values = values.astype(np.int32)
+    values[np.fromiter(wrong, np.int64)] = -1
+    return Rows(pixels, values, wrong)
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) -> np.ndarray:

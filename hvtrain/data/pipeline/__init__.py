@@ -1,1 +1,1 @@
-"""How examples become batches: order, decoding, augmentation, and examples that cannot be read."""
+"""How examples become batches: order, decoding and augmentation."""

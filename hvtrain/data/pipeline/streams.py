@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.source import Preprocessing, Source, StreamRequest
 from hvtrain.system import cores
 
 Read = Callable[..., tuple[tf.Tensor, tf.Tensor]]
@@ -50,10 +50,6 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-def parallel_map(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
-    return dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-
-
 def end_with_python() -> None:
     """Ends open streams before Python ends. Call it before a stream gets a Python function."""
     atexit.unregister(_end_streams)
@@ -67,23 +63,28 @@ def _end_streams() -> None:
             found._iterator_resource = None
 
 
-def index_batches(num_local: int, request: StreamRequest) -> tf.data.Dataset:
-    """Endless stream of (step, indices int64 [batch] within the rank's shard) from request.start_step on."""
-    share = request.share_of(num_local)
-    first_epoch, steps_done = request.position
+def regrouped(
+    stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
+) -> tf.data.Dataset:
+    """A rank's part of the joint batches of a plan that was made for another number of ranks.
 
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
-        order = tf.random.experimental.stateless_shuffle(
-            tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)
-        )
-        if share.is_full:
-            rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
-            return tf.data.Dataset.from_tensor_slices(rows)
-        steps = tf.data.Dataset.range(share.steps)
-        return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
+    stream_of(share) gives the batches of a share, from start_step of the plan on. These streams are joined and cut, so
+    each example comes as the plan's own ranks would have read it, order and augmentation included. Two ranks that need
+    parts of one stream both read and decode it.
+    """
+    shares = plan.shares_of(topology.rank)
+    steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
-    epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-    return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
+    def part_of(step: tf.Tensor, batches: tuple[tuple[tf.Tensor, tf.Tensor], ...]) -> tuple[tf.Tensor, ...]:
+        # If all steps are alike, plain numbers keep the batch's static shape.
+        at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
+        begin, end = plan.parts(at, minimum)[topology.rank]
+        first = plan.share_offsets(at, minimum)[shares[0]]
+        return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
+
+    streams = tuple(stream_of(share) for share in shares)
+    parts = tf.data.Dataset.zip((steps, streams)).map(part_of, num_parallel_calls=tf.data.AUTOTUNE)
+    return finish(parts, topology)
 
 
 class StreamedSource(Source):
@@ -114,7 +115,7 @@ class StreamedSource(Source):
         The reader comes first, since it may fit the transform that `then` uses.
         """
         read = self.reader(split, topology)
-        return parallel_map(batches, lambda step, batch: then(step, *read(batch)))
+        return batches.map(lambda step, batch: then(step, *read(batch)), num_parallel_calls=tf.data.AUTOTUNE)
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -136,13 +137,28 @@ class IndexedSource(StreamedSource):
     """A source whose batches are indices [batch] within this rank's shard."""
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
-        return index_batches(len(request.topology.share(self.num_examples("train"))), request)
+        num_local = len(request.topology.share(self.num_examples("train")))
+        share = request.share_of(num_local)
+        first_epoch, steps_done = request.position
+
+        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+            order = tf.random.experimental.stateless_shuffle(
+                tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)
+            )
+            if share.is_full:
+                rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
+                return tf.data.Dataset.from_tensor_slices(rows)
+            steps = tf.data.Dataset.range(share.steps)
+            return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
+
+        epochs = tf.data.Dataset.range(first_epoch, FOREVER)
+        return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         return tf.data.Dataset.range(len(topology.share(self.num_examples(split)))).batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:
-        return Preprocessing(self.image_shape, self.transform.layers(self.image_shape), "as the reader gives them")
+        return self.transform.preprocessing(self.image_shape, self.image_shape, "as the reader gives them")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         number = min(number, len(topology.share(self.num_examples(split))))

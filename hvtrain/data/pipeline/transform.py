@@ -1,16 +1,22 @@
-"""Turns raw pixels into what the model sees: seeded augmentation, then normalization, in whole batches."""
+"""Turns encoded images into pixels of one size, and pixels into what the model sees: augmented, then normalized.
 
+Both are done inside the input pipeline. Transform.preprocessing is the same as Keras layers, for the saved model.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.preprocessing import normalize
+from hvtrain.data.source import Preprocessing
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
 FIT_ROWS = 4096
+_EPSILON = 1e-6  # Keras's Normalization replaces scales below 1e-7; scales above this are safe from that.
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,33 @@ class Transform:
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
         return (tf.cast(images, tf.float32) - mean) / scale
 
-    def layers(self, image_shape: tuple[int, int, int]) -> list[keras.layers.Layer]:
-        """normalize() as Keras layers, for a saved model; augmentation belongs to training only."""
-        return normalize(self.mean, self.scale, image_shape)
+    def preprocessing(
+        self,
+        shape: tuple[int | None, ...],
+        image_shape: tuple[int, int, int],
+        values: str,
+        limits: tuple[float, float] | None = None,
+    ) -> Preprocessing:
+        """From a raw example to what the streams give, to the last bit; augmentation belongs to training only."""
+        layers: list[Callable[[Any], Any]] = []
+        if None in shape:
+            # As decode() resizes. The format is explicit, since the user's keras.json may name another.
+            options = {"antialias": True, "data_format": "channels_last", "dtype": "float32"}
+            layers += [keras.layers.Resizing(*image_shape[:2], **options), keras.ops.round]
+        elif shape != image_shape:
+            layers.append(keras.layers.Reshape(image_shape, dtype="float32"))
+        means, scales = np.broadcast_arrays(np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32))
+        if means.any() or (scales != 1).any():
+            axis = {0: None, 1: -1}.get(means.ndim, (1, 2, 3))
+            if means.ndim > 1:
+                means, scales = np.broadcast_to(means, image_shape), np.broadcast_to(scales, image_shape)
+            if scales.min() < _EPSILON:
+                factor = np.float32(2.0 ** np.ceil(np.log2(_EPSILON / scales.min())))  # A power of two rounds nothing.
+                layers.append(keras.layers.Rescaling(float(factor), dtype="float32"))
+                means, scales = means * factor, scales * factor
+            # Keras takes the variance, and the root of a square is exact; Rescaling by 1 / scale would round otherwise.
+            layers.append(keras.layers.Normalization(axis, means.tolist(), np.square(scales).tolist(), dtype="float32"))
+        return Preprocessing(shape, layers, values, limits)
 
 
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
@@ -56,15 +86,9 @@ def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
     batch, height, width = tf.shape(images)[0], images.shape[1], images.shape[2]
     corner = tf.random.stateless_uniform([batch, 2], seed, maxval=2 * pixels + 1, dtype=tf.int32)
     padded = tf.pad(images, [[0, 0], [pixels, pixels], [pixels, pixels], [0, 0]])
-    rows = corner[:, :1] + tf.range(height)
-    columns = corner[:, 1:] + tf.range(width)
-    shifted = tf.gather(padded, rows, axis=1, batch_dims=1)
-    return tf.ensure_shape(tf.gather(shifted, columns, axis=2, batch_dims=1), images.shape)
-
-
-def check_standardize(standardize: str) -> None:
-    if standardize not in STANDARDIZE:
-        raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
+    shifted = tf.gather(padded, corner[:, :1] + tf.range(height), axis=1, batch_dims=1)
+    shifted = tf.gather(shifted, corner[:, 1:] + tf.range(width), axis=2, batch_dims=1)
+    return tf.ensure_shape(shifted, images.shape)
 
 
 def fit(
@@ -75,10 +99,8 @@ def fit(
     It is fed in pieces, so its float64 copy stays small. A pixel that never changes gets scale 1. "scale" divides by
     max_value; "none" keeps the values.
     """
-    if standardize == "none":
-        return 0.0, 1.0
-    if standardize == "scale":
-        return 0.0, max_value
+    if standardize in ("none", "scale"):
+        return 0.0, max_value if standardize == "scale" else 1.0
     from sklearn.preprocessing import StandardScaler
 
     feature_shape = images.shape[1:] if standardize == "per_pixel" else images.shape[-1:]
@@ -87,3 +109,35 @@ def fit(
         piece = images[rows[start : start + FIT_ROWS]]
         scaler.partial_fit(piece.reshape(-1, int(np.prod(feature_shape))))
     return scaler.mean_.reshape(feature_shape), scaler.scale_.reshape(feature_shape)
+
+
+def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
+    """Decodes one encoded image (JPEG, PNG, GIF, BMP) to uint8 image_shape; an animation gives its first frame.
+
+    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs as much as the
+    decoding itself: 1.8 ms against 1.4 ms for a JPEG of 300x400 to 224x224 on one core.
+    """
+    height, width, channels = image_shape
+    image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
+    image = tf.image.resize(image, [height, width], antialias=True)
+    return tf.ensure_shape(tf.saturate_cast(tf.round(image), tf.uint8), image_shape)
+
+
+def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
+    """Strings [batch] to uint8 [batch, h, w, c], in turn, since the pipeline decodes several batches at once."""
+    return tf.map_fn(
+        lambda one: decode(one, image_shape), encoded, fn_output_signature=tf.TensorSpec(image_shape, tf.uint8)
+    )
+
+
+def check_image_shape(image_shape: object) -> tuple[int, int, int]:
+    """(height, width, channels) from a configuration's list, checked."""
+    try:
+        height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"dataset.image_shape={image_shape} is not [height, width, channels]") from error
+    if height < 1 or width < 1 or channels not in (1, 3, 4):
+        raise ConfigError(
+            f"dataset.image_shape={image_shape}: height and width of at least 1 and 1, 3 or 4 channels are needed"
+        )
+    return height, width, channels

@@ -1,7 +1,4 @@
-"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type.
-
-digits, mnist and cifar10 build on ArraySource, and so can a user's own data set in a few lines (from_arrays).
-"""
+"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +9,8 @@ import tensorflow as tf
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_arrays
 from hvtrain.data.pipeline.streams import IndexedSource, Read
-from hvtrain.data.pipeline.transform import Transform, check_standardize, fit
-from hvtrain.data.preprocessing import Preprocessing, reshape
+from hvtrain.data.pipeline.transform import STANDARDIZE, Transform, fit
+from hvtrain.data.source import Preprocessing
 from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -59,7 +56,8 @@ class ArraySource(IndexedSource):
         class_names: Sequence[str] | None = None,
         example_shape: tuple[int, ...] | None = None,
     ) -> None:
-        check_standardize(standardize)
+        if standardize not in STANDARDIZE:
+            raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
         if num_validation < 0:
             raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
         self.name, self.origin = name, origin
@@ -75,7 +73,7 @@ class ArraySource(IndexedSource):
         self._standardize, self._max_value = standardize, max_value
         self._counts: dict[str, int] = {}
         self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
-        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regroup.py.
+        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regrouped().
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -95,23 +93,17 @@ class ArraySource(IndexedSource):
         return found
 
     def reader(self, split: str, topology: Topology) -> Read:
-        self._cut(topology)
+        if topology not in self._shards:  # Each rank's are cut once; then the whole arrays are dropped.
+            parts, self._parts = self._parts or self._open(), None
+            self._fit(parts["train"])
+            shards = self._shards[topology] = {}
+            with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
+                for name, part in parts.items():
+                    rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
+                    shards[name] = tf.constant(part.images[rows]), tf.constant(part.labels[rows].astype(np.int32))
         empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
         images, labels = self._shards[topology].get(split, empty)
         return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
-
-    def _cut(self, topology: Topology) -> None:
-        """Cuts the shards of a rank, once, and drops the whole arrays."""
-        if topology in self._shards:
-            return
-        parts, self._parts = self._parts or self._open(), None
-        self._fit(parts["train"])
-        shards = self._shards[topology] = {}
-        with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
-            for name, part in parts.items():
-                rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
-                labels = part.labels[rows].astype(np.int32)
-                shards[name] = tf.constant(part.images[rows]), tf.constant(labels)
 
     def _fit(self, train: Part) -> None:
         """Fits the normalization, once: it is the same on every rank."""
@@ -126,12 +118,14 @@ class ArraySource(IndexedSource):
         if not self._range:  # No stream was opened, since the run had nothing left to do.
             self._fit((self._parts or self._open())["train"])
         shape = self._example_shape or self.image_shape
-        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
-        return Preprocessing(shape, layers, f"as in the arrays ({self._dtype}); any numeric type is taken", self._range)
+        values = f"as in the arrays ({self._dtype}); any numeric type is taken"
+        return self.transform.preprocessing(shape, self.image_shape, values, self._range)
 
     def _open(self) -> dict[str, Part]:
         try:
-            return self._checked(self._load())
+            arrays = self._load()
+            self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
+            parts = {split: self._check(split, *map(np.asarray, pair)) for split, pair in arrays.items()}
         except OSError as error:
             raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
         except DataError as error:
@@ -139,12 +133,6 @@ class ArraySource(IndexedSource):
                 raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
             raise
 
-    def _checked(self, arrays: Arrays) -> dict[str, Part]:
-        parts = {}
-        self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
-        for split, (images, labels) in arrays.items():
-            images, labels = self._check(split, np.asarray(images), np.asarray(labels))
-            parts[split] = Part(images, labels, np.arange(len(labels)))
         train, wanted = parts["train"], self._num_validation
         if wanted and "validation" not in parts:
             if wanted >= len(train.rows):
@@ -157,8 +145,8 @@ class ArraySource(IndexedSource):
             parts["train"] = train._replace(rows=np.sort(order[wanted:]))
         return parts
 
-    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both arrays in their final shapes, checked against the shape, the classes and each other."""
+    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> Part:
+        """A split in its final shapes, checked against the shape, the classes and each other."""
         where = f"{self.name}, {split} ({self.origin})"
         if images.ndim == 3:
             images = images[..., np.newaxis]
@@ -181,7 +169,7 @@ class ArraySource(IndexedSource):
                 f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
                 f"0 ... {self.num_classes - 1}; fix the labels or set num_classes"
             )
-        return images, labels
+        return Part(images, labels, np.arange(len(labels)))
 
 
 def from_arrays(
@@ -202,11 +190,7 @@ def from_arrays(
     label + 1. The caller's arrays stay in memory beside the shard; for large ones give ArraySource a function
     that loads them.
     """
-    pairs = {
-        "train": (x_train, y_train),
-        "validation": (x_validation, y_validation),
-        "test": (x_test, y_test),
-    }
+    pairs = {"train": (x_train, y_train), "validation": (x_validation, y_validation), "test": (x_test, y_test)}
     arrays = {}
     for split, (images, labels) in pairs.items():
         if (images is None) != (labels is None):
@@ -217,6 +201,5 @@ def from_arrays(
     if len(shape) not in (2, 3):
         raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
     height, width, channels = (*shape, 1)[:3]
-    if num_classes is None:
-        num_classes = int(np.max(y_train)) + 1
+    num_classes = int(np.max(y_train)) + 1 if num_classes is None else num_classes
     return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)

@@ -14,12 +14,10 @@ from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
 
 IMAGES_PER_FILE = 10_000
+INNER = "cifar-10-batches-bin"  # The folder inside the archive.
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # One label, then the red, green and blue planes.
-FILES = {
-    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
-    "test": ["test_batch.bin"],
-}
+FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 KERAS_FILES = KerasFiles(
     "cifar10",
     ("cifar-10-batches-py-target_archive",),
@@ -41,41 +39,24 @@ def cifar10(
     if dir is None:
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
     else:
-        origin, load = f"dataset.dir={dir}", partial(_read_folder, _find(Path(dir).expanduser()))
-    return ArraySource(
-        "cifar10",
-        load,
-        (32, 32, 3),
-        10,
-        origin=origin,
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=CLASS_NAMES,
-    )
-
-
-def _find(folder: Path) -> Path:
-    names = [name for group in FILES.values() for name in group]
-    for place in (folder, folder / "cifar-10-batches-bin"):
-        if all((place / name).is_file() for name in names):
-            return place
-    missing = [name for name in names if not (folder / name).is_file()]
-    raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
+        folder = Path(dir).expanduser()
+        folder = folder / INNER if (folder / INNER).is_dir() else folder
+        missing = [name for group in FILES.values() for name in group if not (folder / name).is_file()]
+        if missing:
+            raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
+        origin, load = f"dataset.dir={dir}", partial(_read_folder, folder)
+    changes = num_validation, shift_pixels, flip
+    return ArraySource("cifar10", load, (32, 32, 3), 10, origin, standardize, 255.0, *changes, CLASS_NAMES)
 
 
 def _read_folder(folder: Path) -> Arrays:
-    return {split: read_files([folder / name for name in names]) for split, names in FILES.items()}
-
-
-def read_files(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [n, 32, 32, 3] and labels [n] of the binary version's files."""
-    expected = IMAGES_PER_FILE * RECORD_BYTES
-    for path in paths:
-        found = path.stat().st_size
-        if found != expected:
-            raise DataError(f"{path}: {expected} bytes expected, {found} found; fetch the file again")
-    records = np.concatenate([np.fromfile(path, np.uint8) for path in paths]).reshape(-1, RECORD_BYTES)
-    images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return images, records[:, 0]
+    arrays = {}
+    for split, names in FILES.items():
+        for name in names:
+            expected, found = IMAGES_PER_FILE * RECORD_BYTES, (folder / name).stat().st_size
+            if found != expected:
+                raise DataError(f"{folder / name}: {expected} bytes expected, {found} found; fetch the file again")
+        records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]).reshape(-1, RECORD_BYTES)
+        arrays[split] = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
+    return arrays

@@ -12,10 +12,7 @@ NUM_DIGITS = 1797
 
 
 def digits(
-    num_test: int = 360,
-    num_validation: int = 0,
-    standardize: str = "scale",
-    shift_pixels: int = 0,
+    num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
 ) -> ArraySource:
     """Pixels 0 ... 16, 10 classes. The test part is stratified and the same in every run."""
     if not 10 <= num_test <= NUM_DIGITS - 10:
@@ -26,18 +23,8 @@ def digits(
         is_test = stratified(labels, num_test)
         return {"train": (images[~is_test], labels[~is_test]), "test": (images[is_test], labels[is_test])}
 
-    return ArraySource(
-        "digits",
-        load,
-        (8, 8, 1),
-        10,
-        origin="inside scikit-learn",
-        standardize=standardize,
-        max_value=16.0,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        class_names=[str(digit) for digit in range(10)],
-    )
+    changes, origin = (num_validation, shift_pixels, False), "inside scikit-learn"
+    return ArraySource("digits", load, (8, 8, 1), 10, origin, standardize, 16.0, *changes, tuple("0123456789"))
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:

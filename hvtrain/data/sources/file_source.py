@@ -1,7 +1,8 @@
 """Base of the sources that read files: an example that cannot be read is named, or left out and counted."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -10,13 +11,11 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
-from hvtrain.data.pipeline.decode import check_image_shape, decoded_pixels
 from hvtrain.data.pipeline.streams import Read, StreamedSource, Then, end_with_python
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.pipeline.unreadable import read_batches
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import LEAVE_OUT, Unreadable, reason
+from hvtrain.data.pipeline.transform import Transform, check_image_shape
+from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
 from hvtrain.errors import DataError
+from hvtrain.system import cores
 
 Piece = TypeVar("Piece")
 Example = Sequence[np.ndarray]
@@ -62,7 +61,9 @@ class FileSource(StreamedSource):
         return found
 
     def preprocessing(self) -> Preprocessing:
-        return decoded_pixels(self.image_shape, self.transform)
+        values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
+        shape = (None, None, self.image_shape[2])
+        return self.transform.preprocessing(shape, self.image_shape, values, (0.0, 255.0))
 
     def leave_out(self, item: Unreadable) -> None:
         """Notes a file, or a part of one, that on_error="skip" leaves out."""
@@ -132,26 +133,58 @@ class FileSource(StreamedSource):
         return self._failure
 
 
+def read_batches(
+    batches: tf.data.Dataset, read: Read, repair: Callable, then: Then, topology: Topology
+) -> tf.data.Dataset:
+    """(step, batch) -> then(step, *read(batch)), in order. A batch that read() fails on, or of which a label is -1,
+    goes through repair() instead, which gives the images and labels of what can be read of it; in plain Python.
+
+    TensorFlow does not say which file its input pipeline could not read, and searching all files afterwards takes hours
+    on a large data set. So a batch that fails is read again at once, each example alone.
+    """
+
+    def whole_or_repaired(step: tf.Tensor, batch: Any) -> tf.data.Dataset:
+        this = tf.data.Dataset.from_tensors(batch)
+        whole = this.map(read)
+        images, labels = whole.element_spec
+        none = np.zeros([0, *images.shape[1:]], images.dtype.as_numpy_dtype)
+
+        def repaired(*batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            found = tf.numpy_function(partial(repair, none), batch, [images.dtype, labels.dtype])
+            return tf.ensure_shape(found[0], images.shape), tf.ensure_shape(found[1], labels.shape)
+
+        whole = whole.filter(lambda images, labels: tf.reduce_all(labels >= 0)).ignore_errors()
+        # The second part is made only if the first is empty.
+        either = whole.concatenate(this.map(repaired)).take(1)
+        return either.map(lambda images, labels: then(step, images, labels))
+
+    threads = cores.each(topology.local_size)
+    return batches.interleave(
+        whole_or_repaired, cycle_length=threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+
+
 class DealtSource(FileSource):
     """A source whose files are dealt to the ranks in pieces: whole files, or row groups."""
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
 
+    @property
     @abstractmethod
-    def counts(self, split: str) -> Mapping[Any, int]:
-        """Examples of each piece of a split."""
+    def counts(self) -> Mapping[str, Mapping[Any, int]]:
+        """Examples by split and piece, counted on first use, since what damage does depends on on_error."""
 
     def num_examples(self, split: str) -> int:
-        return sum(self.counts(split).values())
+        return sum(self.counts.get(split, {}).values())
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        counts = self.counts(split)
+        counts = self.counts.get(split, {})
         return [sum(counts[piece] for piece in shard) for shard in self.shards(split, num_shards, weights)]
 
     def shards(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[list[Any]]:
         """The pieces of each rank. Each rank needs one for training; for evaluation it may have none."""
-        counts = self.counts(split)
+        counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
             raise DataError(
                 f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks, and each "

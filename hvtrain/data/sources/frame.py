@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hvtrain.data.pipeline.decode import check_image_shape
+from hvtrain.data.pipeline.transform import check_image_shape
 from hvtrain.data.sources.arrays import ArraySource, from_arrays
 from hvtrain.errors import DataError
 

@@ -9,9 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.decode import decode, decode_batch
-from hvtrain.data.pipeline.streams import IndexedSource, Read, finish, parallel_map
-from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
+from hvtrain.data.pipeline.transform import Transform, decode, decode_batch
 from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.arrays import SPLIT_SEED
 from hvtrain.data.sources.file_source import Example, FileSource
@@ -48,29 +47,27 @@ class ImageFolder(FileSource, IndexedSource):
         self.num_classes = len(self.class_names)
         self._cache = cache
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
-        self._files = self._find_files(self.folder, {"validation": validation_fraction, "test": test_fraction})
-
-    def _find_files(self, folder: Path, fractions: dict[str, float]) -> dict[str, Files]:
+        fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
             raise ConfigError(
-                f"dataset.validation_fraction={fractions['validation']} and "
-                f"dataset.test_fraction={fractions['test']}: each must be 0 or more, their sum less than 1"
+                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: "
+                "each must be 0 or more, their sum less than 1"
             )
-        train = list_files(folder / "train", self.class_names)
-        files = {}
+        train = list_files(self.folder / "train", self.class_names)
+        self._files: dict[str, Files] = {}
         for split, fraction in fractions.items():
-            if (folder / split).is_dir():
-                found = class_folders(folder / split)
-                if found != self.class_names:
-                    differing = sorted(set(found) ^ set(self.class_names))
+            folder = self.folder / split
+            if folder.is_dir():
+                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
+                if differing:
                     raise DataError(
-                        f"{folder / split} and {folder / 'train'} differ in their classes: "
-                        f"{', '.join(differing[:5])}; every split needs the same class folders"
+                        f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}; "
+                        "every split needs the same class folders"
                     )
-                files[split] = list_files(folder / split, self.class_names)
+                self._files[split] = list_files(folder, self.class_names)
             elif fraction:
-                train, files[split] = split_off(train, fraction)
-        return {**files, "train": train}
+                train, self._files[split] = split_off(train, fraction)
+        self._files["train"] = train
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -124,7 +121,8 @@ class ImageFolder(FileSource, IndexedSource):
         def read(number: tf.Tensor, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return number, decode(tf.io.read_file(path), self.image_shape)
 
-        images = parallel_map(tf.data.Dataset.from_tensor_slices(paths).enumerate(), read).ignore_errors()
+        numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
+        images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         for numbers, batch in finish(images.batch(CACHE_BATCH), topology).as_numpy_iterator():
             pixels[numbers], known[numbers] = batch, labels.numpy()[numbers]
         with tf.device("CPU:0"):

@@ -1,10 +1,17 @@
 """MNIST and Fashion-MNIST: 70,000 images of 28x28 in four idx files, or from Keras's cache or download."""
 
+import gzip
+import math
+import os
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO
 
-from hvtrain.data.formats.idx import find_idx, read_pair
+import numpy as np
+
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
@@ -14,6 +21,8 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 FILE_NAMES = [name for pair in FILES.values() for name in pair]
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+FETCH = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 FASHION_CLASSES = (
@@ -41,40 +50,69 @@ def _idx_source(
     flip: bool = False,
 ) -> ArraySource:
     """Without `dir`: the Debian package (of Fashion-MNIST), then Keras's cache, then Keras's download."""
-    origin, load = _find(files, dir)
-    return ArraySource(
-        files.name,
-        load,
-        (28, 28, 1),
-        10,
-        origin=origin,
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=class_names,
-    )
+    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
+    if dir is not None:
+        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
+    load: Callable[[], Arrays] = partial(_read_folder, folder)
+    missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
+    if missing and dir is not None:
+        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
+    if dir is None and (missing or files is MNIST_FILES):
+        origin, load = files.fetch(), files.load
+    changes = num_validation, shift_pixels, flip
+    return ArraySource(files.name, load, (28, 28, 1), 10, origin, standardize, 255.0, *changes, class_names)
 
 
 mnist = partial(_idx_source, MNIST_FILES, tuple("0123456789"))
 fashion_mnist = partial(_idx_source, FASHION_FILES, FASHION_CLASSES)
 
 
-def _find(files: KerasFiles, dir: str | None) -> tuple[str, Callable[[], Arrays]]:
-    """Origin of the data, for the run's header, and the function that reads them. Refuses a `dir` that lacks a file."""
-    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
-    if dir is not None:
-        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
-        missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
-        if missing:
-            raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-    elif files is MNIST_FILES or not all(find_idx(folder, name) for name in FILE_NAMES):
-        return files.fetch(), files.load
-    return origin, partial(_read_folder, folder)
-
-
 def _read_folder(folder: Path) -> Arrays:
-    # A file that went away since it was found is named when it is read.
-    return {
-        split: read_pair(*(find_idx(folder, name) or folder / name for name in names)) for split, names in FILES.items()
-    }
+    arrays = {}
+    for split, names in FILES.items():
+        # A file that went away since it was found is named when it is read.
+        paths = [find_idx(folder, name) or folder / name for name in names]
+        images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+        if len(images) != len(labels):
+            raise DataError(
+                f"{paths[0]} holds {len(images)} images but {paths[1]} {len(labels)} labels; "
+                "the two files do not belong together"
+            )
+        arrays[split] = images, labels
+    return arrays
+
+
+def find_idx(folder: Path, name: str) -> Path | None:
+    """The file of that name in folder, plain or .gz; None if there is neither."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def read_idx(path: Path, num_dims: int) -> np.ndarray:
+    """The array of unsigned bytes in an idx file that must have num_dims dimensions.
+
+    Format: http://yann.lecun.com/exdb/mnist/ (two zero bytes, type, number of dimensions, big-endian sizes).
+    """
+    magic, header_bytes = bytes([0, 0, 8, num_dims]), 4 + 4 * num_dims  # 8: unsigned bytes.
+    try:
+        file: IO[bytes]
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
+            header = file.read(header_bytes)
+            if len(header) < header_bytes:
+                raise DataError(f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}")
+            if header[:4] != magic:
+                raise DataError(
+                    f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; "
+                    f"an idx file of bytes with {num_dims} dimension(s) is needed"
+                )
+            sizes = struct.unpack(f">{num_dims}I", header[4:])
+            expected = math.prod(sizes)
+            # Checked before the bytes are read: a header may claim anything, and a small .gz may hold gigabytes.
+            if expected > MAX_BYTES:
+                raise DataError(f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}")
+            data = np.frombuffer(file.read(expected + 1), np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); {FETCH}") from error
+    if len(data) != expected:
+        found = "more" if len(data) > expected else len(data)
+        raise DataError(f"{path}: {expected} bytes expected after the header, {found} found; {FETCH}")
+    return data.reshape(sizes)

@@ -1,35 +1,38 @@
 """Parquet files of encoded images or of pixels, dealt to the ranks by row group; only two columns are read."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.row_groups import (
-    Columns,
-    RowGroup,
-    find_files,
-    is_encoded,
-    pixel_type,
-    read_footer,
-    read_group,
-)
+from hvtrain.data.formats import row_groups
+from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
-from hvtrain.data.pipeline.decode import decode_batch
-from hvtrain.data.pipeline.row_order import Batch, Piece, Read, pieces_of, read_ahead, rebatch
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.preprocessing import Preprocessing, reshape
-from hvtrain.data.source import StreamRequest, Unreadable
+from hvtrain.data.pipeline.transform import Transform, decode_batch
+from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
 ROW_BITS = 40  # A row's code is the number of its row group, shifted by so many bits, plus the row's own number.
+
+Batch = tuple[np.ndarray, ...]
+"""Images, labels, and the codes of their rows."""
+Read = tuple[Batch, np.ndarray]
+"""The content of a piece, and its rows in the order in which they are taken."""
+
+
+class Piece(NamedTuple):
+    """Row groups that are in memory together, and those of their rows that are used, in order."""
+
+    groups: list[RowGroup]
+    rows: np.ndarray
 
 
 class Parquet(DealtSource):
@@ -70,12 +73,12 @@ class Parquet(DealtSource):
         self._wrong_groups: dict[RowGroup, str] = {}
 
     @cached_property
-    def _groups(self) -> dict[str, dict[RowGroup, int]]:
-        """Rows by split and row group, read on first use, since what damage does depends on on_error."""
+    def counts(self) -> dict[str, dict[RowGroup, int]]:
         groups: dict[str, dict[RowGroup, int]] = {}
         first_of: dict[pa.DataType, Path] = {}
         for split in self.SPLITS:
-            found = [group for path in find_files(self.folder, split) for group in self._read_footer(path, first_of)]
+            paths = row_groups.find_files(self.folder, split)
+            found = [group for path in paths for group in self._read_footer(path, first_of)]
             groups[split] = {group: group.num_rows for group in found}
         if not groups["train"]:
             raise DataError(
@@ -84,33 +87,30 @@ class Parquet(DealtSource):
         self._encoded = any(map(is_encoded, first_of))
         self._pixel_type = tf.uint8 if set(first_of) == {pa.uint8()} else tf.float32
         if self._encoded and not all(map(is_encoded, first_of)):
-            paths = " and ".join(map(str, first_of.values()))
+            both = " and ".join(map(str, first_of.values()))
             raise DataError(
-                f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
+                f"{both}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
             )
         return groups
 
     @cached_property
     def _all_groups(self) -> list[RowGroup]:
-        return [group for part in self._groups.values() for group in part]
+        return [group for part in self.counts.values() for group in part]
 
     def _read_footer(self, path: Path, first_of: dict[pa.DataType, Path]) -> list[RowGroup]:
         try:
-            groups, schema = read_footer(path)
+            groups, schema = row_groups.read_footer(path)
         except DataError as error:
             if not self.skips:
                 raise
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
         if groups:
-            first_of.setdefault(pixel_type(path, schema, self._columns), path)
+            first_of.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
         return groups
 
     def paths(self, split: str) -> list[str]:
-        return list(dict.fromkeys(group.path for group in self._groups[split]))
-
-    def counts(self, split: str) -> Mapping[RowGroup, int]:
-        return self._groups.get(split, {})
+        return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
         groups = self.shard("train", request.topology)
@@ -140,11 +140,10 @@ class Parquet(DealtSource):
         return decode
 
     def preprocessing(self) -> Preprocessing:
-        if self._groups and self._encoded:
+        if self.counts and self._encoded:
             return super().preprocessing()
-        shape = (int(np.prod(self.image_shape)),)
-        layers = [*reshape(shape, self.image_shape), *self.transform.layers(self.image_shape)]
-        return Preprocessing(shape, layers, f"the list in column {self._columns.image}")
+        values = f"the list in column {self._columns.image}"
+        return self.transform.preprocessing((int(np.prod(self.image_shape)),), self.image_shape, values)
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
         shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)
@@ -170,7 +169,7 @@ class Parquet(DealtSource):
     def _read_group(self, group: RowGroup) -> Batch:
         """Images, labels (-1 in rows that cannot be used), and codes."""
         try:
-            images, labels, wrong = read_group(group, self._columns)
+            images, labels, wrong = row_groups.read_group(group, self._columns)
             self._wrong_rows.update({(group, row): why for row, why in wrong.items()})
         except DataError as error:
             self._wrong_groups[group] = str(error).removeprefix(f"{group} ")
@@ -185,3 +184,54 @@ class Parquet(DealtSource):
         if group in self._wrong_groups:
             return Unreadable(str(group), self._wrong_groups[group], group.num_rows)
         return Unreadable(f"{group}, row {row}", self._wrong_rows.get((group, row), why))
+
+
+def pieces_of(groups: list[RowGroup], shuffle_groups: int, request: StreamRequest) -> Iterator[Piece]:
+    """The pieces that a rank reads, endlessly, from request.start_step on. Pure."""
+    share = request.share_of(sum(group.num_rows for group in groups))
+    first_epoch, steps_done = request.position
+    for epoch in itertools.count(first_epoch):
+        random = np.random.default_rng((request.seed, streams.ORDER, request.topology.rank, epoch))
+        order = random.permutation(len(groups))
+        begin = share.begin(steps_done) if epoch == first_epoch else 0
+        before = 0  # Rows of the epoch before this piece.
+        for number, at in enumerate(range(0, len(groups), shuffle_groups)):
+            chosen = [groups[index] for index in order[at : at + shuffle_groups]]
+            num_rows = sum(group.num_rows for group in chosen)
+            low, high = max(begin - before, 0), min(share.num_examples - before, num_rows)
+            if low < high:
+                random = np.random.default_rng((request.seed, streams.BLOCK, request.topology.rank, epoch, number))
+                yield Piece(chosen, random.permutation(num_rows)[low:high])
+            before += num_rows
+
+
+def read_ahead(pool: Executor, read: Callable[[Piece], Read], pieces: Iterable[Piece]) -> Iterator[Read]:
+    """read(piece) of each piece in turn. While one is in use, the next one is being read, and no other."""
+    reading: Future[Read] | None = None
+    for piece in pieces:
+        ready = reading.result() if reading else None
+        try:
+            reading = pool.submit(read, piece)
+        except RuntimeError:
+            return  # Python is shutting down, and TensorFlow's threads still ask for more.
+        if ready:
+            yield ready
+    if reading:
+        yield reading.result()
+
+
+def rebatch(pieces: Iterator[Read], sizes: Iterable[int]) -> Iterator[Batch]:
+    """Batches of the given sizes, across the boundaries of pieces."""
+    at, rows = 0, np.empty(0, np.int64)
+    for size in sizes:
+        parts = []
+        while size:
+            if at == len(rows):
+                piece = next(pieces, None)
+                if piece is None:
+                    return
+                at, (arrays, rows) = 0, piece
+            taken = rows[at : at + size]
+            parts.append(tuple(array[taken] for array in arrays))
+            at, size = at + len(taken), size - len(taken)
+        yield parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts)))

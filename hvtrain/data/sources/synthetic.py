@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.decode import check_image_shape
 from hvtrain.data.pipeline.streams import FOREVER, finish
+from hvtrain.data.pipeline.transform import check_image_shape
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.errors import ConfigError
 

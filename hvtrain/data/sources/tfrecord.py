@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tensorflow as tf
 
-from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.record_framing import count_records, scan_records
-from hvtrain.data.formats.record_reader import CORRUPTED, find_damage, find_record, walk
-from hvtrain.data.pipeline.decode import decode_batch
+from hvtrain.data.formats.record_files import CORRUPTED, find_damage, find_record, scan_records, walk
 from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed
-from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import DataError
@@ -51,10 +48,8 @@ class TFRecords(DealtSource):
         super().__init__(dir, image_shape, Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip))
         self.num_classes = num_classes
         self._image_key, self._label_key = image_key, label_key
-        self._features = {
-            image_key: tf.io.FixedLenFeature([], tf.string),
-            label_key: tf.io.FixedLenFeature([], tf.int64),
-        }
+        kinds = {image_key: tf.string, label_key: tf.int64}
+        self._features = {key: tf.io.FixedLenFeature([], kind) for key, kind in kinds.items()}
         self._shuffle_buffer = shuffle_buffer
         self._paths = {split: sorted(map(str, self.folder.glob(f"{split}*.tfrecord"))) for split in self.SPLITS}
         self._opened: dict[str, int] = {}  # Files that streams of this process read, and their records.
@@ -62,14 +57,13 @@ class TFRecords(DealtSource):
             raise DataError(f"{self.folder} holds no train*.tfrecord; set dataset.dir to a folder that does")
 
     @cached_property
-    def _counts(self) -> dict[str, dict[str, int]]:
-        """Records by split and file, counted on first use, since what damage does depends on on_error."""
+    def counts(self) -> dict[str, dict[str, int]]:
         return {split: {path: self._count(path) for path in paths} for split, paths in self._paths.items()}
 
     def _count(self, path: str) -> int:
-        if not self.skips:
-            return count_records(Path(path))
-        offsets, problem = scan_records(Path(path), check_lengths=True)
+        offsets, problem = scan_records(Path(path), check_lengths=self.skips)
+        if problem and not self.skips:
+            raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
         if problem:
             self.leave_out(Unreadable(path, f"{problem}; the rest of this file is left out", None))
         return len(offsets)
@@ -77,11 +71,8 @@ class TFRecords(DealtSource):
     def paths(self, split: str) -> list[str]:
         return self._paths[split]
 
-    def counts(self, split: str) -> Mapping[str, int]:
-        return self._counts.get(split, {})
-
     def _open(self, split: str, topology: Topology) -> dict[str, int]:
-        counts = {path: self.counts(split)[path] for path in self.shard(split, topology)}
+        counts = {path: self.counts[split][path] for path in self.shard(split, topology)}
         self._opened.update(counts)
         return counts
 
@@ -89,14 +80,17 @@ class TFRecords(DealtSource):
         counts = self._open("train", request.topology)
         share = request.share_of(sum(counts.values()))
         first_epoch, steps_done = request.position
+        sizes = tf.constant([share.begin(step + 1) - share.begin(step) for step in range(share.steps)], tf.int64)
 
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
             records = self._shuffled(list(counts), request, epoch).take(share.num_examples)
             # Without this the search for records in files that were emptied meanwhile would never end.
             records = records.apply(tf.data.experimental.assert_cardinality(share.num_examples))
             # Only the first epoch of a resumed run begins in the middle. Records are skipped before they are decoded.
-            done = tf.cast(share.begin(tf.where(epoch == first_epoch, steps_done, 0), tf.minimum), tf.int64)
-            return _cut(records.skip(done), share, done)
+            first_step = tf.where(epoch == first_epoch, steps_done, 0)
+            records = records.skip(tf.cast(share.begin(first_step, tf.minimum), tf.int64))
+            batches = records.batch(share.batch_size, drop_remainder=share.is_full)
+            return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
         return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
@@ -168,21 +162,3 @@ class TFRecords(DealtSource):
             f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
             f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
         )
-
-
-def _cut(records: tf.data.Dataset, share: Share, begin: tf.Tensor) -> tf.data.Dataset:
-    """Batches as the share cuts them, from example number `begin` on."""
-    if share.is_full:
-        return records.batch(share.batch_size, drop_remainder=True)
-    begins = tf.constant([share.begin(step) for step in range(share.steps + 1)], tf.int64)
-
-    def step_of(number: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-        return tf.searchsorted(begins, number[None], side="right", out_type=tf.int64)[0] - 1
-
-    def batch(step: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
-        return window.map(lambda number, record: record).batch(share.batch_size)
-
-    def size(step: tf.Tensor) -> tf.Tensor:
-        return begins[step + 1] - begins[step]
-
-    return records.enumerate(start=begin).group_by_window(step_of, batch, window_size_func=size)

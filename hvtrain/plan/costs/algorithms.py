@@ -1,15 +1,76 @@
-"""Time of one all-reduce by bytes, ranks and algorithm. Pure.
+"""The machine in the cost model, and the time of one all-reduce on it by bytes, ranks and algorithm. Pure.
 
-The additions are left out: a rank adds faster than its link delivers.
+Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and Gropp (2005,
+"Optimization of Collective Communication Operations in MPICH") base their formulas, as we do ours. The additions are
+left out: a rank adds faster than its link delivers.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hvtrain.plan.costs.links import Link, Machine
+import numpy as np
 
 # Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
+
+# Share of a link's nominal speed that an all-reduce gets. Fitted once, together with step.Rules.interference and
+# .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
+LINK_SHARE = 0.825
+
+# Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink, 5.7 over PCIe and 9.6
+# over a network, and 1.9 times as much for large messages ("plateau effect of ring"), such as gradients.
+NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 1.9 * 3.4e-6, 1.9 * 5.7e-6, 1.9 * 9.6e-6
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link: seconds until the first byte arrives, and bytes per second from then on.
+
+    corrections are pairs (bytes, measured / predicted seconds) of all-reduces over it: no real link has the same speed
+    for all sizes.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    corrections: tuple[tuple[int, float], ...] = ()
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def correction(self, num_bytes: float) -> float:
+        """Factor on the formulas' time of an all-reduce, interpolated between the measured sizes.
+
+        >>> measured = Link(0.0, 1e9, corrections=((1024, 1.5), (4096, 1.0)))
+        >>> [measured.correction(num_bytes) for num_bytes in (0, 1024, 2048, 4096, 10**9)]
+        [1.5, 1.5, 1.25, 1.0, 1.0]
+        """
+        if not self.corrections:
+            return 1.0
+        sizes, factors = zip(*self.corrections)
+        return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), factors))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of ranks_per_host ranks. Each rank has its link inside the host, and all share the link between hosts.
+
+    start_seconds is the fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
+    """
+
+    inside: Link
+    between: Link
+    ranks_per_host: int
+    start_seconds: float = 0.0
+
+    def num_hosts(self, num_ranks: int) -> int:
+        """Number of hosts for so many ranks; the last may be partly filled."""
+        return -(-num_ranks // self.ranks_per_host)
+
+    def slowest(self, num_ranks: int) -> str:
+        """Name of the link that limits so many ranks: "inside" or "between"."""
+        return "inside" if self.num_hosts(num_ranks) == 1 else "between"
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
@@ -21,7 +82,7 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
     """
-    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks) if num_ranks > 1 else 0.0
+    return 2 * (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:

@@ -7,10 +7,11 @@ when the last has been reduced.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from statistics import NormalDist
 
-from hvtrain.plan.costs.algorithms import allreduce_seconds
-from hvtrain.plan.costs.links import Machine
-from hvtrain.plan.costs.stragglers import slowdown
+from hvtrain.plan.costs.algorithms import Machine, allreduce_seconds
 
 MIB = 1 << 20
 
@@ -38,19 +39,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the ranks reduce.
+    """How the ranks reduce. The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
-    Args:
-        overlap: whether gradients are reduced while others are computed, or after the last.
-        fusion_bytes: size of a buffer; a larger tensor goes alone. The default is Horovod's since 0.21. hvtrain's runs
-            fuse nothing (0): their messages are the buckets.
-        cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average. The
-            default is Horovod's since 0.21.
-        interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
-            "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
-            links.LINK_SHARE and the deviation: see docs/plan.md.
-        deviation: standard deviation of the ranks' step times, relative to their mean.
-        algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
+    overlap: whether gradients are reduced while others are computed, or after the last.
+    fusion_bytes: size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0), but have buckets.
+    cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average.
+    interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
+        "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
+        algorithms.LINK_SHARE and the deviation: see docs/plan.md.
+    deviation: standard deviation of the ranks' step times, relative to their mean.
+    algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
     """
 
     overlap: bool = False
@@ -82,7 +80,7 @@ class Cost:
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
     """The expected step on num_ranks ranks.
 
-    >>> from hvtrain.plan.costs.links import Link
+    >>> from hvtrain.plan.costs.algorithms import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
     >>> machine = Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=1)
     >>> rules = Rules(cycle_seconds=0, interference=0, deviation=0, fusion_bytes=1)
@@ -96,9 +94,13 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
     if num_ranks == 1 or not work.gradients:
         return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
-    ready, sizes = _ready_seconds(work, compute, rules.overlap), [one.num_bytes for one in work.gradients]
-    computed = compute
-    free = busy = 0.0
+    sizes = [one.num_bytes for one in work.gradients]
+    # A gradient is ready in proportion to the operations so far, or after all without overlap.
+    ready, total = [compute] * len(sizes), sum(gradient.work for gradient in work.gradients)
+    if rules.overlap:
+        shares = [done / total if total else 1.0 for done in accumulate(gradient.work for gradient in work.gradients)]
+        ready = [compute * (work.forward_share + (1 - work.forward_share) * share) for share in shares]
+    computed, free, busy = compute, 0.0, 0.0
     buffers: list[tuple[int, str]] = []
     first = 0
     while first < len(sizes):
@@ -121,19 +123,6 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     return Cost(num_ranks, step, compute, busy, step - compute, len(buffers), max(buffers)[1], work.step_seconds / step)
 
 
-def _ready_seconds(work: Work, compute_seconds: float, overlap: bool) -> list[float]:
-    """When each gradient is ready: in proportion to the operations so far, or after all without overlap."""
-    total = sum(gradient.work for gradient in work.gradients)
-    if not overlap:
-        return [compute_seconds] * len(work.gradients)
-    done, ready = 0.0, []
-    backward = 1 - work.forward_share
-    for gradient in work.gradients:
-        done += gradient.work
-        ready.append(compute_seconds * (work.forward_share + backward * (done / total if total else 1.0)))
-    return ready
-
-
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
     """When work due at `moment` is done, if computing is slower for `seconds` from `begin` on.
 
@@ -145,10 +134,33 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
     return moment + min(seconds * interference, (moment - begin) * interference / (1 - interference))
 
 
-def rank_counts(num_ranks: int) -> list[int]:
-    """1, 2, 4, ... and num_ranks.
+@lru_cache(maxsize=1024)
+def expected_maximum(number: int) -> float:
+    """Expected maximum of independent standard normal numbers, by the midpoint rule over its distribution.
 
-    >>> rank_counts(6), rank_counts(1)
-    ([1, 2, 4, 6], [1])
+    It grows like sqrt(2 ln n) (David and Nagaraja 2003, "Order Statistics", chapter 3).
+
+    >>> [round(expected_maximum(number), 4) for number in (1, 2, 10, 100)]  # 2: 1 / sqrt(pi)
+    [0.0, 0.5642, 1.5388, 2.5076]
     """
+    end, steps = 8.0, 800  # Normal numbers beyond 8 deviations are negligible.
+    width = 2 * end / steps
+    below = [NormalDist().cdf(-end + width * (index + 0.5)) ** number for index in range(steps)]
+    return end - width * sum(below)
+
+
+def slowdown(num_ranks: int, deviation: float) -> float:
+    """Expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
+
+    Step times are taken as normal, with a relative deviation. The heavier tail that Chen et al. (2016, "Revisiting
+    Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is not modelled.
+
+    >>> round(slowdown(512, 0.03), 3)
+    1.091
+    """
+    return 1 + deviation * expected_maximum(num_ranks)
+
+
+def rank_counts(num_ranks: int) -> list[int]:
+    """1, 2, 4, ... and num_ranks."""
     return [1 << power for power in range(num_ranks.bit_length()) if 1 << power < num_ranks] + [num_ranks]

@@ -5,8 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.checkpoint.callback_records import NUMBERS, SavedCallbacks
-from hvtrain.checkpoint.store import rate_factor
+from hvtrain.checkpoint.store import NUMBERS, rate_factor
 from hvtrain.strategies.comm import Comm
 
 
@@ -17,7 +16,9 @@ class CallbackState(keras.callbacks.Callback):
     factor of the learning rate, so all ranks get the chief's. Put it after those callbacks.
     """
 
-    def __init__(self, callbacks: dict[str, keras.callbacks.Callback], saved: SavedCallbacks, comm: Comm) -> None:
+    def __init__(
+        self, callbacks: dict[str, keras.callbacks.Callback], saved: dict[str, dict[str, Any]], comm: Comm
+    ) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._saved = saved
@@ -36,7 +37,7 @@ class CallbackState(keras.callbacks.Callback):
         for name, weights in self._best_weights().items():
             self._saved[name]["best_weights"] = weights
 
-    def numbers(self) -> SavedCallbacks:
+    def numbers(self) -> dict[str, dict[str, Any]]:
         """The numbers of each callback, by its name."""
         return {
             name: {key: float(value) for key in NUMBERS if (value := vars(callback).get(key)) is not None}
@@ -44,7 +45,7 @@ class CallbackState(keras.callbacks.Callback):
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights in callbacks, by the keys that `saved_callbacks` reads."""
+        """The best weights in callbacks, by the keys that Checkpoint.callbacks reads."""
         return {
             f"callback/{name}/{index:04d}": weight
             for name, weights in self._best_weights().items()
