@@ -7,8 +7,8 @@ import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.keras.resets import Resets
+from hvtrain.strategies.base import Membership
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.parts import Membership
 
 T = TypeVar("T")
 

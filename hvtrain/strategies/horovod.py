@@ -1,7 +1,6 @@
 """Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from hvtrain.keras.lost_ranks import is_lost_rank_error
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.optimizer import ranks_at_fault, time_reductions
 from hvtrain.keras.process import keep_mpi_initialized
-from hvtrain.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.base import Guards, Strategy, WeightCheck
 from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.parts import Guards, Timeline, WeightCheck
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
@@ -49,8 +46,6 @@ class HorovodComm(Comm):
 
 
 class HorovodGuards(Guards):
-    """Proof that Horovod's ranks train together."""
-
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
@@ -68,18 +63,6 @@ class HorovodGuards(Guards):
 
     def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
         return ranks_at_fault(optimizer) if NOT_FINITE in str(error) else []
-
-
-class HorovodTimeline(Timeline):
-    """Horovod's own timeline."""
-
-    def start(self, path: Path) -> None:
-        if hvd.size() > 1:
-            hvd.start_timeline(str(path))
-
-    def stop(self) -> None:
-        if hvd.size() > 1:
-            hvd.stop_timeline()
 
 
 class HorovodStrategy(Strategy):
@@ -108,16 +91,13 @@ class HorovodStrategy(Strategy):
         self.pin_cores = pin_cores
         self.comm = HorovodComm()
         self.guards = HorovodGuards(self.comm)
-        self.timeline = HorovodTimeline()
         self._devices: list[str] = []
 
     def start(self) -> Topology:
         hvd.init()
-        host = socket.gethostname()
-        self._devices = hvd.pin_gpu(host, self.share_gpus, self.pin_cores)
-        self.marks = StepMarks()
-        self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
-        return self.topology
+        self._devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
+        self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        return super().start()
 
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
@@ -140,8 +120,9 @@ class HorovodStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
-        distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
+        distributed = hvd.DistributedOptimizer(
+            optimizer, compression=self.compression, check_finite=check_finite, bucket_bytes=self.bucket_bytes
+        )
         time_reductions(distributed, self.marks)
         if divide_losses:
             divide_losses_of(distributed)
@@ -161,6 +142,14 @@ class HorovodStrategy(Strategy):
             hvd.shutdown()
             os.environ.update(environment)
             hvd.init()
+
+    def start_timeline(self, path: Path) -> None:
+        if hvd.size() > 1:
+            hvd.start_timeline(str(path))
+
+    def stop_timeline(self) -> None:
+        if hvd.size() > 1:
+            hvd.stop_timeline()
 
     def cause_of(self, error: BaseException) -> UserError | None:
         verdict = self.watchdog.cause() if is_lost_rank_error(error) else None

@@ -15,7 +15,6 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.evaluation import evaluate
 from hvtrain.training.summary import device_map, versions
 from hvtrain.verify.check import Check, CheckError
 from hvtrain.verify.joint_batch import CASES, Case, compare
@@ -161,7 +160,7 @@ def _metrics(strategy: Strategy) -> str:
     # Rank 0 has most of the examples, the others a few each.
     few = 3 if hvd.size() < 16 else 0
     own = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
-    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8), strategy.comm)
+    together = strategy.evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8))
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
     gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
     if gap > 1e-5:

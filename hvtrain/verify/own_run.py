@@ -30,8 +30,7 @@ class OwnRun:
         seed_everything(config, strategy.topology.rank)
         self.config, self.strategy = config, strategy
         self.source, self.plan, self.topology = open_data(config, strategy.comm)
-        with strategy.scope():
-            self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, self.plan, strategy))
+        self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, self.plan, strategy))
         strategy.comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:

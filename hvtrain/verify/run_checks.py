@@ -8,7 +8,6 @@ from hvtrain.errors import RankError
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
-from hvtrain.training.failures import report_failure
 from hvtrain.verify.check import run_checks
 from hvtrain.verify.library import library_checks
 from hvtrain.verify.own_run import own_run_checks
@@ -29,6 +28,6 @@ def verify(config: RunConfig, own_run: bool) -> bool:
         passed = run_checks(checks, strategy)
         strategy.stop()
     except BaseException as error:
-        report_failure(strategy, error)
+        strategy.report_failure(error)
         raise
     return passed

@@ -10,21 +10,20 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
 from hvtrain.restore.resume import Start
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.parts import WeightCheck
-from hvtrain.training.callbacks.callback_state import CallbackState
-from hvtrain.training.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_CHECKS, Checkpointing, MemoryCommit
-from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs
-from hvtrain.training.callbacks.guard import Guard
-from hvtrain.training.callbacks.interruption import Interruption
+from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.training.callbacks.checkpointing import (
+    STEPS_BETWEEN_CLOCK_CHECKS,
+    CallbackState,
+    Checkpointing,
+    Interruption,
+    MemoryCommit,
+)
+from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
+from hvtrain.training.callbacks.guard import Guard, Proof
 from hvtrain.training.callbacks.position import Position
-from hvtrain.training.callbacks.progress_bar import Progress, verbosity
-from hvtrain.training.callbacks.proof import Proof
-from hvtrain.training.callbacks.recording import Recording
-from hvtrain.training.callbacks.skipped import Skipped
-from hvtrain.training.callbacks.speed import StepSplit, Throughput
+from hvtrain.training.callbacks.recording import Progress, Recording, Skipped, verbosity
+from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
-from hvtrain.training.callbacks.validation import Validation
 from hvtrain.training.run import Run
 
 
@@ -33,8 +32,8 @@ class Monitors:
     """Callbacks and their parts that are read at the end of a run."""
 
     position: Position
-    split: StepSplit
     weights: WeightCheck
+    throughput: Throughput
     proof: Proof
     interruption: Interruption
     skipped: Skipped
@@ -45,15 +44,9 @@ def make_monitors(run: Run, model: keras.Model, start: Start) -> Monitors:
     """Makes the monitors of a run that begins at start."""
     position = Position(run.plan, start.step)
     weights = run.strategy.guards.weight_check(model, enabled=run.config.guard.every > 0)
-    return Monitors(
-        position,
-        StepSplit(run, Throughput(position)),
-        weights,
-        Proof(run, position, weights),
-        Interruption(run),
-        Skipped(run),
-        Writer(run.folder / "checkpoints", run.config.checkpoint),
-    )
+    place = run, position, weights
+    writer = Writer(run.folder / "checkpoints", run.config.checkpoint)
+    return Monitors(position, weights, Throughput(*place), Proof(*place), Interruption(run), Skipped(*place), writer)
 
 
 def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.callbacks.Callback]:
@@ -64,32 +57,36 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     it. Then record, save, and commit. The record comes before the checkpoint: a run that is killed continues from the
     checkpoint, and rows written after it would be missing.
     """
-    config, strategy, position, weights = run.config, run.strategy, monitors.position, monitors.weights
-    throughput, progress = monitors.split.throughput, strategy.watchdog.progress
-    # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
-    step_ends = LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step))
-    step_begins = LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step))
-
-    callbacks = [position, step_ends, *strategy.guards.callbacks(), throughput, monitors.proof]
-    resumed = start.rank_state if position.in_epoch else {}
-    callbacks += [EpochMetrics(strategy.comm, resumed), Guard(run, position, weights)]
+    config, strategy, position, throughput = run.config, run.strategy, monitors.position, monitors.throughput
+    place, progress = (run, position, monitors.weights), strategy.watchdog.progress
     dataset = run.evaluation_data("validation")
-    validation = Validation(run, position, weights, dataset) if dataset is not None else None
-    if validation:
-        callbacks.append(validation)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, validation is not None))
+    validation = Validation(*place, dataset=dataset)
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
-    callbacks += [SameLogs(strategy.comm), *own.values(), monitors.interruption, state]
-    callbacks += [*strategy.guards.stop_callbacks(), monitors.split, Recording(run, position, throughput)]
-    callbacks.append(Checkpointing(run, position, weights, state, monitors.writer, validation, monitors.interruption))
-    if verbosity(run.topology.is_chief) == 2:
-        callbacks.append(Progress(position))
-    callbacks.append(monitors.skipped)
-    if config.profile.timeline:
-        callbacks.append(TimelineTrace(run, position))
-    if strategy.membership.commit_steps:
-        callbacks.append(MemoryCommit(run, position, weights, state))
-    return [*callbacks, step_begins]
+    interruption, writer = monitors.interruption, monitors.writer
+    return [
+        position,
+        # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
+        LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step)),
+        *strategy.guards.callbacks(),
+        throughput,
+        monitors.proof,
+        EpochMetrics(strategy, start.rank_state if position.in_epoch else {}),
+        Guard(*place),
+        validation,
+        SameLogs(*place),
+        *own.values(),
+        interruption,
+        state,
+        *strategy.guards.stop_callbacks(),
+        Recording(*place, throughput=throughput),
+        Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
+        *([Progress(*place)] if verbosity(run.topology.is_chief) == 2 else []),
+        monitors.skipped,
+        *([TimelineTrace(*place)] if config.profile.timeline else []),
+        *([MemoryCommit(*place, callback_state=state)] if strategy.membership.commit_steps else []),
+        LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)),
+    ]
 
 
 def step_intervals(config: RunConfig, strategy: Strategy) -> list[int]:

@@ -36,7 +36,7 @@ def broken(name, target, **instead):
     return Check(name, run)
 
 
-def plain_metrics(model, dataset, strategy):
+def plain_metrics(model, dataset):
     """What goes wrong elsewhere: the mean over ranks of each rank's mean."""
     own = model.evaluate(dataset, verbose=0, return_dict=True)
     return {key: float(value) for key, value in own.items()}
@@ -95,7 +95,7 @@ passed = run_checks(
         Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
         broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
         broken("shards", ArraySource, training=same_for_all),
-        broken("metrics", library_module, evaluate=plain_metrics),
+        broken("metrics", strategy, evaluate=plain_metrics),
         broken("checkpoint", store, restore=restores_nothing),
         own_checks["data: leaves"],
         own_checks["step of your model"],

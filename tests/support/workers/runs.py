@@ -93,7 +93,7 @@ def against_the_joint_batches(config):
             metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
         found[name] = largest_difference(model.get_weights(), one.get_weights())
         if name == "weighted":
-            seen = EpochMetrics(strategy.comm)
+            seen = EpochMetrics(strategy, {})
             seen.set_model(model)
             logs = {}
             seen.on_epoch_end(0, logs)
