@@ -20,18 +20,19 @@ each rank broadcasts once in its life, and KerasState.sync does the same.
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
 from hvtrain.keras.lost_ranks import raise_for_elastic
+from hvtrain.keras.reduction import restart_numbering
 from hvtrain.keras.structure import forget_comparisons
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+T = TypeVar("T")
 
 # The value of model.stop_training that ends an epoch early: true to Keras, and no other callback sets this object.
 _END_OF_EPOCH = "end of the epoch that began before the reset"
@@ -113,6 +114,31 @@ class KerasState(ObjectState):
         return {name: getattr(self, name) for name in self._saved_state}
 
 
+class Resets(State):
+    """`run` for a program that keeps its own state: repeats a function after ranks were lost or joined (every rank).
+
+    All ranks, including new ones, start from the function's beginning, so that no rank waits in a collective that
+    another does not enter. The function may create optimizers. It calls check_host_updates (every rank), which
+    restarts it if ranks are joining or leaving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(bcast_object=functools.partial(hvd.broadcast_object, name="hvtrain.resets"), get_rank=hvd.rank)
+
+    def run_with_restarts(self, func: Callable[[], T]) -> T:
+        """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
+        result: T = run(lambda _: func())(self)
+        return result
+
+    def reset(self) -> None:
+        restart_numbering()
+
+    def save(self) -> Any:
+        """Does nothing: the program keeps its own state."""
+
+    restore = sync = save
+
+
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
 
@@ -125,8 +151,6 @@ class CommitStateCallback(keras.callbacks.Callback):
         super().__init__()
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self.batches_remaining = batches_per_commit
-        self._epoch_ended = False
 
     def commit(self) -> None:
         self.state.commit()
@@ -147,16 +171,13 @@ class CommitStateCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch_ended = True
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._commit_epoch()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._commit_epoch()
-
-    def _commit_epoch(self) -> None:
+    def on_epoch_begin(self, epoch: int | None, logs: Any = None) -> None:
         if self._epoch_ended:
             self._epoch_ended, self.batches_remaining = False, self.batches_per_commit
             self.commit()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.on_epoch_begin(None)
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
@@ -208,12 +229,10 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.initial_epoch = state.epoch
-        self._first: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.initial_epoch = self.state.epoch
-        self._first = None
+        self._first: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._first is None:

@@ -40,8 +40,7 @@ class WeightCheck:
             return
         self.num_checks += 1
         variables = [*self._trained, *(self._untrained if everything else ())]
-        different = self._different(variables)
-        if different:
+        if different := self._different(variables):
             raise RankError(_describe(variables, different, when))
 
     def average_untrained(self) -> None:

@@ -7,9 +7,11 @@ or hands them on to other optimizers works on the joint gradient too.
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -208,8 +210,10 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
             "would be reduced twice; wrap an optimizer once, outermost"
         )
     # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let each rank decide
-    # alone whether to step, and the ranks that step would wait for those that skip; and it would scale twice.
-    if is_outermost and not is_accumulation and _called_from("loss_scale_optimizer.py"):
+    # alone whether to step, and the ranks that step would wait for those that skip; and it would scale twice. It is
+    # then one of the nearest callers.
+    callers = (frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16))
+    if is_outermost and not is_accumulation and any(name.endswith("loss_scale_optimizer.py") for name in callers):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"
@@ -219,15 +223,3 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
         yield is_outermost
     finally:
         active.pop()
-
-
-def _called_from(filename: str, depth: int = 16) -> bool:
-    """True if one of the nearest `depth` callers is code of that file."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame.f_code.co_filename.endswith(filename):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

@@ -6,7 +6,6 @@ which silently makes every rank a job of its own.
 """
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,21 +26,15 @@ _SEGMENTED_RING = {
 }
 
 
-def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of ranks that the launcher started; None if no launcher started this process.
-
-    >>> launched_size({"OMPI_COMM_WORLD_SIZE": "4"})
-    4
-    >>> launched_size({}) is None
-    True
-    """
-    sizes = (environ.get(name, "") for name in _SIZE_VARIABLES)
+def launched_size() -> int | None:
+    """Number of ranks that the launcher started; None if no launcher started this process."""
+    sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
     return next((int(size) for size in sizes if size.isdigit()), None)
 
 
-def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+def is_elastic() -> bool:
     """True in an elastic job, where the launcher's number of ranks may be out of date."""
-    return environ.get("HOROVOD_ELASTIC") == "1"
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -59,7 +52,11 @@ def init(*args: Any, **kwargs: Any) -> None:
     before = cores.threads()
     hvd.init(*args, **kwargs)
     if _uses_mpi() and not tf.config.list_physical_devices("GPU"):
-        _lower_priority(cores.threads() - before)
+        # Horovod's threads poll inside MPI, without sleep, on cores that compute. A niceness 5 above the others' gives
+        # them a quarter of a contended core.
+        for thread in cores.threads() - before:
+            with suppress(ProcessLookupError):  # It has ended meanwhile.
+                os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
     if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
@@ -80,25 +77,9 @@ def keep_mpi_initialized() -> None:
         from mpi4py import MPI  # noqa: F401  (its import initializes MPI)
 
 
-def _lower_priority(threads: set[int]) -> None:
-    """Makes Horovod's threads yield to others: they poll inside MPI, without sleep, on cores that compute.
-
-    A niceness 5 above the others' gives them a quarter of a contended core.
-    """
-    for thread in threads:
-        with suppress(ProcessLookupError):  # It has ended meanwhile.
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
-
-
 def _uses_mpi() -> bool:
     by_mpi = any(name in os.environ for name in _SIZE_VARIABLES if name != "HOROVOD_SIZE")
     return by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo"
-
-
-def _is_on_one_host() -> bool:
-    """True if the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
-    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
-    return os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE")
 
 
 def _set_defaults() -> None:
@@ -113,11 +94,12 @@ def _set_defaults() -> None:
     if not _uses_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if not _is_on_one_host():
-        return
-    os.environ.setdefault(CYCLE_TIME, "0.1")
-    if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
-        os.environ.update(_SEGMENTED_RING)
+    # The launcher, Open MPI's or Horovod's, says whether it has put all ranks on this host.
+    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
+    if os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE"):
+        os.environ.setdefault(CYCLE_TIME, "0.1")
+        if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
+            os.environ.update(_SEGMENTED_RING)
 
 
 def _choose_interface() -> None:

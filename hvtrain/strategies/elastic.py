@@ -6,7 +6,7 @@ from typing import TypeVar
 import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
-from hvtrain.keras.resets import Resets
+from hvtrain.keras.elastic import Resets
 from hvtrain.strategies.base import Membership
 from hvtrain.strategies.horovod import HorovodStrategy
 
