@@ -5,27 +5,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from hvtrain.strategies.base import Strategy
 
 SECONDS_PER_CHECK = 120.0
+
+# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError (every rank).
+Checks = dict[str, Callable[[], str]]
 
 
 class CheckError(Exception):
     """A failed check: what was found, and what to look at. Raise it after the check's last collective, not between."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check on all ranks. `run` returns what it found, in a few words, or raises CheckError (every rank)."""
-
-    name: str
-    run: Callable[[], str]
-
-
-def run_checks(checks: Iterable[Check], strategy: Strategy) -> bool:
+def run_checks(checks: Checks, strategy: Strategy) -> bool:
     """Prints a line for each check on the chief; True if all passed on all ranks (every rank)."""
 
     def say(line: str) -> None:
@@ -33,37 +27,31 @@ def run_checks(checks: Iterable[Check], strategy: Strategy) -> bool:
             sys.stdout.write(f"{line}\n")  # One write: launchers add their prefix to each one.
             sys.stdout.flush()
 
-    began, failed, count = time.monotonic(), 0, 0
-    for check in checks:
-        finding, own_error = _attempt(check)
-        errors = enumerate(strategy.comm.gather(own_error))
-        error = next((f"rank {rank}: {text}" if rank else text for rank, text in errors if text is not None), None)
-        count += 1
-        failed += error is not None
-        say(f"{'PASS' if error is None else 'FAIL'}  {check.name:<22} {error or finding}")
-    outcome = f"{count - failed} checks passed, {failed} failed" if failed else f"all {count} checks passed"
-    say(f"{outcome} on {strategy.topology.size} rank(s) in {time.monotonic() - began:.0f} s")
-    return not failed
-
-
-def _attempt(check: Check) -> tuple[str, str | None]:
-    """The finding and the error of a check on this rank."""
-
-    def time_out() -> None:
+    def time_out(name: str) -> None:
         sys.stderr.write(
-            f"FAIL  {check.name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
+            f"FAIL  {name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
             "one of them has stopped or left: look at its output\n"
         )
         os._exit(1)
 
-    deadline = threading.Timer(SECONDS_PER_CHECK, time_out)
-    deadline.daemon = True
-    deadline.start()
-    try:
-        return check.run(), None
-    except CheckError as error:
-        return "", str(error)
-    except Exception as error:
-        return "", " ".join(f"{type(error).__name__}: {error}".split())
-    finally:
-        deadline.cancel()
+    began, failed = time.monotonic(), 0
+    for name, check in checks.items():
+        finding, own_error = "", None
+        deadline = threading.Timer(SECONDS_PER_CHECK, time_out, [name])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            finding = check()
+        except CheckError as error:
+            own_error = str(error)
+        except Exception as error:
+            own_error = " ".join(f"{type(error).__name__}: {error}".split())
+        finally:
+            deadline.cancel()
+        errors = enumerate(strategy.comm.gather(own_error))
+        failure = next((f"rank {rank}: {text}" if rank else text for rank, text in errors if text is not None), None)
+        failed += failure is not None
+        say(f"{'PASS' if failure is None else 'FAIL'}  {name:<22} {failure or finding}")
+    outcome = f"{len(checks) - failed} checks passed, {failed} failed" if failed else f"all {len(checks)} checks passed"
+    say(f"{outcome} on {strategy.topology.size} rank(s) in {time.monotonic() - began:.0f} s")
+    return not failed

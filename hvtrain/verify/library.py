@@ -1,7 +1,6 @@
 """Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,25 +15,26 @@ from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.summary import device_map, versions
-from hvtrain.verify.check import Check, CheckError
+from hvtrain.verify.check import CheckError, Checks
 from hvtrain.verify.joint_batch import CASES, Case, compare
 
 BATCH, STEPS = 16, 8
 
 
-def library_checks(strategy: Strategy) -> Iterator[Check]:
-    """Yields the checks in an order in which an early failure explains later ones (two ranks or more)."""
-    yield Check("versions", partial(_versions, strategy))
-    yield Check("controller", partial(_controller, strategy))
-    yield Check("devices", partial(_devices, strategy))
-    yield Check("broadcast", _broadcast)
-    for name, case in CASES.items():
-        yield Check(name, partial(_joint_batch, case))
-    yield Check("overflow", _overflow)
-    yield Check("different models", _different_models)
-    yield Check("shards", partial(_shards, strategy))
-    yield Check("metrics", partial(_metrics, strategy))
-    yield Check("checkpoint", partial(_checkpoint, strategy))
+def library_checks(strategy: Strategy) -> Checks:
+    """The checks in an order in which an early failure explains later ones (two ranks or more)."""
+    return {
+        "versions": partial(_versions, strategy),
+        "controller": partial(_controller, strategy),
+        "devices": partial(_devices, strategy),
+        "broadcast": _broadcast,
+        **{name: partial(_joint_batch, case) for name, case in CASES.items()},
+        "overflow": _overflow,
+        "different models": _different_models,
+        "shards": partial(_shards, strategy),
+        "metrics": partial(_metrics, strategy),
+        "checkpoint": partial(_checkpoint, strategy),
+    }
 
 
 def _versions(strategy: Strategy) -> str:
@@ -184,7 +184,6 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
-
     saved: list[store.Checkpoint] = []
 
     def write() -> None:

@@ -1,8 +1,8 @@
-"""Checks of the user's own run: whether its data is sharded, and its model trains on all ranks' gradients."""
+"""All checks, and those of the user's own run: its data is sharded, and its model trains on all ranks' gradients."""
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
+from hvtrain.errors import RankError
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.system import console
 from hvtrain.training.run import training_batches
 from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
-from hvtrain.verify.check import Check, CheckError
+from hvtrain.verify.check import CheckError, Checks, run_checks
 from hvtrain.verify.joint_batch import largest_difference
-from hvtrain.verify.library import round_trip
+from hvtrain.verify.library import library_checks, round_trip
 
 BATCHES = 20
 # A data set may hold a few images twice; overlapping shards share far more.
@@ -39,13 +43,15 @@ class OwnRun:
         return stream.take(min(BATCHES, self.plan.steps_per_epoch))
 
 
-def own_run_checks(config: RunConfig, strategy: Strategy) -> Iterator[Check]:
-    """Yields the checks in an order in which an early failure explains later ones."""
+def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
+    """The checks in an order in which an early failure explains later ones."""
     run = OwnRun(config, strategy)
-    yield Check(f"data: {run.source.name}", partial(_data, run))
-    yield Check("step of your model", partial(_step, run))
-    yield Check("weights", partial(_weights, run))
-    yield Check("your checkpoint", partial(round_trip, run.model, strategy))
+    return {
+        f"data: {run.source.name}": partial(_data, run),
+        "step of your model": partial(_step, run),
+        "weights": partial(_weights, run),
+        "your checkpoint": partial(round_trip, run.model, strategy),
+    }
 
 
 def _data(run: OwnRun) -> str:
@@ -122,3 +128,21 @@ def _weights(run: OwnRun) -> str:
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
     return f"equal on {run.plan.size} rank(s) after it, optimizer state too"
+
+
+def verify(config: RunConfig, own_run: bool) -> bool:
+    """True if every check passes on every rank. own_run: also check the model, data and optimizer of config."""
+    strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
+    try:
+        topology = strategy.start()
+        if topology.size == 1:
+            raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        own_checks = own_run_checks(config, strategy) if own_run else {}
+        passed = run_checks({**library_checks(strategy), **own_checks}, strategy)
+        strategy.stop()
+    except BaseException as error:
+        strategy.report_failure(error)
+        raise
+    return passed
