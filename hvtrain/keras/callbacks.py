@@ -1,5 +1,6 @@
 """Horovod's Keras callbacks on Keras 3, and three more: two checks, and stopping together."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,12 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     Put it after the callbacks that may stop. Within an epoch the request travels with the next step's gradients. At
     the end of an epoch, and without a DistributedOptimizer, the ranks exchange a message.
-    Not in Horovod, where the ranks that continue wait for ever.
+    Not in Horovod, where the ranks that continue wait for ever. exchange sums arrays over the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
         super().__init__()
+        self._sum_arrays = exchange
         self._flag: SharedFlag | None = None
         self._requested = False
 
@@ -175,7 +177,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         requested = self._requested or self.model.stop_training
-        self.model.stop_training = bool(sum_arrays([np.array(float(requested))])[0] > 0)
+        self.model.stop_training = bool(self._sum_arrays([np.array(float(requested))])[0] > 0)
 
 
 class WeightCheckCallback(keras.callbacks.Callback):

@@ -21,42 +21,6 @@ from hvtrain.watchdog.progress import VALIDATION
 T = TypeVar("T")
 
 
-class WeightCheck:
-    """Comparison of weights between ranks; num_checks counts them."""
-
-    num_checks = 0
-
-    def __call__(self, when: str, everything: bool = False) -> None:
-        """Raises RankError if trained weights (or everything) differ between ranks (every rank)."""
-
-    def average_untrained(self) -> None:
-        """Sets weights without a gradient to their mean over the ranks (every rank)."""
-
-
-class Guards:
-    """`strategy.guards`: proof that the ranks train together. Nothing here is collective."""
-
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        """Callbacks that come before all others in every training of this strategy."""
-        return []
-
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        """Callbacks that propagate one rank's stop request to all ranks; they come after those that may request it."""
-        return []
-
-    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        """Returns the check of a model, which compares nothing unless enabled."""
-        return WeightCheck()
-
-    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
-        """Number of reductions that this process has run."""
-        return 0
-
-    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
-        """Ranks whose gradient was not finite, if a step failed for that reason."""
-        return []
-
-
 class Membership:
     """`strategy.membership`: ranks that leave and join during a run. Here none does."""
 
@@ -75,8 +39,7 @@ class Strategy:
     """One process on its own, without communication.
 
     The verbs are start, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives), watchdog,
-    guards (proof that ranks train together), membership (ranks that leave and join). A method is collective (every
-    rank) unless its docstring says otherwise.
+    membership (ranks that leave and join). A method is collective (every rank) unless its docstring says otherwise.
     """
 
     marks: StepMarks
@@ -84,7 +47,6 @@ class Strategy:
 
     def __init__(self) -> None:
         self.comm = Comm()
-        self.guards = Guards()
         self.membership = Membership()
 
     @property
@@ -161,6 +123,14 @@ class Strategy:
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training)
         return results
+
+    def guards(self) -> list[keras.callbacks.Callback]:
+        """Returns callbacks that prove that ranks train together; they come before all others. Not collective."""
+        return []
+
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        """Returns callbacks that stop all ranks if one requests it, to come after those that may. Not collective."""
+        return []
 
     def stop(self) -> None:
         """Leaves the other ranks. Not collective, as report_failure."""

@@ -12,13 +12,11 @@ from hvtrain import watchdog
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.equality import WeightCheck as KerasWeightCheck
-from hvtrain.keras.finite import NOT_FINITE
 from hvtrain.keras.lost_ranks import is_lost_rank_error
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
-from hvtrain.keras.optimizer import ranks_at_fault, time_reductions
+from hvtrain.keras.optimizer import time_reductions
 from hvtrain.keras.process import keep_mpi_initialized
-from hvtrain.strategies.base import Guards, Strategy, WeightCheck
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -43,26 +41,6 @@ class HorovodComm(Comm):
     def broadcast_model(self, model: keras.Model) -> None:
         with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
-
-
-class HorovodGuards(Guards):
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        return [hvd.ReductionCheckCallback()]
-
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        return [_StopTogether(self._comm)]
-
-    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        return _WatchedWeightCheck(model, enabled, self._comm)
-
-    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
-        return hvd.num_reductions(optimizer)
-
-    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
-        return ranks_at_fault(optimizer) if NOT_FINITE in str(error) else []
 
 
 class HorovodStrategy(Strategy):
@@ -90,7 +68,6 @@ class HorovodStrategy(Strategy):
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
         self.comm = HorovodComm()
-        self.guards = HorovodGuards(self.comm)
         self._devices: list[str] = []
 
     def start(self) -> Topology:
@@ -127,6 +104,12 @@ class HorovodStrategy(Strategy):
         if divide_losses:
             divide_losses_of(distributed)
         return distributed
+
+    def guards(self) -> list[keras.callbacks.Callback]:
+        return [hvd.ReductionCheckCallback()]
+
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        return [hvd.StopTogetherCallback(self.comm.sum_arrays)]
 
     def stop(self) -> None:
         self.watchdog.stop()
@@ -166,31 +149,3 @@ class HorovodStrategy(Strategy):
         if hvd.size() == 1:
             return "Horovod, alone"
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
-
-
-class _WatchedWeightCheck(KerasWeightCheck, WeightCheck):
-    """Tells the watchdog when it waits for the other ranks."""
-
-    def __init__(self, model: keras.Model, enabled: bool, comm: Comm) -> None:
-        super().__init__(model, enabled)
-        self._comm = comm
-
-    def __call__(self, when: str, everything: bool = False) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().__call__(when, everything)
-
-    def average_untrained(self) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().average_untrained()
-
-
-class _StopTogether(hvd.StopTogetherCallback):
-    """Tells the watchdog when it waits for the other ranks."""
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__()
-        self._comm = comm
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().on_epoch_end(epoch, logs)

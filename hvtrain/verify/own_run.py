@@ -13,6 +13,8 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import RankError
+from hvtrain.keras.equality import WeightCheck
+from hvtrain.keras.optimizer import num_reductions
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
@@ -94,9 +96,9 @@ def _step(run: OwnRun) -> str:
     ]
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
     expected = _change(build_optimizer(run.config, run.plan), joint, copies)
-    before = run.strategy.guards.num_reductions(optimizer)
+    before = num_reductions(optimizer)
     change = _change(optimizer, own, model.trainable_variables)
-    count = run.strategy.guards.num_reductions(optimizer) - before
+    count = num_reductions(optimizer) - before
     gap = max(comm.gather(largest_difference(change, expected)))
     pairs = [pair for pair in zip(own, joint) if pair[0] is not None]
     apart = max(comm.gather(largest_difference(*map(list, zip(*pairs)))))
@@ -123,7 +125,7 @@ def _change(optimizer: keras.optimizers.Optimizer, gradients: list[Any], variabl
 
 
 def _weights(run: OwnRun) -> str:
-    check = run.strategy.guards.weight_check(run.model)
+    check = WeightCheck(run.model)
     check("after one step of your model")
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)

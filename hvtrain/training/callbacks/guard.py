@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import DataError, TrainingError
+from hvtrain.keras.finite import NOT_FINITE
+from hvtrain.keras.optimizer import num_reductions, ranks_at_fault
 from hvtrain.training.callbacks.position import Position, RunCallback
 from hvtrain.training.run import Run
 
@@ -49,8 +51,7 @@ def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator
     try:
         yield
     except tf.errors.OpError as error:
-        ranks = strategy.guards.ranks_at_fault(error, model.optimizer)
-        if ranks:
+        if NOT_FINITE in str(error) and (ranks := ranks_at_fault(model.optimizer)):
             # Not position.step: a call of the graph that failed may have done some steps.
             step = position.start_step + strategy.marks()[3] - steps_before + 1
             raise TrainingError(
@@ -95,7 +96,7 @@ class Proof(RunCallback):
         """The proof in result.json; reductions are those of this process."""
         accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
         return {
-            "reductions": self.run.strategy.guards.num_reductions(optimizer),
+            "reductions": num_reductions(optimizer),
             "steps": (self.position.step - self.position.start_step) // accumulate,
             "ranks": self.position.plan.size,
             "weight_checks": self.weights.num_checks,

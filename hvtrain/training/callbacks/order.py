@@ -9,8 +9,9 @@ from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
+from hvtrain.keras.equality import WeightCheck
 from hvtrain.restore.resume import Start
-from hvtrain.strategies.base import Strategy, WeightCheck
+from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.checkpointing import (
     STEPS_BETWEEN_CLOCK_CHECKS,
     CallbackState,
@@ -25,6 +26,7 @@ from hvtrain.training.callbacks.recording import Progress, Recording, Skipped, v
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run
+from hvtrain.watchdog.progress import EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Monitors:
 def make_monitors(run: Run, model: keras.Model, start: Start) -> Monitors:
     """Makes the monitors of a run that begins at start."""
     position = Position(run.plan, start.step)
-    weights = run.strategy.guards.weight_check(model, enabled=run.config.guard.every > 0)
+    weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
     place = run, position, weights
     writer = Writer(run.folder / "checkpoints", run.config.checkpoint)
     return Monitors(position, weights, Throughput(*place), Proof(*place), Interruption(run), Skipped(*place), writer)
@@ -68,7 +70,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         position,
         # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
         LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step)),
-        *strategy.guards.callbacks(),
+        *strategy.guards(),
         throughput,
         monitors.proof,
         EpochMetrics(strategy, start.rank_state if position.in_epoch else {}),
@@ -78,7 +80,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         *own.values(),
         interruption,
         state,
-        *strategy.guards.stop_callbacks(),
+        *strategy.stop_callbacks(),
         Recording(*place, throughput=throughput),
         Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
         *([Progress(*place)] if verbosity(run.topology.is_chief) == 2 else []),

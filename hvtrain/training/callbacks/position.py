@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvtrain.core.step_plan import StepPlan
-from hvtrain.strategies.base import WeightCheck
+from hvtrain.keras.equality import WeightCheck
 from hvtrain.training.run import Run
 
 
