@@ -13,6 +13,7 @@ from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import Preempted
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
+from hvtrain.strategies import loop
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
 from hvtrain.system.versions import versions
@@ -115,9 +116,10 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
                 check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
-            limits = steps_per_call(config, callbacks), step_intervals(config, strategy)
+            intervals = step_intervals(config, strategy)
+            call_steps = loop.CallSteps(steps_per_call(config, callbacks), intervals, strategy.comm.broadcast)
             verbose = verbosity(run.topology.is_chief)
-            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, verbose, *limits)
+            loop.train(model, run.batches_from, run.plan, start.step, callbacks, verbose, call_steps, strategy.marks)
     return monitors
 
 

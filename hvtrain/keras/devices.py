@@ -32,11 +32,6 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises
     RankError if two ranks of a host would get the same GPU or none is left, unless share is true: then they share,
     round robin.
-
-    >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
-    [0, 1]
-    >>> choose_gpus([View("s1", 0, ("2",)), View("s1", 1, ("3",))])
-    [0, 0]
     """
     chosen: list[int | None] = []
     for view in views:
@@ -108,11 +103,7 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set.
-
-    >>> visible_names("2,3", 2), visible_names(None, 2)
-    (('2', '3'), ('0', '1'))
-    """
+    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set."""
     named = tuple(name.strip() for name in variable.split(",")) if variable else ()
     return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
 

@@ -28,7 +28,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
-from hvtrain.keras.lost_ranks import raise_for_elastic
+from hvtrain.keras.process import raise_for_elastic
 from hvtrain.keras.reduction import restart_numbering
 from hvtrain.keras.structure import forget_comparisons
 

@@ -60,11 +60,7 @@ def hook_of(optimizer: Any) -> Hook | None:
 
 
 def overridden_steps(cls: type) -> list[str]:
-    """Methods of Keras's step that an optimizer class overrides.
-
-    >>> overridden_steps(keras.optimizers.Adam), overridden_steps(keras.optimizers.MultiOptimizer)
-    ([], ['apply'])
-    """
+    """Methods of Keras's step that an optimizer class overrides: none of Adam, "apply" of MultiOptimizer."""
     steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     return [name for name in steps if getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)]
 

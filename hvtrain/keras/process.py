@@ -1,16 +1,19 @@
-"""Starts one rank under any launcher, or under none.
+"""Starts one rank under any launcher, or under none, and recognizes that others are lost.
 
 Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher at all (MPI cannot
 start alone from the MPI wheel, so Gloo starts instead), and settings for one launcher that are exported under another,
 which silently makes every rank a job of its own.
 """
 
+import contextlib
 import os
-from contextlib import suppress
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.errors import RankError
 from hvtrain.system import cores, interfaces
@@ -24,6 +27,12 @@ _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
+# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod is not enough:
+# a traceback out of the user's data function may hold it in the name of a folder.
+_LOST = re.compile(
+    r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
+    r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
+)
 
 
 def launched_size() -> int | None:
@@ -55,7 +64,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         # Horovod's threads poll inside MPI, without sleep, on cores that compute. A niceness 5 above the others' gives
         # them a quarter of a contended core.
         for thread in cores.threads() - before:
-            with suppress(ProcessLookupError):  # It has ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
                 os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
     if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
@@ -115,3 +124,23 @@ def _choose_interface() -> None:
     if address != launcher and (found := interfaces.interface_of(address)) and found != named:
         os.environ["HOROVOD_GLOO_IFACE"] = found
         os.environ["NCCL_SOCKET_IFNAME"] = found
+
+
+@contextlib.contextmanager
+def raise_for_elastic() -> Iterator[None]:
+    """Turns TensorFlow's error for a lost rank into HorovodInternalError, which Horovod's elastic loop catches.
+
+    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat, such as shapes that
+    differ between ranks.
+    """
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if _LOST.search(error.message):
+            raise HorovodInternalError(error.message) from error
+        raise
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
+    """True if communication between ranks broke."""
+    return bool(_LOST.search(str(error)))

@@ -1,7 +1,7 @@
 """Interface of strategies. Each base class is the single process, so the runner never asks which strategy it has."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,12 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
 
@@ -38,7 +36,7 @@ class Membership:
 class Strategy:
     """One process on its own, without communication.
 
-    The verbs are start, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives), watchdog,
+    The verbs are start, distribute, evaluate and stop. The parts do nothing here: comm (collectives), watchdog,
     membership (ranks that leave and join). A method is collective (every rank) unless its docstring says otherwise.
     """
 
@@ -78,21 +76,6 @@ class Strategy:
             divide_losses: the step passes its loss through the optimizer's scale_loss, so the mean may be taken there.
         """
         return optimizer
-
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        verbose: int,
-        steps_per_call: int | None,
-        intervals: Sequence[int],
-    ) -> None:
-        """Trains a compiled model whose optimizer distribute returned; see loop.train and loop.CallSteps."""
-        call_steps = CallSteps(steps_per_call, intervals, self.comm.broadcast)
-        train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks, and keeps their own state.

@@ -12,10 +12,9 @@ from hvtrain import watchdog
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.lost_ranks import is_lost_rank_error
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.optimizer import time_reductions
-from hvtrain.keras.process import keep_mpi_initialized
+from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.progress import EXCHANGE

@@ -17,17 +17,10 @@ from hvtrain.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt at a run.
+    """One attempt at a run, whose ranks are started and whose data set is opened.
 
-    Attributes:
-        config: the user's settings.
-        strategy: started; the ranks' cooperation.
-        topology: this rank's place, with the weights by which the data are sharded.
-        source: the opened data set.
-        plan: the run's steps, batches and learning rate.
-        folder: the run folder.
-        meta: facts about the run in each of its checkpoints.
-        state: state that survives a restart of the ranks.
+    topology has the weights by which the data are sharded. meta is in each checkpoint of the run. state survives a
+    restart of the ranks.
     """
 
     config: RunConfig

@@ -70,11 +70,7 @@ def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks in words.
-
-    >>> named([1]), named([0, 3])
-    ('rank 1', 'ranks 0, 3')
-    """
+    """Ranks in words: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -35,11 +35,7 @@ class Split:
 
     @classmethod
     def of(cls, ranks: list[tuple[StepTimes, str]]) -> Split:
-        """Combines the step times and hosts of all ranks.
-
-        >>> Split.of([(StepTimes(1, 0.0, 0.03, 0.02), "s1"), (StepTimes(1, 0.01, 0.04, 0.0), "s2")]).efficiency
-        0.8
-        """
+        """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
