@@ -19,7 +19,7 @@ from hvtrain.system import console
 from hvtrain.system.versions import versions
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
-from hvtrain.training.callbacks.order import Monitors, make_callbacks, make_monitors, step_intervals, steps_per_call
+from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
 from hvtrain.training.run import Run
@@ -106,7 +106,7 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
 def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     """Trains from the start to the end of the plan, unless the run was complete already."""
     config, strategy = run.config, run.strategy
-    monitors = make_monitors(run, model, start)
+    monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
     callbacks = make_callbacks(run, start, monitors)
@@ -116,10 +116,8 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
                 check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
-            intervals = step_intervals(config, strategy)
-            call_steps = loop.CallSteps(steps_per_call(config, callbacks), intervals, strategy.comm.broadcast)
-            verbose = verbosity(run.topology.is_chief)
-            loop.train(model, run.batches_from, run.plan, start.step, callbacks, verbose, call_steps, strategy.marks)
+            verbose, steps = verbosity(run.topology.is_chief), call_steps(config, strategy, callbacks)
+            loop.train(model, run.batches_from, run.plan, start.step, callbacks, verbose, steps, strategy.marks)
     return monitors
 
 

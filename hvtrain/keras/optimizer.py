@@ -27,7 +27,6 @@ from hvtrain.keras.hooks import (
     overridden_steps,
 )
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step_timing import StepMarks
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -169,13 +168,6 @@ def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
     hook = hook_of(optimizer)
     return hook.reducer.num_reductions if hook else 0
-
-
-def time_reductions(optimizer: Any, marks: StepMarks) -> None:
-    """Makes steps of a distributed optimizer that are traced from now on record the times of their reductions."""
-    hook = hook_of(optimizer)
-    if hook:
-        hook.reducer.marks = marks
 
 
 def divide_losses(optimizer: Any) -> None:

@@ -12,8 +12,8 @@ from hvtrain import watchdog
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
-from hvtrain.keras.optimizer import time_reductions
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
@@ -99,7 +99,7 @@ class HorovodStrategy(Strategy):
         distributed = hvd.DistributedOptimizer(
             optimizer, compression=self.compression, check_finite=check_finite, bucket_bytes=self.bucket_bytes
         )
-        time_reductions(distributed, self.marks)
+        hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         if divide_losses:
             divide_losses_of(distributed)
         return distributed

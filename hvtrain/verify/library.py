@@ -1,6 +1,7 @@
 """Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +16,16 @@ from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.summary import device_map, versions
-from hvtrain.verify.check import CheckError, Checks
 from hvtrain.verify.joint_batch import CASES, Case, compare
 
 BATCH, STEPS = 16, 8
+
+# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError (every rank).
+Checks = dict[str, Callable[[], str]]
+
+
+class CheckError(Exception):
+    """A failed check: what was found, and what to look at. Raise it after the check's last collective, not between."""
 
 
 def library_checks(strategy: Strategy) -> Checks:

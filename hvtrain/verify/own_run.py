@@ -2,6 +2,11 @@
 
 import hashlib
 import logging
+import os
+import socket
+import sys
+import threading
+import time
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -20,10 +25,10 @@ from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.training.run import training_batches
 from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
-from hvtrain.verify.check import CheckError, Checks, run_checks
 from hvtrain.verify.joint_batch import largest_difference
-from hvtrain.verify.library import library_checks, round_trip
+from hvtrain.verify.library import CheckError, Checks, library_checks, round_trip
 
+SECONDS_PER_CHECK = 120.0
 BATCHES = 20
 # A data set may hold a few images twice; overlapping shards share far more.
 MAX_SHARED_FRACTION = 0.05
@@ -130,6 +135,47 @@ def _weights(run: OwnRun) -> str:
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
     return f"equal on {run.plan.size} rank(s) after it, optimizer state too"
+
+
+def run_checks(checks: Checks, strategy: Strategy) -> bool:
+    """Prints a line for each check on the chief; True if all passed on all ranks (every rank).
+
+    Each has a deadline, so that none can hang.
+    """
+
+    def say(line: str) -> None:
+        if strategy.topology.is_chief:
+            sys.stdout.write(f"{line}\n")  # One write: launchers add their prefix to each one.
+            sys.stdout.flush()
+
+    def time_out(name: str) -> None:
+        sys.stderr.write(
+            f"FAIL  {name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
+            "one of them has stopped or left: look at its output\n"
+        )
+        os._exit(1)
+
+    began, failed = time.monotonic(), 0
+    for name, check in checks.items():
+        finding, own_error = "", None
+        deadline = threading.Timer(SECONDS_PER_CHECK, time_out, [name])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            finding = check()
+        except CheckError as error:
+            own_error = str(error)
+        except Exception as error:
+            own_error = " ".join(f"{type(error).__name__}: {error}".split())
+        finally:
+            deadline.cancel()
+        errors = enumerate(strategy.comm.gather(own_error))
+        failure = next((f"rank {rank}: {text}" if rank else text for rank, text in errors if text is not None), None)
+        failed += failure is not None
+        say(f"{'PASS' if failure is None else 'FAIL'}  {name:<22} {failure or finding}")
+    outcome = f"{len(checks) - failed} checks passed, {failed} failed" if failed else f"all {len(checks)} checks passed"
+    say(f"{outcome} on {strategy.topology.size} rank(s) in {time.monotonic() - began:.0f} s")
+    return not failed
 
 
 def verify(config: RunConfig, own_run: bool) -> bool:

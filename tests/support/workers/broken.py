@@ -18,8 +18,8 @@ from hvtrain.data.sources.arrays import ArraySource
 from hvtrain.keras.reduction import Reducer
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.verify import joint_batch, library
-from hvtrain.verify.check import CheckError, run_checks
-from hvtrain.verify.own_run import own_run_checks
+from hvtrain.verify.library import CheckError
+from hvtrain.verify.own_run import own_run_checks, run_checks
 
 strategy = HorovodStrategy()
 strategy.start()
