@@ -1,20 +1,9 @@
 """Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
-    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-    updates = [hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
-    callbacks = [*updates, hvd.elastic.CommitStateCallback(state, batches_per_commit=100)]
-
-    @hvd.elastic.run
-    def train(state):
-        data = batches.repeat().skip(state.epoch * steps + state.batch)
-        model.fit(data, steps_per_epoch=steps, initial_epoch=state.epoch, epochs=epochs, callbacks=callbacks)
-
-    train(state)
-
-`run` calls train again: from the last commit after a rank was lost, from where it was after ranks joined.
-A new rank runs the code before `run` alone, so that code may not use collectives. Make all optimizers there, not in
-train: messages are named by the order in which a rank made its optimizers. Leave BroadcastGlobalVariablesCallback out:
-each rank broadcasts once in its life, and KerasState.sync does the same.
+An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was lost, from where it
+was after ranks joined. A new rank runs the code before `run` alone, so that code may not use collectives. Make all
+optimizers there, not in train: messages are named by the order in which a rank made its optimizers. Leave
+BroadcastGlobalVariablesCallback out: each rank broadcasts once in its life, and KerasState.sync does the same.
 """
 
 import copy
@@ -28,9 +17,9 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
+from hvtrain.keras.gradients import forget_comparisons
 from hvtrain.keras.process import raise_for_elastic
 from hvtrain.keras.reduction import restart_numbering
-from hvtrain.keras.structure import forget_comparisons
 
 T = TypeVar("T")
 

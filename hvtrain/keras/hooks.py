@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.finite import FiniteCheck, are_finite, map_values
+from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
 
 
@@ -35,13 +35,8 @@ class Hook:
     variables: list[Any] = field(default_factory=list)
 
 
-class _ActiveSteps(threading.local):
-    def __init__(self) -> None:
-        self.optimizers: list[Any] = []
-        """Distributed optimizers whose step this thread has entered, the outermost first."""
-
-
-_active = _ActiveSteps()
+# Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.
+_active = threading.local()
 
 
 def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[Any], Any]) -> None:
@@ -196,7 +191,7 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
 
     Raises ValueError inside another optimizer, which would reduce twice, or not on all ranks.
     """
-    active = _active.optimizers
+    active = vars(_active).setdefault("optimizers", [])
     is_outermost = all(other is not optimizer for other in active)
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer

@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
 
-from hvtrain.keras.finite import FiniteCheck
+from hvtrain.keras.gradients import FiniteCheck
 from hvtrain.keras.hooks import (
     Distributed,
     DistributedAccumulation,

@@ -13,9 +13,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
-from hvtrain.keras.finite import map_values
+from hvtrain.keras.gradients import compare_structure, map_values
 from hvtrain.keras.in_graph import SharedFlag, new_counter
-from hvtrain.keras.structure import compare_structure
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -125,7 +124,7 @@ class Reducer:
         """The gradients reduced over the ranks, in the same order; unchanged if there is one rank.
 
         variables, one for each gradient, are needed if some are local or grouped by variables.
-        Raises RankError if ranks would not reduce the same gradients, see structure.compare_structure.
+        Raises RankError if ranks would not reduce the same gradients, see compare_structure.
         """
         self.num_calls += 1
         reduced = list(gradients)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import DataError, TrainingError
-from hvtrain.keras.finite import NOT_FINITE
+from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import num_reductions, ranks_at_fault
 from hvtrain.training.callbacks.position import Position, RunCallback
 from hvtrain.training.run import Run
