@@ -104,7 +104,15 @@ def _report(error: BaseException, rank: int) -> int:
         console.say_error(text, rank, is_repeated=True)
         return 130
     if not isinstance(error, UserError):
-        _report_defect(error, rank)
+        if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
+            # This rank only lost the others. They report first.
+            text = "stopped because another rank did; its message stands above"
+            console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
+            return 1
+        traceback.print_exc()
+        summary = str(error).strip().partition("\n")[0]
+        what = f"{type(error).__name__}: {summary}; its traceback stands above"
+        console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
         return 1
     if any(word == "debug=true" for word in map(str.lower, sys.argv)):
         traceback.print_exc()
@@ -115,15 +123,3 @@ def _report(error: BaseException, rank: int) -> int:
         " ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why, culprit=error.culprit
     )
     return error.exit_code
-
-
-def _report_defect(error: BaseException, rank: int) -> None:
-    """Shows a defect's traceback; on ranks that only lost the others, one line, after those had time to report."""
-    if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
-        text = "stopped because another rank did; its message stands above"
-        console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
-        return
-    traceback.print_exc()
-    summary = str(error).strip().partition("\n")[0]
-    what = f"{type(error).__name__}: {summary}; its traceback stands above"
-    console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)

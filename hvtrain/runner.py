@@ -13,16 +13,15 @@ from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import Preempted
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.evaluation import build_metrics
+from hvtrain.strategies import loop
+from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
 from hvtrain.system.versions import versions
 from hvtrain.training import comm_tuning
-from hvtrain.training.callbacks.order import Monitors, make_callbacks, make_monitors, step_intervals, steps_per_call
-from hvtrain.training.callbacks.progress_bar import verbosity
-from hvtrain.training.callbacks.proof import in_words
+from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
+from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
+from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.failures import explain_errors, report_failure
 from hvtrain.training.run import Run
 from hvtrain.training.saved_model import export
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
@@ -47,7 +46,7 @@ def train(config: RunConfig) -> RunRecord:
     except BaseException as error:
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
-        report_failure(strategy, cause or error)
+        strategy.report_failure(cause or error)
         if cause:
             raise cause from error
         raise
@@ -98,8 +97,7 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
     if config.comm.tune and run.topology.size > 1:
         comm_tuning.tune(run, lambda: build_model(config, run.source, run.plan, strategy))
         seed_everything(config, run.topology.rank)
-    with strategy.scope():
-        model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.plan, strategy))
+    model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.plan, strategy))
     start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
     strategy.comm.broadcast_model(model)
     return model, start
@@ -108,7 +106,7 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
 def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     """Trains from the start to the end of the plan, unless the run was complete already."""
     config, strategy = run.config, run.strategy
-    monitors = make_monitors(run, model, start)
+    monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
     callbacks = make_callbacks(run, start, monitors)
@@ -118,9 +116,8 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
                 check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
-            limits = steps_per_call(config, callbacks), step_intervals(config, strategy)
-            verbose = verbosity(run.topology.is_chief)
-            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, verbose, *limits)
+            verbose, steps = verbosity(run.topology.is_chief), call_steps(config, strategy, callbacks)
+            loop.train(model, run.batches_from, run.plan, start.step, callbacks, verbose, steps, strategy.marks)
     return monitors
 
 
@@ -144,8 +141,8 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         log.info("stopped by %s after step %s; %s", cut_short, done, advice)
     else:
         strategy.comm.on_chief(lambda: write_outcome(run, model, record))
-        if monitors.split.split:
-            log.info("%s", monitors.split.split.in_words(run.topology.size))
+        if monitors.throughput.split:
+            log.info("%s", monitors.throughput.split.in_words(run.topology.size))
     strategy.stop()
     if monitors.interruption.by_signal:
         raise Preempted
@@ -154,7 +151,7 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
 
 def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[str, float]) -> RunRecord:
     """The numbers of the run, the same on every rank except for the counts of each process."""
-    throughput, split, proof = monitors.split.throughput, monitors.split.split, monitors.proof.numbers(model.optimizer)
+    throughput, proof = monitors.throughput, monitors.proof.numbers(model.optimizer)
     return RunRecord(
         test_accuracy=metrics.get("accuracy"),
         test_loss=metrics.get("loss"),
@@ -171,7 +168,7 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         metrics={f"test_{name}": value for name, value in metrics.items()},
         versions=versions(),
         config=to_dict(run.config),
-        split=asdict(split) if split else None,
+        split=asdict(throughput.split) if throughput.split else None,
         skipped_examples=monitors.skipped.num_examples,
     )
 
@@ -188,5 +185,5 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> None:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
     log.info("test: %s", metrics or "no test data")
-    log.info("proof: %s", in_words(record.proof))
+    log.info("proof: %s", proof_in_words(record.proof))
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, run.folder)

@@ -11,12 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 
+CHUNK_BYTES = 64 << 20
+
 # Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc); variables of other types travel as objects.
-_BROADCAST_TYPES = frozenset(
-    "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
-)
+_BROADCAST_TYPES = "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
 
 
 def allreduce(
@@ -93,31 +94,22 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
                 f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
                 f"{kinds[at : at + 1]} and {others[at : at + 1]}; build the same model and optimizer on all ranks"
             )
-    for number, chunk in enumerate(_chunks([tensor for tensor in tensors if tensor.dtype.name in _BROADCAST_TYPES])):
-        packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in chunk], axis=0)
-        received = hvd.broadcast(packed, root_rank, name=f"hvtrain.broadcast.{number}")
-        for tensor, part in zip(chunk, tf.split(received, [tensor.shape.num_elements() for tensor in chunk])):
-            tensor.assign(tf.reshape(part, tensor.shape))
+    by_type: dict[tf.DType, list[Any]] = {}
+    for tensor in tensors:
+        if tensor.dtype.name in _BROADCAST_TYPES:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, same in by_type.items():
+        sizes = [tensor.shape.num_elements() for tensor in same]
+        for bucket in in_buckets([size * dtype.size for size in sizes], CHUNK_BYTES, CHUNK_BYTES):
+            packed = tf.concat([tf.reshape(same[i], [-1]) for i in bucket], axis=0)
+            received = hvd.broadcast(packed, root_rank, name=f"hvtrain.broadcast.{dtype.name}.{bucket[0]}")
+            for i, part in zip(bucket, tf.split(received, [sizes[i] for i in bucket])):
+                same[i].assign(tf.reshape(part, same[i].shape))
     other = [tensor for tensor in tensors if tensor.dtype.name not in _BROADCAST_TYPES]
     if other:
         values = hvd.broadcast_object([tensor.numpy() for tensor in other], root_rank, name="hvtrain.variables")
         for tensor, value in zip(other, values):
             tensor.assign(value)
-
-
-def _chunks(tensors: list[Any], chunk_bytes: int = 64 << 20) -> list[list[Any]]:
-    """Lists of tensors of one type, in their order, of about chunk_bytes each."""
-    chunks: list[list[Any]] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        filled = chunk_bytes
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
-            num_bytes = tensor.shape.num_elements() * dtype.size
-            if filled + num_bytes > chunk_bytes:
-                chunks.append([])
-                filled = 0
-            chunks[-1].append(tensor)
-            filled += num_bytes
-    return chunks
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:

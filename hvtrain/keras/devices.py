@@ -32,19 +32,23 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises
     RankError if two ranks of a host would get the same GPU or none is left, unless share is true: then they share,
     round robin.
-
-    >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
-    [0, 1]
-    >>> choose_gpus([View("s1", 0, ("2",)), View("s1", 1, ("3",))])
-    [0, 0]
     """
-    hosts: dict[str, list[View]] = {}
+    chosen: list[int | None] = []
     for view in views:
-        hosts.setdefault(view.host, []).append(view)
-    chosen = [_choose(view, hosts[view.host], share) for view in views]
-    users = _users(views, chosen)
-    if not share and users and max(users.values()) > 1:
-        (host, gpu), num_ranks = users.most_common(1)[0]
+        on_host = [other.gpus for other in views if other.host == view.host]
+        if not view.gpus:
+            chosen.append(None)
+        elif any(gpus != view.gpus for gpus in on_host):
+            chosen.append(0)
+        elif view.local_rank < len(view.gpus) or share:
+            chosen.append(view.local_rank % len(view.gpus))
+        else:
+            raise RankError(
+                f"host {view.host} has {len(view.gpus)} visible GPU(s) for {len(on_host)} ranks; "
+                "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
+            )
+    (host, gpu), num_ranks = _most_used(views, chosen)
+    if num_ranks > 1 and not share:
         raise RankError(
             f"{num_ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
             "CUDA_VISIBLE_DEVICES or start fewer ranks there (strategy.share_gpus=true shares it)"
@@ -52,22 +56,10 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     return chosen
 
 
-def _choose(view: View, on_host: list[View], share: bool) -> int | None:
-    if not view.gpus:
-        return None
-    if any(other.gpus != view.gpus for other in on_host):
-        return 0
-    if view.local_rank < len(view.gpus) or share:
-        return view.local_rank % len(view.gpus)
-    raise RankError(
-        f"host {view.host} has {len(view.gpus)} visible GPU(s) for {len(on_host)} ranks; "
-        "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
-    )
-
-
-def _users(views: list[View], chosen: list[int | None]) -> Counter[tuple[str, str]]:
-    """Number of ranks that use each GPU, by host and name."""
-    return Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
+def _most_used(views: list[View], chosen: list[int | None]) -> tuple[tuple[str, str], int]:
+    """The GPU that most ranks use, by host and name, and how many do."""
+    users = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
+    return users.most_common(1)[0] if users else (("", ""), 0)
 
 
 def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True) -> list[str]:
@@ -81,7 +73,12 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         # Before _gather, which allocates, and starts one TensorFlow thread for each core that this process may use.
-        _keep_freed_memory()
+        # TensorFlow's GPU allocator (best fit with coalescing), with all of this host's memory: the CPU's returns each
+        # large gradient's memory to the system and takes new pages in the next step, which for 100 MB costs more than
+        # the reduction.
+        os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
+        mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(mib))
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
@@ -89,8 +86,15 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     chosen = choose_gpus(views, share)
     index = chosen[hvd.rank()]
     if index is not None:
-        _use_only(gpus[index])
-    if any(num_ranks > 1 for num_ranks in _users(views, chosen).values()):
+        try:
+            tf.config.set_visible_devices(gpus[index], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[index], True)
+        except RuntimeError as error:
+            raise RankError(
+                f"cannot pin a GPU: TensorFlow has initialized all of them already ({error}); "
+                "call pin_gpu right after init, before anything makes a tensor or a model"
+            ) from error
+    if _most_used(views, chosen)[1] > 1:
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [
@@ -98,36 +102,10 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     ]
 
 
-def _keep_freed_memory() -> None:
-    """Makes TensorFlow use its GPU allocator (best fit with coalescing) on the CPU, up to this host's memory.
-
-    The default allocator returns each large gradient's memory to the system and takes new pages in the next step; for
-    100 MB that costs more than the reduction.
-    """
-    os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
-    mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(mib))
-
-
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set.
-
-    >>> visible_names("2,3", 2), visible_names(None, 2)
-    (('2', '3'), ('0', '1'))
-    """
+    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set."""
     named = tuple(name.strip() for name in variable.split(",")) if variable else ()
     return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
-
-
-def _use_only(gpu: tf.config.PhysicalDevice) -> None:
-    try:
-        tf.config.set_visible_devices(gpu, "GPU")
-        tf.config.experimental.set_memory_growth(gpu, True)
-    except RuntimeError as error:
-        raise RankError(
-            f"cannot pin a GPU: TensorFlow has initialized all of them already ({error}); "
-            "call pin_gpu right after init, before anything makes a tensor or a model"
-        ) from error
 
 
 def _gather(view: View) -> list[View]:

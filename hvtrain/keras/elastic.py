@@ -1,37 +1,27 @@
 """Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
-    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
-    updates = [hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.UpdateBatchStateCallback(state)]
-    callbacks = [*updates, hvd.elastic.CommitStateCallback(state, batches_per_commit=100)]
-
-    @hvd.elastic.run
-    def train(state):
-        data = batches.repeat().skip(state.epoch * steps + state.batch)
-        model.fit(data, steps_per_epoch=steps, initial_epoch=state.epoch, epochs=epochs, callbacks=callbacks)
-
-    train(state)
-
-`run` calls train again: from the last commit after a rank was lost, from where it was after ranks joined.
-A new rank runs the code before `run` alone, so that code may not use collectives. Make all optimizers there, not in
-train: messages are named by the order in which a rank made its optimizers. Leave BroadcastGlobalVariablesCallback out:
-each rank broadcasts once in its life, and KerasState.sync does the same.
+An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was lost, from where it
+was after ranks joined. A new rank runs the code before `run` alone, so that code may not use collectives. Make all
+optimizers there, not in train: messages are named by the order in which a rank made its optimizers. Leave
+BroadcastGlobalVariablesCallback out: each rank broadcasts once in its life, and KerasState.sync does the same.
 """
 
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables
-from hvtrain.keras.lost_ranks import raise_for_elastic
-from hvtrain.keras.structure import forget_comparisons
+from hvtrain.keras.gradients import forget_comparisons
+from hvtrain.keras.process import raise_for_elastic
+from hvtrain.keras.reduction import restart_numbering
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+T = TypeVar("T")
 
 # The value of model.stop_training that ends an epoch early: true to Keras, and no other callback sets this object.
 _END_OF_EPOCH = "end of the epoch that began before the reset"
@@ -113,6 +103,31 @@ class KerasState(ObjectState):
         return {name: getattr(self, name) for name in self._saved_state}
 
 
+class Resets(State):
+    """`run` for a program that keeps its own state: repeats a function after ranks were lost or joined (every rank).
+
+    All ranks, including new ones, start from the function's beginning, so that no rank waits in a collective that
+    another does not enter. The function may create optimizers. It calls check_host_updates (every rank), which
+    restarts it if ranks are joining or leaving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(bcast_object=functools.partial(hvd.broadcast_object, name="hvtrain.resets"), get_rank=hvd.rank)
+
+    def run_with_restarts(self, func: Callable[[], T]) -> T:
+        """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
+        result: T = run(lambda _: func())(self)
+        return result
+
+    def reset(self) -> None:
+        restart_numbering()
+
+    def save(self) -> Any:
+        """Does nothing: the program keeps its own state."""
+
+    restore = sync = save
+
+
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
 
@@ -125,8 +140,6 @@ class CommitStateCallback(keras.callbacks.Callback):
         super().__init__()
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self.batches_remaining = batches_per_commit
-        self._epoch_ended = False
 
     def commit(self) -> None:
         self.state.commit()
@@ -147,16 +160,13 @@ class CommitStateCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch_ended = True
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._commit_epoch()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._commit_epoch()
-
-    def _commit_epoch(self) -> None:
+    def on_epoch_begin(self, epoch: int | None, logs: Any = None) -> None:
         if self._epoch_ended:
             self._epoch_ended, self.batches_remaining = False, self.batches_per_commit
             self.commit()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.on_epoch_begin(None)
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
@@ -208,12 +218,10 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.initial_epoch = state.epoch
-        self._first: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.initial_epoch = self.state.epoch
-        self._first = None
+        self._first: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._first is None:

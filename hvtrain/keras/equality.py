@@ -2,6 +2,8 @@
 
 import socket
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -24,37 +26,46 @@ class WeightCheck:
     Args:
         model: a built model.
         enabled: False compares nothing; average_untrained works all the same.
+        waiting: makes the context in which this rank waits for the others.
     """
 
-    def __init__(self, model: keras.Model, enabled: bool = True) -> None:
+    def __init__(
+        self, model: keras.Model, enabled: bool = True, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         self._trained = [*model.trainable_variables, *(model.optimizer.variables if model.optimizer else ())]
         known = {id(variable) for variable in self._trained}
         self._untrained = [variable for variable in model.weights if id(variable) not in known]
         self._fingerprint = tf.function(_fingerprints, reduce_retracing=False)
         self.enabled = enabled
+        self.waiting = waiting
         self.num_checks = 0
 
     def __call__(self, when: str, everything: bool = False) -> None:
         """Compares; `when` goes into the message. everything: also the weights that no gradient touches."""
-        if hvd.size() == 1 or not self.enabled:
+        if self._is_alone or not self.enabled:
             return
         self.num_checks += 1
         variables = [*self._trained, *(self._untrained if everything else ())]
-        different = self._different(variables)
-        if different:
-            raise RankError(_describe(variables, different, when))
+        with self.waiting():
+            if different := self._different(variables):
+                raise RankError(_describe(variables, different, when))
 
     def average_untrained(self) -> None:
         """Sets the weights that no gradient touches to their means over the ranks, where they differ.
 
         In double precision, so that the mean of equal values is that value, on any number of ranks.
         """
-        if hvd.size() == 1 or not self._untrained:
+        if self._is_alone or not self._untrained:
             return
-        different = [self._untrained[at] for at in self._different(self._untrained)]
-        floating = [v for v in different if keras.backend.is_float_dtype(v.dtype)]
-        for variable, total in zip(floating, sum_arrays([v.numpy() for v in floating])):
-            variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
+        with self.waiting():
+            different = [self._untrained[at] for at in self._different(self._untrained)]
+            floating = [v for v in different if keras.backend.is_float_dtype(v.dtype)]
+            for variable, total in zip(floating, sum_arrays([v.numpy() for v in floating])):
+                variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
+
+    @property
+    def _is_alone(self) -> bool:
+        return not hvd.is_initialized() or hvd.size() == 1
 
     def _different(self, variables: list[Any]) -> dict[int, np.ndarray]:
         """Positions of the variables that differ between ranks, with all ranks' fingerprints [ranks, 8]."""

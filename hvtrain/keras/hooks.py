@@ -7,9 +7,11 @@ or hands them on to other optimizers works on the joint gradient too.
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.finite import FiniteCheck, are_finite, map_values
+from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
 
 
@@ -33,13 +35,8 @@ class Hook:
     variables: list[Any] = field(default_factory=list)
 
 
-class _ActiveSteps(threading.local):
-    def __init__(self) -> None:
-        self.optimizers: list[Any] = []
-        """Distributed optimizers whose step this thread has entered, the outermost first."""
-
-
-_active = _ActiveSteps()
+# Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.
+_active = threading.local()
 
 
 def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[Any], Any]) -> None:
@@ -58,11 +55,7 @@ def hook_of(optimizer: Any) -> Hook | None:
 
 
 def overridden_steps(cls: type) -> list[str]:
-    """Methods of Keras's step that an optimizer class overrides.
-
-    >>> overridden_steps(keras.optimizers.Adam), overridden_steps(keras.optimizers.MultiOptimizer)
-    ([], ['apply'])
-    """
+    """Methods of Keras's step that an optimizer class overrides: none of Adam, "apply" of MultiOptimizer."""
     steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     return [name for name in steps if getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)]
 
@@ -198,7 +191,7 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
 
     Raises ValueError inside another optimizer, which would reduce twice, or not on all ranks.
     """
-    active = _active.optimizers
+    active = vars(_active).setdefault("optimizers", [])
     is_outermost = all(other is not optimizer for other in active)
     outer = active[-1] if active else None
     is_accumulation = getattr(outer, "inner_optimizer", None) is optimizer
@@ -208,8 +201,10 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
             "would be reduced twice; wrap an optimizer once, outermost"
         )
     # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let each rank decide
-    # alone whether to step, and the ranks that step would wait for those that skip; and it would scale twice.
-    if is_outermost and not is_accumulation and _called_from("loss_scale_optimizer.py"):
+    # alone whether to step, and the ranks that step would wait for those that skip; and it would scale twice. It is
+    # then one of the nearest callers.
+    callers = (frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16))
+    if is_outermost and not is_accumulation and any(name.endswith("loss_scale_optimizer.py") for name in callers):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"
@@ -219,15 +214,3 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
         yield is_outermost
     finally:
         active.pop()
-
-
-def _called_from(filename: str, depth: int = 16) -> bool:
-    """True if one of the nearest `depth` callers is code of that file."""
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        if frame.f_code.co_filename.endswith(filename):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

@@ -1,5 +1,6 @@
-"""Names and counters of operations between ranks inside a graph: the same names on all ranks, counts of what ran."""
+"""Names, counters and a flag of operations between ranks inside a graph: the same names on all ranks."""
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 _counters: dict[str, tf.Variable] = {}
@@ -34,3 +35,37 @@ def new_counter() -> tf.Variable:
     """A counter on the CPU, so that reading it waits for no GPU."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")
+
+
+class SharedFlag:
+    """Like threading.Event, over all ranks, without a message of its own; every rank holds one.
+
+    A rank that leaves the training loop alone makes the others wait for ever. So it only sets its flag, which travels
+    in one message with the next gradients, and every rank reads the same result after the same step.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._own = tf.Variable([0.0], trainable=False, name="own_flag")
+            self._reduced = tf.Variable([0.0], trainable=False, name="reduced_flag")
+
+    def set(self) -> None:
+        """Sets this rank's flag; the other ranks see it after the next reduction."""
+        self._own.assign([1.0])
+
+    def is_set(self) -> bool:
+        """True if any rank's flag was set at the last reduction; the same on every rank."""
+        return bool((self._own if hvd.size() == 1 else self._reduced).numpy()[0] > 0)
+
+    def clear(self) -> None:
+        """Clears the flag (every rank, at the same step)."""
+        for variable in (self._own, self._reduced):
+            variable.assign([0.0])
+
+    def own(self, dtype: tf.DType) -> tf.Tensor:
+        """This rank's flag as a tensor [1], to be reduced beside gradients of that dtype. In the graph."""
+        return tf.cast(self._own.read_value(), dtype)
+
+    def update(self, reduced: tf.Tensor) -> tf.Tensor:
+        """Takes the reduced flag: mean, sum and Adasum are all above 0 if one rank's flag is. In the graph."""
+        return self._reduced.assign(tf.cast(reduced, tf.float32))

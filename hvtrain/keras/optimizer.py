@@ -8,14 +8,14 @@ gradient (checked against one process on the joint batch, see tests/keras).
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
 
-from hvtrain.keras.arguments import local_weights
-from hvtrain.keras.finite import FiniteCheck
+from hvtrain.keras.gradients import FiniteCheck
 from hvtrain.keras.hooks import (
     Distributed,
     DistributedAccumulation,
@@ -27,7 +27,6 @@ from hvtrain.keras.hooks import (
     overridden_steps,
 )
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step_timing import StepMarks
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -89,12 +88,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             gradient_accumulation_steps of an optimizer that overrides Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number, names, shapes or types.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
-    if any(is_distributed(part) for part in _parts(optimizer)):
-        raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
+    # Those that it steps with are in LossScaleOptimizer and MultiOptimizer.
+    parts = [getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or [])]
+    if any(is_distributed(part) for part in [optimizer, *parts]):
+        raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
     if check_finite and process_set is not None:
         raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
     requires_scaled_loss = is_scaled = isinstance(optimizer, LossScaleOptimizer)
@@ -102,7 +103,12 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer, is_scaled = LossScaleOptimizer(optimizer), True
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
-        _accumulate(inner, backward_passes_per_step)
+        if inner.built or inner.gradient_accumulation_steps:
+            raise ValueError(
+                f"backward_passes_per_step={backward_passes_per_step} needs an optimizer that is not built yet and has "
+                "no gradient_accumulation_steps of its own; set one of the two, before the first step"
+            )
+        inner.gradient_accumulation_steps = backward_passes_per_step
     if name:
         optimizer.name = name
     reducer = Reducer(
@@ -121,7 +127,12 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(DistributedOptimizer, **options)
     if inner.gradient_accumulation_steps:
-        _refuse_overridden_steps(inner)
+        # A step that is not linear in the gradients: its mean over ranks is not that of the joint batch.
+        if names := overridden_steps(type(inner)):
+            raise ValueError(
+                f"{type(inner).__name__} overrides {', '.join(names)} and has gradient_accumulation_steps="
+                f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+            )
         make_distributed(inner, DistributedAccumulation, hook, wrap)
         if is_scaled:
             make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
@@ -159,13 +170,6 @@ def num_reductions(optimizer: Any) -> int:
     return hook.reducer.num_reductions if hook else 0
 
 
-def time_reductions(optimizer: Any, marks: StepMarks) -> None:
-    """Makes steps of a distributed optimizer that are traced from now on record the times of their reductions."""
-    hook = hook_of(optimizer)
-    if hook:
-        hook.reducer.marks = marks
-
-
 def divide_losses(optimizer: Any) -> None:
     """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
 
@@ -183,25 +187,34 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
     return hook.finite_check.ranks if hook and hook.finite_check else []
 
 
-def _accumulate(optimizer: keras.optimizers.Optimizer, steps: int) -> None:
-    if optimizer.built or optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            f"backward_passes_per_step={steps} needs an optimizer that is not built yet and has no "
-            "gradient_accumulation_steps of its own; set one of the two, before the first step"
-        )
-    optimizer.gradient_accumulation_steps = steps
+def local_weights(local_layers: Any) -> list[Any]:
+    """Trainable weights of one Keras layer or of several. Raises ValueError for anything else."""
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
+        if not layer.built:
+            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
+    return [weight for layer in layers for weight in layer.trainable_weights]
 
 
-def _refuse_overridden_steps(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses a class whose step is not linear in the gradients: its mean over ranks is not that of the joint batch."""
-    names = overridden_steps(type(optimizer))
-    if names:
-        raise ValueError(
-            f"{type(optimizer).__name__} overrides {', '.join(names)} and has gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
-        )
+def load_model(
+    filepath: str | Path,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = hvd.Compression.none,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """keras.models.load_model, with the optimizer wrapped in DistributedOptimizer; its slots and iterations stay.
 
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizer and those that it steps with, as in LossScaleOptimizer and MultiOptimizer."""
-    return [optimizer, getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or [])]
+    custom_optimizers are classes of your own. A model that was saved without an optimizer comes without one.
+    Raises ValueError for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for a file that
+    holds code, such as a Lambda layer's, unless keras.config.enable_unsafe_deserialization() was called.
+    """
+    if legacy_opts:
+        raise ValueError("legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have")
+    classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
+    if model.optimizer is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

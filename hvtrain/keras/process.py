@@ -1,17 +1,19 @@
-"""Starts one rank under any launcher, or under none.
+"""Starts one rank under any launcher, or under none, and recognizes that others are lost.
 
 Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher at all (MPI cannot
 start alone from the MPI wheel, so Gloo starts instead), and settings for one launcher that are exported under another,
 which silently makes every rank a job of its own.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.errors import RankError
 from hvtrain.system import cores, interfaces
@@ -25,23 +27,23 @@ _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
+# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod is not enough:
+# a traceback out of the user's data function may hold it in the name of a folder.
+_LOST = re.compile(
+    r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
+    r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
+)
 
 
-def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of ranks that the launcher started; None if no launcher started this process.
-
-    >>> launched_size({"OMPI_COMM_WORLD_SIZE": "4"})
-    4
-    >>> launched_size({}) is None
-    True
-    """
-    sizes = (environ.get(name, "") for name in _SIZE_VARIABLES)
+def launched_size() -> int | None:
+    """Number of ranks that the launcher started; None if no launcher started this process."""
+    sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
     return next((int(size) for size in sizes if size.isdigit()), None)
 
 
-def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+def is_elastic() -> bool:
     """True in an elastic job, where the launcher's number of ranks may be out of date."""
-    return environ.get("HOROVOD_ELASTIC") == "1"
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -59,7 +61,11 @@ def init(*args: Any, **kwargs: Any) -> None:
     before = cores.threads()
     hvd.init(*args, **kwargs)
     if _uses_mpi() and not tf.config.list_physical_devices("GPU"):
-        _lower_priority(cores.threads() - before)
+        # Horovod's threads poll inside MPI, without sleep, on cores that compute. A niceness 5 above the others' gives
+        # them a quarter of a contended core.
+        for thread in cores.threads() - before:
+            with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+                os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
     if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
@@ -80,25 +86,9 @@ def keep_mpi_initialized() -> None:
         from mpi4py import MPI  # noqa: F401  (its import initializes MPI)
 
 
-def _lower_priority(threads: set[int]) -> None:
-    """Makes Horovod's threads yield to others: they poll inside MPI, without sleep, on cores that compute.
-
-    A niceness 5 above the others' gives them a quarter of a contended core.
-    """
-    for thread in threads:
-        with suppress(ProcessLookupError):  # It has ended meanwhile.
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
-
-
 def _uses_mpi() -> bool:
     by_mpi = any(name in os.environ for name in _SIZE_VARIABLES if name != "HOROVOD_SIZE")
     return by_mpi and os.environ.get("HOROVOD_CONTROLLER") != "gloo"
-
-
-def _is_on_one_host() -> bool:
-    """True if the launcher, Open MPI's or Horovod's, has put all ranks on this host."""
-    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
-    return os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE")
 
 
 def _set_defaults() -> None:
@@ -113,11 +103,12 @@ def _set_defaults() -> None:
     if not _uses_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if not _is_on_one_host():
-        return
-    os.environ.setdefault(CYCLE_TIME, "0.1")
-    if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
-        os.environ.update(_SEGMENTED_RING)
+    # The launcher, Open MPI's or Horovod's, says whether it has put all ranks on this host.
+    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
+    if os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE"):
+        os.environ.setdefault(CYCLE_TIME, "0.1")
+        if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
+            os.environ.update(_SEGMENTED_RING)
 
 
 def _choose_interface() -> None:
@@ -133,3 +124,23 @@ def _choose_interface() -> None:
     if address != launcher and (found := interfaces.interface_of(address)) and found != named:
         os.environ["HOROVOD_GLOO_IFACE"] = found
         os.environ["NCCL_SOCKET_IFNAME"] = found
+
+
+@contextlib.contextmanager
+def raise_for_elastic() -> Iterator[None]:
+    """Turns TensorFlow's error for a lost rank into HorovodInternalError, which Horovod's elastic loop catches.
+
+    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat, such as shapes that
+    differ between ranks.
+    """
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if _LOST.search(error.message):
+            raise HorovodInternalError(error.message) from error
+        raise
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
+    """True if communication between ranks broke."""
+    return bool(_LOST.search(str(error)))

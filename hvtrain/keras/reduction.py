@@ -13,11 +13,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
-from hvtrain.keras.arguments import check_arguments
-from hvtrain.keras.finite import map_values
-from hvtrain.keras.in_graph import new_counter
-from hvtrain.keras.shared_flag import SharedFlag
-from hvtrain.keras.structure import compare_structure
+from hvtrain.keras.gradients import compare_structure, map_values
+from hvtrain.keras.in_graph import SharedFlag, new_counter
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -69,9 +66,30 @@ class Reducer:
 
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
-        check_arguments(self.op, self.predivide_factor, self.groups, self.process_set)
+        self._check_arguments()
         self._divides_losses = False
         self._local: set[int] = set()
+
+    def _check_arguments(self) -> None:
+        """Raises ValueError for arguments that exclude each other, before a step could hang on them."""
+        size, groups = hvd.size(), self.groups
+        if self.predivide_factor != 1.0 and self.op != hvd.Average:
+            raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
+        if self.op not in _OP_NAMES:
+            raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
+        if self.op == hvd.Adasum:
+            if self.process_set.process_set_id not in (None, 0):
+                raise ValueError("Adasum works over all ranks only; leave process_set out")
+            if size & (size - 1):
+                raise ValueError(
+                    f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
+                )
+            if size > 1 and not hvd.mpi_enabled():
+                raise ValueError(
+                    "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
+                )
+        if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+            raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
 
     @property
     def num_reductions(self) -> int:
@@ -106,7 +124,7 @@ class Reducer:
         """The gradients reduced over the ranks, in the same order; unchanged if there is one rank.
 
         variables, one for each gradient, are needed if some are local or grouped by variables.
-        Raises RankError if ranks would not reduce the same gradients, see structure.compare_structure.
+        Raises RankError if ranks would not reduce the same gradients, see compare_structure.
         """
         self.num_calls += 1
         reduced = list(gradients)
@@ -167,7 +185,9 @@ class Reducer:
             parts += [[i] for i in dense if not any(ids[i] in group for group in wanted)]
         elif self.bucket_bytes and self.groups is None:
             last_first = dense[::-1]
-            buckets = in_buckets([_num_bytes(gradients[i]) for i in last_first], self.bucket_bytes)
+            # A shape that is only known at run time counts as 0 bytes.
+            sizes = [(gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in last_first]
+            buckets = in_buckets(sizes, self.bucket_bytes)
             parts = [[last_first[position] for position in bucket] for bucket in buckets]
         groups = []
         for part in parts:
@@ -210,11 +230,6 @@ class Reducer:
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
-def _num_bytes(gradient: tf.Tensor) -> int:
-    """Size of a gradient; 0 if its shape is only known at run time."""
-    return (gradient.shape.num_elements() or 0) * gradient.dtype.size
 
 
 def variable_id(variable: Any) -> int:

@@ -7,8 +7,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.arguments import local_weights
 from hvtrain.keras.in_graph import counter, positional_name
+from hvtrain.keras.optimizer import local_weights
 from hvtrain.keras.reduction import Reducer, variable_id
 
 

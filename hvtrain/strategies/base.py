@@ -1,29 +1,43 @@
-"""Interface of strategies. The base class is the single process, so the runner never asks which strategy it has."""
+"""Interface of strategies. Each base class is the single process, so the runner never asks which strategy it has."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.evaluation import evaluate
-from hvtrain.strategies.loop import CallSteps, train
-from hvtrain.strategies.parts import Guards, Membership, Timeline
 from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog.progress import VALIDATION
+
+T = TypeVar("T")
+
+
+class Membership:
+    """`strategy.membership`: ranks that leave and join during a run. Here none does."""
+
+    commit_steps = 0
+    """Steps between commits of the state to every rank's memory; 0: never."""
+
+    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
+        """Runs the attempt, again after ranks leave or join, and returns its result. Not collective."""
+        return attempt()
+
+    def check(self) -> None:
+        """Restarts the attempt if ranks are joining or leaving (every rank)."""
 
 
 class Strategy:
     """One process on its own, without communication.
 
-    The verbs are start, scope, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives),
-    watchdog, timeline, guards (proof that ranks train together), membership (ranks that leave and join). A method is
-    collective (every rank) unless its docstring says otherwise.
+    The verbs are start, distribute, evaluate and stop. The parts do nothing here: comm (collectives), watchdog,
+    membership (ranks that leave and join). A method is collective (every rank) unless its docstring says otherwise.
     """
 
     marks: StepMarks
@@ -31,8 +45,6 @@ class Strategy:
 
     def __init__(self) -> None:
         self.comm = Comm()
-        self.timeline = Timeline()
-        self.guards = Guards()
         self.membership = Membership()
 
     @property
@@ -53,10 +65,6 @@ class Strategy:
     def start_watchdog(self, abort_seconds: float) -> None:
         """Starts to watch the ranks, in place of an earlier watchdog."""
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Returns the context in which the model is built. Not collective."""
-        return nullcontext()
-
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
@@ -69,44 +77,65 @@ class Strategy:
         """
         return optimizer
 
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        verbose: int = 0,
-        steps_per_call: int | None = None,
-        intervals: Sequence[int] = (),
-    ) -> None:
-        """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
+    def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
+        """Returns the model's metrics over all ranks, and keeps their own state.
 
-        Args:
-            model: compiled, with an optimizer that distribute returned.
-            batches_from: returns this rank's stream of batches, from a step of the run on.
-            plan: the steps of the run.
-            start_step: steps already done.
-            callbacks: see strategies.loop.train.
-            verbose: as in Keras's fit.
-            steps_per_call: steps in one call of the graph; None: chosen by timing.
-            intervals: step intervals that a call must not cross.
+        The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their sums over the
+        ranks are the state of one process on all the data, so the result is exact even if shards differ in size:
+        sum of values over sum of counts, never a mean of means.
         """
-        call_steps = CallSteps(steps_per_call, intervals, self.comm.broadcast)
-        train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
+        own = [variable.numpy() for variable in model.metrics_variables]
+        _assign(model.metrics_variables, self.comm.sum_arrays(own))
+        results = {name: float(value) for name, value in model.get_metrics_result().items()}
+        _assign(model.metrics_variables, own)
+        return results
 
     def evaluate(self, model: keras.Model, dataset: tf.data.Dataset) -> dict[str, float]:
-        """Returns the metrics over all ranks' shards, which may differ in size."""
-        return evaluate(model, dataset, self.comm)
+        """Returns the metrics over all ranks' shards, which may differ in size or be empty.
+
+        The training metrics of an unfinished epoch keep their state.
+        """
+        training = [variable.numpy() for variable in model.metrics_variables]
+        if int(dataset.cardinality().numpy()) == 0:
+            build_metrics(model, dataset)
+        else:
+            with self.watchdog.phase(VALIDATION):
+                progress = self.watchdog.progress
+                beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
+                model.evaluate(dataset, verbose=0, callbacks=[beat])
+        results = self.metrics_over_ranks(model)
+        _assign(model.metrics_variables, training)
+        return results
+
+    def guards(self) -> list[keras.callbacks.Callback]:
+        """Returns callbacks that prove that ranks train together; they come before all others. Not collective."""
+        return []
+
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        """Returns callbacks that stop all ranks if one requests it, to come after those that may. Not collective."""
+        return []
 
     def stop(self) -> None:
-        """Leaves the other ranks. Not collective."""
+        """Leaves the other ranks. Not collective, as report_failure."""
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the other ranks why this one fails, so that none waits for it; gives up after two seconds."""
+        self.watchdog.fail(error)
+        stopping = threading.Thread(target=self.stop, daemon=True)
+        stopping.start()
+        stopping.join(timeout=2.0)
 
     def expect_restart(self) -> None:
         """Prepares for restart; call it before start. Not collective."""
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         """Leaves and rejoins the other ranks, with new settings of the reduction."""
+
+    def start_timeline(self, path: Path) -> None:
+        """Starts to trace the reductions; the chief writes the file, which chrome://tracing shows."""
+
+    def stop_timeline(self) -> None:
+        """Stops tracing and completes the file."""
 
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
@@ -119,3 +148,16 @@ class Strategy:
     def description(self) -> str:
         """Names the means of communication, for the run's summary. Not collective."""
         return "one process"
+
+
+def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
+    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it."""
+    images, labels = dataset.element_spec[:2]
+    blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
+    model.evaluate(*blank, verbose=0)
+    model.reset_metrics()
+
+
+def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables, values):
+        variable.assign(value.astype(variable.dtype))

@@ -1,33 +1,22 @@
 """Horovod with ranks that leave and join during a run."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
-from hvtrain.keras.resets import Resets
+from hvtrain.keras.elastic import Resets
+from hvtrain.strategies.base import Membership
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.parts import Membership
-
-T = TypeVar("T")
 
 
-class ElasticMembership(Membership):
-    """Horovod's elastic membership.
-
-    A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
-    """
+class ElasticMembership(Resets, Membership):
+    """A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs."""
 
     def __init__(self, commit_steps: int) -> None:
+        super().__init__()
         self.commit_steps = commit_steps
-        self._resets = Resets()
-
-    def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        return self._resets.run_with_restarts(attempt)
 
     def check(self) -> None:
-        self._resets.check_host_updates()
+        self.check_host_updates()
 
 
 class ElasticStrategy(HorovodStrategy):

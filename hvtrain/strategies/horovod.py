@@ -1,7 +1,6 @@
 """Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ from hvtrain import watchdog
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.equality import WeightCheck as KerasWeightCheck
-from hvtrain.keras.finite import NOT_FINITE
-from hvtrain.keras.lost_ranks import is_lost_rank_error
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
-from hvtrain.keras.optimizer import ranks_at_fault, time_reductions
-from hvtrain.keras.process import keep_mpi_initialized
-from hvtrain.step_timing import StepMarks
+from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.parts import Guards, Timeline, WeightCheck
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
@@ -46,40 +40,6 @@ class HorovodComm(Comm):
     def broadcast_model(self, model: keras.Model) -> None:
         with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
-
-
-class HorovodGuards(Guards):
-    """Proof that Horovod's ranks train together."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        return [hvd.ReductionCheckCallback()]
-
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        return [_StopTogether(self._comm)]
-
-    def weight_check(self, model: keras.Model, enabled: bool = True) -> WeightCheck:
-        return _WatchedWeightCheck(model, enabled, self._comm)
-
-    def num_reductions(self, optimizer: keras.optimizers.Optimizer) -> int:
-        return hvd.num_reductions(optimizer)
-
-    def ranks_at_fault(self, error: Exception, optimizer: keras.optimizers.Optimizer) -> list[int]:
-        return ranks_at_fault(optimizer) if NOT_FINITE in str(error) else []
-
-
-class HorovodTimeline(Timeline):
-    """Horovod's own timeline."""
-
-    def start(self, path: Path) -> None:
-        if hvd.size() > 1:
-            hvd.start_timeline(str(path))
-
-    def stop(self) -> None:
-        if hvd.size() > 1:
-            hvd.stop_timeline()
 
 
 class HorovodStrategy(Strategy):
@@ -107,17 +67,13 @@ class HorovodStrategy(Strategy):
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
         self.comm = HorovodComm()
-        self.guards = HorovodGuards(self.comm)
-        self.timeline = HorovodTimeline()
         self._devices: list[str] = []
 
     def start(self) -> Topology:
         hvd.init()
-        host = socket.gethostname()
-        self._devices = hvd.pin_gpu(host, self.share_gpus, self.pin_cores)
-        self.marks = StepMarks()
-        self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), host)
-        return self.topology
+        self._devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
+        self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        return super().start()
 
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
@@ -140,12 +96,19 @@ class HorovodStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        settings: dict[str, Any] = {"compression": self.compression, "bucket_bytes": self.bucket_bytes}
-        distributed = hvd.DistributedOptimizer(optimizer, check_finite=check_finite, **settings)
-        time_reductions(distributed, self.marks)
+        distributed = hvd.DistributedOptimizer(
+            optimizer, compression=self.compression, check_finite=check_finite, bucket_bytes=self.bucket_bytes
+        )
+        hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         if divide_losses:
             divide_losses_of(distributed)
         return distributed
+
+    def guards(self) -> list[keras.callbacks.Callback]:
+        return [hvd.ReductionCheckCallback()]
+
+    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        return [hvd.StopTogetherCallback(self.comm.sum_arrays)]
 
     def stop(self) -> None:
         self.watchdog.stop()
@@ -162,6 +125,14 @@ class HorovodStrategy(Strategy):
             os.environ.update(environment)
             hvd.init()
 
+    def start_timeline(self, path: Path) -> None:
+        if hvd.size() > 1:
+            hvd.start_timeline(str(path))
+
+    def stop_timeline(self) -> None:
+        if hvd.size() > 1:
+            hvd.stop_timeline()
+
     def cause_of(self, error: BaseException) -> UserError | None:
         verdict = self.watchdog.cause() if is_lost_rank_error(error) else None
         if verdict is None:
@@ -177,31 +148,3 @@ class HorovodStrategy(Strategy):
         if hvd.size() == 1:
             return "Horovod, alone"
         return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
-
-
-class _WatchedWeightCheck(KerasWeightCheck, WeightCheck):
-    """Tells the watchdog when it waits for the other ranks."""
-
-    def __init__(self, model: keras.Model, enabled: bool, comm: Comm) -> None:
-        super().__init__(model, enabled)
-        self._comm = comm
-
-    def __call__(self, when: str, everything: bool = False) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().__call__(when, everything)
-
-    def average_untrained(self) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().average_untrained()
-
-
-class _StopTogether(hvd.StopTogetherCallback):
-    """Tells the watchdog when it waits for the other ranks."""
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__()
-        self._comm = comm
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        with self._comm.watchdog.phase(EXCHANGE):
-            super().on_epoch_end(epoch, logs)

@@ -38,12 +38,7 @@ class CallSteps:
         self._timed: list[float] | None = None if steps else []
 
     def next(self, step: int, end: int) -> int:
-        """Steps from a step of the run, to `end` at most.
-
-        >>> call_steps = CallSteps(10, [25], lambda value: value)
-        >>> call_steps.next(0, 100), call_steps.next(20, 100), call_steps.next(95, 98)
-        (10, 5, 3)
-        """
+        """Steps from a step of the run, to `end` at most."""
         return min(self._steps, end - step, *(interval - step % interval for interval in self._intervals))
 
     def record(self, seconds: float) -> None:

@@ -46,11 +46,6 @@ class CommSettings:
     bucket_mib: float = 25.0
 
     def __str__(self) -> str:
-        """Describes the settings for the log.
-
-        >>> print(CommSettings(), CommSettings(0.2, 0.0), sep="; ")
-        cycle 1 ms, buckets of 25 MiB; cycle 0.2 ms, one bucket
-        """
         buckets = f"buckets of {self.bucket_mib:g} MiB" if self.bucket_mib else "one bucket"
         return f"cycle {self.cycle_ms:g} ms, {buckets}"
 

@@ -43,9 +43,11 @@ def software(config: RunConfig) -> dict[str, str]:
     versions = {"python": platform.python_version(), **host_facts.package_versions(_PACKAGES)}
     targets = [value for key, value in flatten(to_dict(config)).items() if key.endswith("_target_")]
     packages = dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)])
+    files = {package: host_facts.code_files(package) for package in packages if package != "keras"}
+    sums = {name: hashlib.sha256(repr(found).encode()).hexdigest()[:12] for name, found in files.items() if found}
     return {
         **{f"version of {name}": version or "none" for name, version in versions.items()},
-        **{f"code of {package}": _checksum(package) for package in packages if package != "keras"},
+        **{f"code of {name}": sums.get(name, "not found") for name in files},
     }
 
 
@@ -84,9 +86,3 @@ def check_first_batches(comm: Comm, source: Source, batches: tf.data.Dataset) ->
 def _differences(first: dict[str, Any], other: dict[str, Any]) -> str:
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     return "; ".join(f"{name} is {first.get(name)} and {other.get(name)}" for name in names[:5])
-
-
-def _checksum(package: str) -> str:
-    """Of the Python files of a package or module, with their names."""
-    files = host_facts.code_files(package)
-    return hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "not found"

@@ -13,22 +13,14 @@ from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.restore.resume import RunState
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.batch_weights import with_rank_weights
 
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt at a run.
+    """One attempt at a run, whose ranks are started and whose data set is opened.
 
-    Attributes:
-        config: the user's settings.
-        strategy: started; the ranks' cooperation.
-        topology: this rank's place, with the weights by which the data are sharded.
-        source: the opened data set.
-        plan: the run's steps, batches and learning rate.
-        folder: the run folder.
-        meta: facts about the run in each of its checkpoints.
-        state: state that survives a restart of the ranks.
+    topology has the weights by which the data are sharded. meta is in each checkpoint of the run. state survives a
+    restart of the ranks.
     """
 
     config: RunConfig
@@ -71,3 +63,20 @@ def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: i
     if plan.is_resized:
         return regrouped(stream_of, plan, topology, step - plan.shift)
     return stream_of(topology.rank)
+
+
+def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
+    """Turns (images, labels), from start_step on, into (images, labels, weights float32 [batch]).
+
+    The mean over ranks of their mean gradients is the joint batch's only if batches are equal. Otherwise a rank with n
+    of the step's N examples needs the weight n x ranks / N. Its batch carries that weight, and the loss (RankWeighted)
+    applies it to the gradient alone, so that losses and metrics still count examples.
+    """
+    steps = tf.data.Dataset.range(start_step, 2**62)
+
+    def add(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
+        weight = tf.cast(plan.weight(rank, step_in_epoch, tf.minimum), tf.float32)
+        return *batch, tf.fill(tf.shape(batch[1])[:1], weight)
+
+    return tf.data.Dataset.zip(steps, batches).map(add)

@@ -21,8 +21,6 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.versions import versions
-from hvtrain.training.batch_weights import RankWeighted
-from hvtrain.training.learning_rate import LearningRate
 
 
 def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
@@ -114,6 +112,39 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     return schedule
 
 
+class LearningRate:
+    """The rate of `schedule` at the optimizer's step, in the graph, times a factor that callbacks may change.
+
+    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
+    ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
+    own LearningRateSchedule cannot be set.
+
+    Args:
+        schedule: the rate by step.
+        shift: optimizer steps that the schedule does not count; see StepPlan.
+    """
+
+    def __init__(self, schedule: Schedule, shift: int = 0) -> None:
+        self.schedule = schedule
+        self.shift = shift
+        self.factor = keras.Variable(1.0, trainable=False, name="learning_rate_factor")
+        self._optimizer: Any = None
+
+    def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Takes the step from this optimizer, whose learning rate this is."""
+        self._optimizer = optimizer
+
+    def __call__(self) -> Any:
+        # As in Keras's schedules, batches that only accumulate count too; the public counter leaves them out.
+        step = keras.ops.cast(self._optimizer._iterations, "float32") if self._optimizer is not None else 0.0
+        return self.schedule(step - self.shift, ops=keras.ops) * self.factor
+
+    def assign(self, value: Any) -> None:
+        """Sets the factor so that the rate of this step is `value`."""
+        scheduled = self() / self.factor
+        self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))
+
+
 def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
@@ -121,6 +152,21 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
+
+
+class RankWeighted(keras.losses.Loss):
+    """The mean of a loss over the batch, with its gradient multiplied by the batch's weight."""
+
+    def __init__(self, loss: keras.losses.Loss) -> None:
+        super().__init__(name=loss.name)
+        self.loss = loss
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        value = self.loss(y_true, y_pred)
+        if sample_weight is None:
+            return value
+        weighted = value * tf.cast(sample_weight[0], value.dtype)
+        return weighted + tf.stop_gradient(value - weighted)
 
 
 def compile_model(

@@ -43,7 +43,7 @@ Exits with 1 when a check fails.""",
         if not config.verbose:
             console.quiet_tensorflow()
         with console.native_notes_held(not config.verbose), without("sklearn"):
-            from hvtrain.verify.run_checks import verify
+            from hvtrain.verify.own_run import verify
         own_run = any("=" in word and not word.startswith("--") for word in sys.argv[1:])
         return 0 if verify(config, own_run) else 1
     return 0

@@ -1,7 +1,7 @@
 """Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,27 +15,33 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.evaluation import evaluate
 from hvtrain.training.summary import device_map, versions
-from hvtrain.verify.check import Check, CheckError
 from hvtrain.verify.joint_batch import CASES, Case, compare
 
 BATCH, STEPS = 16, 8
 
+# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError (every rank).
+Checks = dict[str, Callable[[], str]]
 
-def library_checks(strategy: Strategy) -> Iterator[Check]:
-    """Yields the checks in an order in which an early failure explains later ones (two ranks or more)."""
-    yield Check("versions", partial(_versions, strategy))
-    yield Check("controller", partial(_controller, strategy))
-    yield Check("devices", partial(_devices, strategy))
-    yield Check("broadcast", _broadcast)
-    for name, case in CASES.items():
-        yield Check(name, partial(_joint_batch, case))
-    yield Check("overflow", _overflow)
-    yield Check("different models", _different_models)
-    yield Check("shards", partial(_shards, strategy))
-    yield Check("metrics", partial(_metrics, strategy))
-    yield Check("checkpoint", partial(_checkpoint, strategy))
+
+class CheckError(Exception):
+    """A failed check: what was found, and what to look at. Raise it after the check's last collective, not between."""
+
+
+def library_checks(strategy: Strategy) -> Checks:
+    """The checks in an order in which an early failure explains later ones (two ranks or more)."""
+    return {
+        "versions": partial(_versions, strategy),
+        "controller": partial(_controller, strategy),
+        "devices": partial(_devices, strategy),
+        "broadcast": _broadcast,
+        **{name: partial(_joint_batch, case) for name, case in CASES.items()},
+        "overflow": _overflow,
+        "different models": _different_models,
+        "shards": partial(_shards, strategy),
+        "metrics": partial(_metrics, strategy),
+        "checkpoint": partial(_checkpoint, strategy),
+    }
 
 
 def _versions(strategy: Strategy) -> str:
@@ -161,7 +167,7 @@ def _metrics(strategy: Strategy) -> str:
     # Rank 0 has most of the examples, the others a few each.
     few = 3 if hvd.size() < 16 else 0
     own = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
-    together = evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8), strategy.comm)
+    together = strategy.evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8))
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
     gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
     if gap > 1e-5:
@@ -185,7 +191,6 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
-
     saved: list[store.Checkpoint] = []
 
     def write() -> None:

@@ -1,8 +1,13 @@
-"""Checks of the user's own run: whether its data is sharded, and its model trains on all ranks' gradients."""
+"""All checks, and those of the user's own run: its data is sharded, and its model trains on all ranks' gradients."""
 
 import hashlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +15,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
+from hvtrain.errors import RankError
+from hvtrain.keras.equality import WeightCheck
+from hvtrain.keras.optimizer import num_reductions
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.system import console
 from hvtrain.training.run import training_batches
 from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
-from hvtrain.verify.check import Check, CheckError
 from hvtrain.verify.joint_batch import largest_difference
-from hvtrain.verify.library import round_trip
+from hvtrain.verify.library import CheckError, Checks, library_checks, round_trip
 
+SECONDS_PER_CHECK = 120.0
 BATCHES = 20
 # A data set may hold a few images twice; overlapping shards share far more.
 MAX_SHARED_FRACTION = 0.05
@@ -30,8 +41,7 @@ class OwnRun:
         seed_everything(config, strategy.topology.rank)
         self.config, self.strategy = config, strategy
         self.source, self.plan, self.topology = open_data(config, strategy.comm)
-        with strategy.scope():
-            self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, self.plan, strategy))
+        self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, self.plan, strategy))
         strategy.comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:
@@ -40,13 +50,15 @@ class OwnRun:
         return stream.take(min(BATCHES, self.plan.steps_per_epoch))
 
 
-def own_run_checks(config: RunConfig, strategy: Strategy) -> Iterator[Check]:
-    """Yields the checks in an order in which an early failure explains later ones."""
+def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
+    """The checks in an order in which an early failure explains later ones."""
     run = OwnRun(config, strategy)
-    yield Check(f"data: {run.source.name}", partial(_data, run))
-    yield Check("step of your model", partial(_step, run))
-    yield Check("weights", partial(_weights, run))
-    yield Check("your checkpoint", partial(round_trip, run.model, strategy))
+    return {
+        f"data: {run.source.name}": partial(_data, run),
+        "step of your model": partial(_step, run),
+        "weights": partial(_weights, run),
+        "your checkpoint": partial(round_trip, run.model, strategy),
+    }
 
 
 def _data(run: OwnRun) -> str:
@@ -89,9 +101,9 @@ def _step(run: OwnRun) -> str:
     ]
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
     expected = _change(build_optimizer(run.config, run.plan), joint, copies)
-    before = run.strategy.guards.num_reductions(optimizer)
+    before = num_reductions(optimizer)
     change = _change(optimizer, own, model.trainable_variables)
-    count = run.strategy.guards.num_reductions(optimizer) - before
+    count = num_reductions(optimizer) - before
     gap = max(comm.gather(largest_difference(change, expected)))
     pairs = [pair for pair in zip(own, joint) if pair[0] is not None]
     apart = max(comm.gather(largest_difference(*map(list, zip(*pairs)))))
@@ -118,8 +130,67 @@ def _change(optimizer: keras.optimizers.Optimizer, gradients: list[Any], variabl
 
 
 def _weights(run: OwnRun) -> str:
-    check = run.strategy.guards.weight_check(run.model)
+    check = WeightCheck(run.model)
     check("after one step of your model")
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
     return f"equal on {run.plan.size} rank(s) after it, optimizer state too"
+
+
+def run_checks(checks: Checks, strategy: Strategy) -> bool:
+    """Prints a line for each check on the chief; True if all passed on all ranks (every rank).
+
+    Each has a deadline, so that none can hang.
+    """
+
+    def say(line: str) -> None:
+        if strategy.topology.is_chief:
+            sys.stdout.write(f"{line}\n")  # One write: launchers add their prefix to each one.
+            sys.stdout.flush()
+
+    def time_out(name: str) -> None:
+        sys.stderr.write(
+            f"FAIL  {name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
+            "one of them has stopped or left: look at its output\n"
+        )
+        os._exit(1)
+
+    began, failed = time.monotonic(), 0
+    for name, check in checks.items():
+        finding, own_error = "", None
+        deadline = threading.Timer(SECONDS_PER_CHECK, time_out, [name])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            finding = check()
+        except CheckError as error:
+            own_error = str(error)
+        except Exception as error:
+            own_error = " ".join(f"{type(error).__name__}: {error}".split())
+        finally:
+            deadline.cancel()
+        errors = enumerate(strategy.comm.gather(own_error))
+        failure = next((f"rank {rank}: {text}" if rank else text for rank, text in errors if text is not None), None)
+        failed += failure is not None
+        say(f"{'PASS' if failure is None else 'FAIL'}  {name:<22} {failure or finding}")
+    outcome = f"{len(checks) - failed} checks passed, {failed} failed" if failed else f"all {len(checks)} checks passed"
+    say(f"{outcome} on {strategy.topology.size} rank(s) in {time.monotonic() - began:.0f} s")
+    return not failed
+
+
+def verify(config: RunConfig, own_run: bool) -> bool:
+    """True if every check passes on every rank. own_run: also check the model, data and optimizer of config."""
+    strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
+    try:
+        topology = strategy.start()
+        if topology.size == 1:
+            raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        own_checks = own_run_checks(config, strategy) if own_run else {}
+        passed = run_checks({**library_checks(strategy), **own_checks}, strategy)
+        strategy.stop()
+    except BaseException as error:
+        strategy.report_failure(error)
+        raise
+    return passed

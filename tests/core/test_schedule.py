@@ -48,7 +48,7 @@ def test_the_graph_computes_the_same(schedule: Schedule):
     import keras
     import tensorflow as tf
 
-    from hvtrain.training.learning_rate import LearningRate
+    from hvtrain.training.setup import LearningRate
 
     rate = LearningRate(schedule)
     optimizer = keras.optimizers.SGD(rate)

@@ -1,30 +1,108 @@
-"""Saves the state of a run: checkpoints on disk, and commits to memory in elastic jobs."""
+"""Saves the state of a run: checkpoints on disk, also when it is interrupted, and commits to memory in elastic jobs."""
 
+import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.strategies.parts import WeightCheck
-from hvtrain.training.callbacks.callback_state import CallbackState
-from hvtrain.training.callbacks.interruption import Interruption
-from hvtrain.training.callbacks.position import Position, RunCallback
-from hvtrain.training.callbacks.validation import Validation
+from hvtrain.config.validate import seconds
+from hvtrain.strategies.comm import Comm
+from hvtrain.system import console
+from hvtrain.training.callbacks.epoch_metrics import Validation
+from hvtrain.training.callbacks.position import RunCallback
 from hvtrain.training.run import Run
 
 # Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
+class Interruption(keras.callbacks.Callback):
+    """Requests a stop after train.max_time by the chief's clock, or after a signal to this rank (every rank).
+
+    The run is saved, to be resumed later. The ranks stop together, after the same step. A signal that came between two
+    attempts counts too.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.reason = ""
+        self.by_signal = False
+        self._comm = run.strategy.comm
+        self._limit = limit = run.config.train.max_time if run.topology.is_chief else None
+        self._deadline = run.state.began + seconds("train.max_time", limit) if limit else float("inf")
+        self._signals = run.state.signals
+        console.take_signals(self._take_signal)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._signals or time.monotonic() >= self._deadline:
+            self.model.stop_training = True
+
+    def agree_on_reason(self) -> None:
+        """Sets the reason for which training has stopped, the same on all ranks; empty if it is not this callback's."""
+        name = signal.Signals(self._signals[0]).name if self._signals else ""
+        by_signal = f"{name} to rank {self._comm.topology.rank} on {socket.gethostname()}" if name else ""
+        by_clock = f"train.max_time={self._limit}" if time.monotonic() >= self._deadline else ""
+        signals, clocks = zip(*self._comm.gather((by_signal, by_clock)))
+        self.by_signal = any(signals)
+        self.reason = next(filter(None, [*signals, *clocks]), "")
+
+    def _take_signal(self, number: int, frame: Any) -> None:
+        self._signals.append(number)
+        console.note_signal()
+
+
+class CallbackState(keras.callbacks.Callback):
+    """Saves the state of the given callbacks, and restores it when training begins again (every rank).
+
+    Numbers (patience, best value) go into the checkpoint's meta and best_weights among its arrays; nothing else is
+    kept. Callbacks set the factor of the learning rate, so all ranks get the chief's. Put it after those callbacks.
+    """
+
+    def __init__(
+        self, callbacks: dict[str, keras.callbacks.Callback], saved: dict[str, dict[str, Any]], comm: Comm
+    ) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+        self._saved = saved
+        self._comm = comm
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        for name, values in self._saved.items():
+            if name in self._callbacks:
+                vars(self._callbacks[name]).update(values)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        factor = store.rate_factor(self.model)
+        if self._callbacks and factor is not None:
+            factor.assign(self._comm.broadcast(float(factor)))  # Ranks with different rates would drift apart.
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """The numbers of each callback, by its name."""
+        return {
+            name: {key: float(value) for key in store.NUMBERS if (value := vars(callback).get(key)) is not None}
+            for name, callback in self._callbacks.items()
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The best weights in callbacks, by the keys that `saved_callbacks` reads."""
+        return {
+            f"callback/{name}/{index:04d}": weight
+            for name, callback in self._callbacks.items()
+            for index, weight in enumerate(getattr(callback, "best_weights", None) or ())
+        }
+
+
 class _Saving(RunCallback):
     """The state that checkpoints and commits copy."""
 
-    def __init__(self, run: Run, position: Position, weights: WeightCheck, callback_state: CallbackState) -> None:
-        super().__init__(run, position)
-        self.weights = weights
+    def __init__(self, *place: Any, callback_state: CallbackState) -> None:
+        super().__init__(*place)
         self.callback_state = callback_state
 
     def checkpoint(self, states: list[dict[str, np.ndarray]], **meta: Any) -> store.Checkpoint:
@@ -45,17 +123,10 @@ class Checkpointing(_Saving):
     """
 
     def __init__(
-        self,
-        run: Run,
-        position: Position,
-        weights: WeightCheck,
-        callback_state: CallbackState,
-        writer: Writer,
-        validation: Validation | None,
-        interruption: Interruption,
+        self, *place: Any, writer: Writer, validation: Validation, interruption: Interruption, **more: Any
     ) -> None:
-        super().__init__(run, position, weights, callback_state)
-        self.config = run.config.checkpoint
+        super().__init__(*place, **more)
+        self.config = self.run.config.checkpoint
         self.writer = writer
         self.validation = validation
         self.interruption = interruption
@@ -70,7 +141,7 @@ class Checkpointing(_Saving):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
         if self.position.in_epoch and (self.position.is_multiple_of(self.config.every_steps) or self._minutes_due()):
-            self._save(self.validation.latest if self.validation and self._validated_now() else {})
+            self._save(self.validation.latest if self._validated_now() else {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.model.stop_training:
@@ -91,7 +162,7 @@ class Checkpointing(_Saving):
         return self.writer.whole_step
 
     def _validated_now(self) -> bool:
-        return self.validation is not None and self.validation.latest_step == self.position.step
+        return self.validation.latest_step == self.position.step
 
     def _minutes_due(self) -> bool:
         """The chief's answer, for all (every rank)."""

@@ -1,13 +1,17 @@
-"""Training metrics of an epoch: over all its steps, over all ranks, and the same in all logs."""
+"""Metrics of an epoch: over all its steps, over all ranks, the same in all logs; and validation."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.evaluation import metrics_over_ranks
+from hvtrain.strategies.base import Strategy
+from hvtrain.training.callbacks.position import RunCallback
+
+log = logging.getLogger(__name__)
 
 
 class EpochMetrics(keras.callbacks.Callback):
@@ -17,10 +21,10 @@ class EpochMetrics(keras.callbacks.Callback):
     built.
     """
 
-    def __init__(self, comm: Comm, resumed: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(self, strategy: Strategy, resumed: Mapping[str, np.ndarray]) -> None:
         super().__init__()
-        self.comm = comm
-        self._resumed = [value for name, value in sorted((resumed or {}).items()) if name.startswith("metric/")]
+        self.strategy = strategy
+        self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Keras has just reset the metrics.
@@ -28,19 +32,47 @@ class EpochMetrics(keras.callbacks.Callback):
             variable.assign(value)
         self._resumed = []
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs.update(metrics_over_ranks(self.model, self.comm))
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs.update(self.strategy.metrics_over_ranks(self.model))
 
 
-class SameLogs(keras.callbacks.Callback):
+class SameLogs(RunCallback):
     """Replaces an epoch's logs by the chief's, so that callbacks after it decide alike on all ranks (every rank)."""
 
-    def __init__(self, comm: Comm) -> None:
-        super().__init__()
-        self.comm = comm
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs.update(self.comm.broadcast({name: float(value) for name, value in logs.items()}))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        numbers = self.comm.broadcast({name: float(value) for name, value in (logs or {}).items()})
-        if logs is not None:
-            logs.update(numbers)
+
+class Validation(RunCallback):
+    """Evaluates every N epochs, every N steps, or both, and adds val_* to the epoch's logs (every rank).
+
+    latest holds the newest results, for callbacks that act within an epoch. Without validation data it does nothing.
+    """
+
+    def __init__(self, *place: Any, dataset: tf.data.Dataset | None) -> None:
+        super().__init__(*place)
+        self.config = self.run.config.train
+        self.dataset = dataset
+        self.latest: dict[str, float] = {}
+        self.latest_step = -1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.dataset is not None and self.position.is_multiple_of(self.config.validate_every_steps):
+            self._validate()
+            results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
+            log.info("step %s: %s", f"{self.position.step:,}", results)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self.dataset is None or self.position.in_epoch:
+            return  # Stopped within the epoch.
+        every = self.config.validate_every_epochs
+        is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
+        if is_due and self.latest_step != self.position.step:
+            self._validate()
+        logs.update(self.latest)
+
+    def _validate(self) -> None:
+        self.weights.average_untrained()  # Otherwise each rank would validate a different model.
+        results = self.run.strategy.evaluate(self.model, self.dataset)
+        self.latest = {f"val_{name}": value for name, value in results.items()}
+        self.latest_step = self.position.step

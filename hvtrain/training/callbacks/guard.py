@@ -1,12 +1,24 @@
-"""Stops training when weights differ between ranks or the loss is not finite."""
+"""Stops training when weights differ between ranks or values are not finite; proves that ranks trained together."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hvtrain.errors import TrainingError
-from hvtrain.strategies.parts import WeightCheck
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.errors import DataError, TrainingError
+from hvtrain.keras.gradients import NOT_FINITE
+from hvtrain.keras.optimizer import num_reductions, ranks_at_fault
 from hvtrain.training.callbacks.position import Position, RunCallback
 from hvtrain.training.run import Run
+
+ADVICE = (
+    "the last checkpoint is from before; lower optimizer.learning_rate, clip gradients "
+    "(+optimizer.global_clipnorm=1), or look at that data"
+)
 
 
 class Guard(RunCallback):
@@ -16,17 +28,13 @@ class Guard(RunCallback):
     the same loss.
     """
 
-    def __init__(self, run: Run, position: Position, weights: WeightCheck) -> None:
-        super().__init__(run, position)
-        self.weights = weights
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.position.is_multiple_of(self.run.config.guard.every):
             self.weights(f"after step {self.position.step:,}")
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         # A dynamic loss scale skips steps that overflow; their loss is not an error.
-        if math.isfinite((logs or {}).get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
+        if math.isfinite(logs.get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
         own = float(self.model.get_metrics_result()["loss"])
         ranks = [rank for rank, finite in enumerate(self.comm.gather(math.isfinite(own))) if not finite]
@@ -35,16 +43,79 @@ class Guard(RunCallback):
         )
 
 
-ADVICE = (
-    "the last checkpoint is from before; lower optimizer.learning_rate, clip gradients "
-    "(+optimizer.global_clipnorm=1), or look at that data"
-)
+@contextmanager
+def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator[None]:
+    """Explains TensorFlow's errors about unreadable data and gradients that are not finite."""
+    strategy = run.strategy
+    steps_before = strategy.marks()[3]
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if NOT_FINITE in str(error) and (ranks := ranks_at_fault(model.optimizer)):
+            # Not position.step: a call of the graph that failed may have done some steps.
+            step = position.start_step + strategy.marks()[3] - steps_before + 1
+            raise TrainingError(
+                f"the gradient of step {step:,} is not finite on {named(ranks)}; "
+                f"nothing of it reached the weights; {ADVICE}"
+            ) from error
+        # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
+        cause = error if "orovod" in str(error) else run.source.explain(error)
+        if cause is error:
+            raise
+        place = strategy.topology
+        where = f"rank {place.rank} on {place.host}: " if place.size > 1 else ""
+        unreadable = DataError(f"{where}{cause}")
+        unreadable.spokesman = place.rank  # No other rank reads this file.
+        raise unreadable from error
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks in words.
-
-    >>> named([1]), named([0, 3])
-    ('rank 1', 'ranks 0, 3')
-    """
+    """Ranks in words: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class Proof(RunCallback):
+    """Counts the examples that went through the steps of each epoch, over all ranks (every rank)."""
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self.examples: list[int] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Keras's mean of the loss counts the examples that it was computed on.
+        own = next(metric for metric in self.model.metrics if metric.name == "loss").count
+        count = int(self.comm.sum_arrays([np.asarray(own)])[0])
+        if self.position.plan.position(self.position.step)[1] == 0:
+            self.examples.append(count)
+
+    def numbers(self, optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+        """The proof in result.json; reductions are those of this process."""
+        accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+        return {
+            "reductions": num_reductions(optimizer),
+            "steps": (self.position.step - self.position.start_step) // accumulate,
+            "ranks": self.position.plan.size,
+            "weight_checks": self.weights.num_checks,
+            "examples_each_epoch": self.examples,
+            "examples": self.position.plan.num_examples,
+        }
+
+
+def proof_in_words(numbers: dict[str, Any]) -> str:
+    """The proof in one line.
+
+    >>> proof_in_words({"reductions": 264, "steps": 264, "ranks": 2, "weight_checks": 14,
+    ...                 "examples_each_epoch": [1408, 1408], "examples": 1437})
+    'reductions 264 of 264 steps; weights equal on 2/2 ranks (14 checks); 1,408 of 1,437 samples seen once per epoch'
+    """
+    ranks, checks = numbers["ranks"], numbers["weight_checks"]
+    parts = []
+    if ranks > 1:
+        equal = f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
+        parts.append(f"reductions {numbers['reductions']:,} of {numbers['steps']:,} steps")
+        parts.append(equal if checks else "weights not compared")
+    seen = sorted(set(numbers["examples_each_epoch"]))
+    if seen:
+        counts = f"{seen[0]:,}" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,}"
+        parts.append(f"{counts} of {numbers['examples']:,} samples seen once per epoch")
+    return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"

@@ -1,7 +1,5 @@
 """All callbacks of a run, in their order."""
 
-from dataclasses import dataclass
-
 import keras
 from keras.callbacks import LambdaCallback
 
@@ -9,51 +7,37 @@ from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
+from hvtrain.keras.equality import WeightCheck
 from hvtrain.restore.resume import Start
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.parts import WeightCheck
-from hvtrain.training.callbacks.callback_state import CallbackState
-from hvtrain.training.callbacks.checkpointing import STEPS_BETWEEN_CLOCK_CHECKS, Checkpointing, MemoryCommit
-from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs
-from hvtrain.training.callbacks.guard import Guard
-from hvtrain.training.callbacks.interruption import Interruption
+from hvtrain.strategies.loop import CallSteps
+from hvtrain.training.callbacks.checkpointing import (
+    STEPS_BETWEEN_CLOCK_CHECKS,
+    CallbackState,
+    Checkpointing,
+    Interruption,
+    MemoryCommit,
+)
+from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
+from hvtrain.training.callbacks.guard import Guard, Proof
 from hvtrain.training.callbacks.position import Position
-from hvtrain.training.callbacks.progress_bar import Progress, verbosity
-from hvtrain.training.callbacks.proof import Proof
-from hvtrain.training.callbacks.recording import Recording
-from hvtrain.training.callbacks.skipped import Skipped
-from hvtrain.training.callbacks.speed import StepSplit, Throughput
+from hvtrain.training.callbacks.recording import Progress, Recording, Skipped, verbosity
+from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
-from hvtrain.training.callbacks.validation import Validation
 from hvtrain.training.run import Run
+from hvtrain.watchdog.progress import EXCHANGE
 
 
-@dataclass(frozen=True)
 class Monitors:
-    """Callbacks and their parts that are read at the end of a run."""
+    """Callbacks and their parts that are read at the end of a run, which begins at start."""
 
-    position: Position
-    split: StepSplit
-    weights: WeightCheck
-    proof: Proof
-    interruption: Interruption
-    skipped: Skipped
-    writer: Writer
-
-
-def make_monitors(run: Run, model: keras.Model, start: Start) -> Monitors:
-    """Makes the monitors of a run that begins at start."""
-    position = Position(run.plan, start.step)
-    weights = run.strategy.guards.weight_check(model, enabled=run.config.guard.every > 0)
-    return Monitors(
-        position,
-        StepSplit(run, Throughput(position)),
-        weights,
-        Proof(run, position, weights),
-        Interruption(run),
-        Skipped(run),
-        Writer(run.folder / "checkpoints", run.config.checkpoint),
-    )
+    def __init__(self, run: Run, model: keras.Model, start: Start) -> None:
+        self.position = Position(run.plan, start.step)
+        self.weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
+        self.place = run, self.position, self.weights
+        self.throughput, self.proof, self.skipped = Throughput(*self.place), Proof(*self.place), Skipped(*self.place)
+        self.interruption = Interruption(run)
+        self.writer = Writer(run.folder / "checkpoints", run.config.checkpoint)
 
 
 def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.callbacks.Callback]:
@@ -64,48 +48,51 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     it. Then record, save, and commit. The record comes before the checkpoint: a run that is killed continues from the
     checkpoint, and rows written after it would be missing.
     """
-    config, strategy, position, weights = run.config, run.strategy, monitors.position, monitors.weights
-    throughput, progress = monitors.split.throughput, strategy.watchdog.progress
-    # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
-    step_ends = LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step))
-    step_begins = LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step))
-
-    callbacks = [position, step_ends, *strategy.guards.callbacks(), throughput, monitors.proof]
-    resumed = start.rank_state if position.in_epoch else {}
-    callbacks += [EpochMetrics(strategy.comm, resumed), Guard(run, position, weights)]
+    config, strategy, place, position = run.config, run.strategy, monitors.place, monitors.position
+    progress = strategy.watchdog.progress
     dataset = run.evaluation_data("validation")
-    validation = Validation(run, position, weights, dataset) if dataset is not None else None
-    if validation:
-        callbacks.append(validation)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, validation is not None))
+    validation = Validation(*place, dataset=dataset)
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
-    callbacks += [SameLogs(strategy.comm), *own.values(), monitors.interruption, state]
-    callbacks += [*strategy.guards.stop_callbacks(), monitors.split, Recording(run, position, throughput)]
-    callbacks.append(Checkpointing(run, position, weights, state, monitors.writer, validation, monitors.interruption))
-    if verbosity(run.topology.is_chief) == 2:
-        callbacks.append(Progress(position))
-    callbacks.append(monitors.skipped)
-    if config.profile.timeline:
-        callbacks.append(TimelineTrace(run, position))
-    if strategy.membership.commit_steps:
-        callbacks.append(MemoryCommit(run, position, weights, state))
-    return [*callbacks, step_begins]
+    interruption, writer = monitors.interruption, monitors.writer
+    return [
+        position,
+        # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
+        LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step)),
+        *strategy.guards(),
+        monitors.throughput,
+        monitors.proof,
+        EpochMetrics(strategy, start.rank_state if position.in_epoch else {}),
+        Guard(*place),
+        validation,
+        SameLogs(*place),
+        *own.values(),
+        interruption,
+        state,
+        *strategy.stop_callbacks(),
+        Recording(*place, throughput=monitors.throughput),
+        Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
+        *([Progress(*place)] if verbosity(run.topology.is_chief) == 2 else []),
+        monitors.skipped,
+        *([TimelineTrace(*place)] if config.profile.timeline else []),
+        *([MemoryCommit(*place, callback_state=state)] if strategy.membership.commit_steps else []),
+        LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)),
+    ]
 
 
-def step_intervals(config: RunConfig, strategy: Strategy) -> list[int]:
-    """Step intervals that a call of the graph must not cross, because a callback acts after each of them."""
-    clock = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate if config.checkpoint.every_minutes else None
-    traced = config.profile.steps if config.profile.timeline else None
-    configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
-    return [steps for steps in (*configured, strategy.membership.commit_steps, clock, traced) if steps]
+def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.callbacks.Callback]) -> CallSteps:
+    """Steps in one call of the graph: train.steps_per_execution, or 1 for a user's callback that acts on batches.
 
-
-def steps_per_call(config: RunConfig, callbacks: list[keras.callbacks.Callback]) -> int | None:
-    """train.steps_per_execution; if it is not set, 1 for a user's callback that acts on batches, else None."""
+    A call must not cross the step intervals after which a callback acts.
+    """
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
     own = [type(item) for item in callbacks if type(item).__module__.split(".")[0] not in ("hvtrain", "keras")]
     by_batch = any(getattr(kind, hook) is not getattr(keras.callbacks.Callback, hook) for kind in own for hook in hooks)
-    return config.train.steps_per_execution or (1 if by_batch else None)
+    clock = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate if config.checkpoint.every_minutes else None
+    traced = config.profile.steps if config.profile.timeline else None
+    configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
+    intervals = [steps for steps in (*configured, strategy.membership.commit_steps, clock, traced) if steps]
+    return CallSteps(config.train.steps_per_execution or (1 if by_batch else None), intervals, strategy.comm.broadcast)
 
 
 # They only write, and ranks would overwrite each other's files.

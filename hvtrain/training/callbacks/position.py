@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from hvtrain.core.step_plan import StepPlan
+from hvtrain.keras.equality import WeightCheck
 from hvtrain.training.run import Run
 
 
@@ -40,10 +41,11 @@ class Position(keras.callbacks.Callback):
 
 
 class RunCallback(keras.callbacks.Callback):
-    """A callback with access to its run and the run's position."""
+    """A callback with access to its run, the run's position and the check of its weights."""
 
-    def __init__(self, run: Run, position: Position) -> None:
+    def __init__(self, run: Run, position: Position, weights: WeightCheck) -> None:
         super().__init__()
         self.run = run
         self.comm = run.strategy.comm
         self.position = position
+        self.weights = weights

@@ -1,15 +1,20 @@
-"""Writes history.csv, one row for each epoch."""
+"""What a run tells while it trains: rows of history.csv, progress on the console, examples that it left out."""
 
 import logging
+import sys
+import time
 from typing import Any
 
 from hvtrain.core.records import EpochRecord, read_history, write_history
+from hvtrain.data.source import Unreadable
 from hvtrain.errors import StorageError
-from hvtrain.training.callbacks.position import Position, RunCallback
+from hvtrain.system.console import is_launched
+from hvtrain.training.callbacks.position import RunCallback
 from hvtrain.training.callbacks.speed import Throughput
-from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 30.0
 
 
 class Recording(RunCallback):
@@ -19,17 +24,17 @@ class Recording(RunCallback):
     and the next epoch tries again.
     """
 
-    def __init__(self, run: Run, position: Position, throughput: Throughput) -> None:
-        super().__init__(run, position)
+    def __init__(self, *place: Any, throughput: Throughput) -> None:
+        super().__init__(*place)
         self.throughput = throughput
-        records = self.comm.on_chief(lambda: read_history(run.folder))
+        records = self.comm.on_chief(lambda: read_history(self.run.folder))
         # Compared by epochs: an earlier plan of the run counted steps differently.
-        self.records = [record for record in records if record.epoch <= position.epoch]
+        self.records = [record for record in records if record.epoch <= self.position.epoch]
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.position.in_epoch:
             return  # Stopped within the epoch; the run that resumes and finishes it writes the row.
-        metrics = {name: float(value) for name, value in (logs or {}).items() if name != "images/s"}
+        metrics = {name: float(value) for name, value in logs.items() if name != "images/s"}
         # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
         record = EpochRecord(
@@ -50,3 +55,65 @@ class Recording(RunCallback):
             if self.run.config.checkpoint.on_error == "stop":
                 raise
             log.warning("%s; training goes on (checkpoint.on_error=warn)", error)
+
+
+def verbosity(is_chief: bool) -> int:
+    """Keras's verbose: a moving bar on a terminal, one line an epoch elsewhere, nothing on other ranks.
+
+    A launcher prefixes each line, which breaks a moving bar; mpirun gives its ranks terminals nevertheless.
+    """
+    if not is_chief:
+        return 0
+    return 1 if sys.stdout.isatty() and not is_launched() else 2
+
+
+class Progress(RunCallback):
+    """Logs a line every 30 seconds within long epochs if Keras shows no moving bar (chief only)."""
+
+    _last = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if self.position.in_epoch and now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            numbers = " - ".join(f"{name}: {value:.4g}" for name, value in logs.items())
+            log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)
+
+
+class Skipped(RunCallback):
+    """Reports examples that data.on_error=skip left out, after each epoch, and counts all of them (every rank).
+
+    Each place goes to the log of its rank, the sum to the console.
+    """
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self._places: dict[str, Unreadable] = {}  # Of all ranks; a damaged file that several ranks read counts once.
+
+    @property
+    def num_examples(self) -> int:
+        return sum(place.num_examples or 0 for place in self._places.values())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.report()
+
+    def report(self) -> None:
+        """Names what this rank has skipped since the last report, and logs the sum if any rank has (every rank)."""
+        source = self.run.source
+        if source.on_error != "skip":
+            return
+        own = source.unreadable()
+        for place in own:
+            log.warning("rank %d skips %s: %s", self.comm.topology.rank, place.place, place.why)
+        new = [place for places in self.comm.gather(own) for place in places]
+        self._places.update({place.place: place for place in new})
+        if new:
+            files = sum(place.num_examples is None for place in self._places.values())
+            log.info(
+                "skipped %s examples that could not be read%s; names in logs/ of the run folder",
+                f"{self.num_examples:,}",
+                f", and what is left of {files} damaged file(s)" if files else "",
+            )

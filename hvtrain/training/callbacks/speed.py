@@ -8,78 +8,13 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-import keras
-
 from hvtrain.step_timing import StepTimes
-from hvtrain.training.callbacks.position import Position
-from hvtrain.training.run import Run
+from hvtrain.training.callbacks.position import RunCallback
 
 log = logging.getLogger(__name__)
 
 # The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
 WARMUP_STEPS = 10
-
-
-class Throughput(keras.callbacks.Callback):
-    """Times the steps and puts images/s into the logs (every rank; the steps are the same on all of them).
-
-    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
-    not validation, checkpoints and other callbacks.
-    """
-
-    def __init__(self, position: Position) -> None:
-        super().__init__()
-        self.position = position
-        plan, start_step = position.plan, position.start_step
-        self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
-        self._first = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
-        self._last_step = start_step
-        self._steps = self._epoch_steps = 0
-        self._seconds = self._epoch_step_seconds = 0.0
-        self._begin = self._epoch_begin = 0.0
-        self.epoch_seconds = 0.0
-
-    @property
-    def is_warm(self) -> bool:
-        """True when the next steps count."""
-        return self.position.step >= self._first
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Mean seconds of a step after the warm-up."""
-        return self._seconds / self._steps if self._steps else None
-
-    @property
-    def images_per_second(self) -> float | None:
-        return self._examples_per_step * self._steps / self._seconds if self._steps else None
-
-    @property
-    def epoch_images_per_second(self) -> float:
-        """Images per second over the steps of the epoch so far, warm-up included."""
-        return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_begin = time.perf_counter()
-        self._epoch_steps, self._epoch_step_seconds = 0, 0.0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._begin = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        seconds = time.perf_counter() - self._begin
-        steps, self._last_step = self.position.step - self._last_step, self.position.step
-        self._epoch_step_seconds += seconds
-        self._epoch_steps += steps
-        if self.position.step > self._first:
-            self._seconds += seconds
-            self._steps += steps
-        if logs is not None:
-            logs["images/s"] = self.epoch_images_per_second
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.epoch_seconds = time.perf_counter() - self._epoch_begin
-        if logs is not None:
-            logs["images/s"] = self.epoch_images_per_second
 
 
 @dataclass(frozen=True)
@@ -100,11 +35,7 @@ class Split:
 
     @classmethod
     def of(cls, ranks: list[tuple[StepTimes, str]]) -> Split:
-        """Combines the step times and hosts of all ranks.
-
-        >>> Split.of([(StepTimes(1, 0.0, 0.03, 0.02), "s1"), (StepTimes(1, 0.01, 0.04, 0.0), "s2")]).efficiency
-        0.8
-        """
+        """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
@@ -133,25 +64,67 @@ class Split:
         )
 
 
-class StepSplit(keras.callbacks.Callback):
-    """Splits the steps after Throughput's warm-up; logs the split after the first epoch (every rank)."""
+class Throughput(RunCallback):
+    """Times the steps, puts images/s into the logs, and splits the time of a step (every rank).
 
-    def __init__(self, run: Run, throughput: Throughput) -> None:
-        super().__init__()
-        self.strategy = run.strategy
-        self.throughput = throughput
+    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
+    not validation, checkpoints and other callbacks. The split is of the steps after the warm-up, so far.
+    """
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        plan, start_step = self.position.plan, self.position.start_step
+        self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
+        self._first = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
+        self._last_step = start_step
+        self._steps = self._epoch_steps = 0
+        self._seconds = self._epoch_step_seconds = 0.0
+        self._begin = self._epoch_begin = 0.0
+        self.epoch_seconds = 0.0
         self.split: Split | None = None
-        self._begin: StepTimes | None = None
+        self._warm: StepTimes | None = None
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._begin is None and self.throughput.is_warm:
-            self._begin = self.strategy.marks.times()
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean seconds of a step after the warm-up."""
+        return self._seconds / self._steps if self._steps else None
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        topology, times = self.strategy.topology, self.strategy.marks.times()
-        if self._begin is None or times.steps == self._begin.steps or not self.strategy.marks.timed:
+    @property
+    def images_per_second(self) -> float | None:
+        return self._examples_per_step * self._steps / self._seconds if self._steps else None
+
+    @property
+    def epoch_images_per_second(self) -> float:
+        """Images per second over the steps of the epoch so far, warm-up included."""
+        return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_begin = time.perf_counter()
+        self._epoch_steps, self._epoch_step_seconds = 0, 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        seconds = time.perf_counter() - self._begin
+        steps, self._last_step = self.position.step - self._last_step, self.position.step
+        self._epoch_step_seconds += seconds
+        self._epoch_steps += steps
+        if self.position.step > self._first:
+            self._seconds += seconds
+            self._steps += steps
+        if self._warm is None and self.position.step >= self._first:
+            self._warm = self.run.strategy.marks.times()
+        logs["images/s"] = self.epoch_images_per_second
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.epoch_seconds = time.perf_counter() - self._epoch_begin
+        logs["images/s"] = self.epoch_images_per_second
+        marks, topology = self.run.strategy.marks, self.comm.topology
+        times = marks.times()
+        if self._warm is None or times.steps == self._warm.steps or not marks.timed:
             return  # The same on all ranks.
         is_first = self.split is None
-        self.split = Split.of(self.strategy.comm.gather(((times - self._begin).each(), topology.host)))
+        self.split = Split.of(self.comm.gather(((times - self._warm).each(), topology.host)))
         if is_first and topology.size > 1:
             log.info("%s", self.split.in_words(topology.size))

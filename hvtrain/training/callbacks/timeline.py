@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.training.callbacks.position import Position, RunCallback
-from hvtrain.training.run import Run
+from hvtrain.training.callbacks.position import RunCallback
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +31,10 @@ class TimelineTrace(RunCallback):
     TensorBoard's profiler.
     """
 
-    def __init__(self, run: Run, position: Position) -> None:
-        super().__init__(run, position)
-        self.folder = run.folder / FOLDER
-        self.first = position.start_step + run.config.profile.first_step
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self.folder = self.run.folder / FOLDER
+        self.first = self.position.start_step + self.run.config.profile.first_step
         self._begin: int | None = None
         self._ended = False
 
@@ -43,7 +42,7 @@ class TimelineTrace(RunCallback):
         if self._begin is None and self.position.step >= self.first:
             self._begin = self.position.step
             self.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
-            self.run.strategy.timeline.start(self.folder / REDUCTIONS)
+            self.run.strategy.start_timeline(self.folder / REDUCTIONS)
             if self.run.topology.is_chief:
                 # Level 3 includes single operations.
                 options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
@@ -62,7 +61,7 @@ class TimelineTrace(RunCallback):
         if self._begin is None or self._ended:
             return
         self._ended = True
-        self.run.strategy.timeline.stop()
+        self.run.strategy.stop_timeline()
         if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):

@@ -18,12 +18,12 @@ from hvtrain.data.sources.arrays import ArraySource
 from hvtrain.keras.reduction import Reducer
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.verify import joint_batch, library
-from hvtrain.verify.check import Check, CheckError, run_checks
-from hvtrain.verify.own_run import own_run_checks
+from hvtrain.verify.library import CheckError
+from hvtrain.verify.own_run import own_run_checks, run_checks
 
 strategy = HorovodStrategy()
 strategy.start()
-checks = {check.name: check for check in library.library_checks(strategy)}
+checks = library.library_checks(strategy)
 
 
 def broken(name, target, **instead):
@@ -31,12 +31,12 @@ def broken(name, target, **instead):
 
     def run():
         with mock.patch.multiple(target, **instead):
-            return checks[name].run()
+            return checks[name]()
 
-    return Check(name, run)
+    return {name: run}
 
 
-def plain_metrics(model, dataset, strategy):
+def plain_metrics(model, dataset):
     """What goes wrong elsewhere: the mean over ranks of each rank's mean."""
     own = model.evaluate(dataset, verbose=0, return_dict=True)
     return {key: float(value) for key, value in own.items()}
@@ -60,7 +60,7 @@ library_module = "hvtrain.verify.library"
 
 def joint_case(wrap, name="sgd"):
     with mock.patch.object(library, "compare", lambda case, *counts: joint_batch.compare(case, *counts, wrap=wrap)):
-        return checks[name].run()
+        return checks[name]()
 
 
 def without_exchange(optimizer):
@@ -74,33 +74,33 @@ def without_exchange(optimizer):
 own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
 forgetful = ForgetsToReduce()
 forgetful.comm.topology = strategy.topology
-own_checks = {check.name: check for check in own_run_checks(own_run, forgetful)}
-other_data = {check.name: check for check in own_run_checks(from_dict(tree), forgetful)}
+own_checks = own_run_checks(own_run, forgetful)
+other_data = own_run_checks(from_dict(tree), forgetful)
 
 
 def weights_after_a_step():
     with contextlib.suppress(CheckError):
-        other_data["step of your model"].run()
-    return other_data["weights"].run()
+        other_data["step of your model"]()
+    return other_data["weights"]()
 
 
 passed = run_checks(
-    [
-        broken("versions", library_module, versions=versions),
-        broken("devices", strategy, devices=lambda: ["s1 GPU 0", "s1 GPU 0"]),
-        broken("broadcast", "hvtrain.verify.library.hvd", broadcast_variables=lambda variables, root: None),
-        Check("not reduced", lambda: joint_case(lambda optimizer: optimizer)),
-        Check("own step", lambda: joint_case(lambda optimizer: optimizer, "a step of its own")),
-        Check("not shared", lambda: joint_case(without_exchange)),
-        Check("summed", lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum))),
-        broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
-        broken("shards", ArraySource, training=same_for_all),
-        broken("metrics", library_module, evaluate=plain_metrics),
-        broken("checkpoint", store, restore=restores_nothing),
-        own_checks["data: leaves"],
-        own_checks["step of your model"],
-        Check("weights", weights_after_a_step),
-    ],
+    {
+        **broken("versions", library_module, versions=versions),
+        **broken("devices", strategy, devices=lambda: ["s1 GPU 0", "s1 GPU 0"]),
+        **broken("broadcast", "hvtrain.verify.library.hvd", broadcast_variables=lambda variables, root: None),
+        "not reduced": lambda: joint_case(lambda optimizer: optimizer),
+        "own step": lambda: joint_case(lambda optimizer: optimizer, "a step of its own"),
+        "not shared": lambda: joint_case(without_exchange),
+        "summed": lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)),
+        **broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
+        **broken("shards", ArraySource, training=same_for_all),
+        **broken("metrics", strategy, evaluate=plain_metrics),
+        **broken("checkpoint", store, restore=restores_nothing),
+        "data: leaves": own_checks["data: leaves"],
+        "step of your model": own_checks["step of your model"],
+        "weights": weights_after_a_step,
+    },
     strategy,
 )
 strategy.stop()

@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
-from hvtrain.keras.finite import NOT_FINITE
+from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.process import launched_size
 
 # Rank 0 and the last one; with two ranks that would be all of them.

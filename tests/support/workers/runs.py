@@ -25,8 +25,8 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.data import StreamRequest
 from hvtrain.errors import UserError
-from hvtrain.training.batch_weights import with_rank_weights
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
+from hvtrain.training.run import with_rank_weights
 from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
 
@@ -93,7 +93,7 @@ def against_the_joint_batches(config):
             metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
         found[name] = largest_difference(model.get_weights(), one.get_weights())
         if name == "weighted":
-            seen = EpochMetrics(strategy.comm)
+            seen = EpochMetrics(strategy, {})
             seen.set_model(model)
             logs = {}
             seen.on_epoch_end(0, logs)

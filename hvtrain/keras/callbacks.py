@@ -1,0 +1,204 @@
+"""Horovod's Keras callbacks on Keras 3, and three more: two checks, and stopping together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.errors import RankError
+from hvtrain.keras.collectives import broadcast_variables, sum_arrays
+from hvtrain.keras.equality import WeightCheck
+from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.in_graph import SharedFlag
+from hvtrain.keras.optimizer import is_distributed, num_reductions
+from hvtrain.keras.reduction import variable_id
+from hvtrain.keras.warmup import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
+
+    Before the first step if the model is built, as one with an Input is; otherwise right after it, when its variables
+    exist. local_variables stay as they are on each rank.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        listed = local_variables if isinstance(local_variables, list | tuple | set) else [local_variables]
+        for variable in listed:
+            if variable is not None and not isinstance(variable, keras.Variable | tf.Variable):
+                raise ValueError(f"local_variables holds a {type(variable).__name__}; variables are needed")
+        self._local = {variable_id(variable) for variable in listed if variable is not None}
+
+    def register_local_var(self, var: Any) -> None:
+        """Excludes this variable from the broadcast."""
+        self._local.add(variable_id(var))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.model.built and not self.broadcast_done:
+            optimizer = self.model.optimizer
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        variables = [*self.model.weights, *self.model.optimizer.variables]
+        with tf.device(self.device or None):
+            broadcast_variables([v for v in variables if variable_id(v) not in self._local], self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces the metrics in an epoch's logs by their means over all ranks (every rank).
+
+    Each rank counts the same, as upstream. Put it before callbacks that act on the logs.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(logs or {})
+        with tf.device(self.device or None):
+            sums = sum_arrays([(logs or {})[name] for name in names])
+        for name, total in zip(names, sums):
+            (logs or {})[name] = float(total) / hvd.size()
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras's ModelCheckpoint with save_best_only, on rank 0 alone; other ranks write nothing.
+
+    Put it after MetricAverageCallback, so that the best is that of all ranks. Upstream takes no filepath: its Spark
+    estimator sets one later. Here it is an argument, or an attribute set before fit. Raises ValueError at the start of
+    training without one.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | Path | None = None,
+    ) -> None:
+        # Keras checks the suffix of the path, which may be set only later.
+        placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        super().__init__(filepath or placeholder, monitor, verbose, True, save_weights_only, mode, save_freq)
+        self.filepath = None if filepath is None else str(filepath)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        suffix = ".weights.h5" if self.save_weights_only else ".keras"
+        if self.filepath is None or not str(self.filepath).endswith(suffix):
+            raise ValueError(f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {suffix}")
+        super().on_train_begin(logs)
+
+    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
+        if hvd.rank() == 0:
+            super()._save_model(epoch, batch, logs)
+
+
+class ReductionCheckCallback(keras.callbacks.Callback):
+    """Stops training if the first step that changes weights reduces no gradient (every rank).
+
+    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or if the count in the
+    graph is the same after the first step that changed weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: int | None = None
+        self._first = 0
+        self._checked = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._before is None:
+            self._before = num_reductions(self.model.optimizer)
+            self._first = int(self.model.optimizer.iterations.numpy())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._checked or hvd.size() == 1:
+            return
+        # Batches that only accumulate, or that an overflow skips, do not count.
+        if is_distributed(self.model.optimizer) and int(self.model.optimizer.iterations.numpy()) == self._first:
+            return
+        self._checked = True
+        if num_reductions(self.model.optimizer) == self._before:
+            raise RankError(
+                f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
+                "wrap the optimizer that compile gets in hvtrain.keras.DistributedOptimizer"
+            )
+
+
+class StopTogetherCallback(keras.callbacks.Callback):
+    """Stops all ranks after the same step when a callback of one rank sets model.stop_training (every rank).
+
+    Put it after the callbacks that may stop. Within an epoch the request travels with the next step's gradients. At
+    the end of an epoch, and without a DistributedOptimizer, the ranks exchange a message.
+    Not in Horovod, where the ranks that continue wait for ever. exchange sums arrays over the ranks.
+    """
+
+    def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
+        super().__init__()
+        self._sum_arrays = exchange
+        self._flag: SharedFlag | None = None
+        self._requested = False
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        hook = hook_of(model.optimizer)
+        if self._flag is None and hook:
+            self._flag = hook.reducer.flag = SharedFlag()
+            model.train_function = None  # One that was traced before does not carry the flag.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._requested = False
+        if self._flag:
+            self._flag.clear()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.stop_training and not self._requested:
+            self._requested = True
+            if self._flag:
+                self._flag.set()
+        self.model.stop_training = self._flag is not None and self._flag.is_set()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        requested = self._requested or self.model.stop_training
+        self.model.stop_training = bool(self._sum_arrays([np.array(float(requested))])[0] > 0)
+
+
+class WeightCheckCallback(keras.callbacks.Callback):
+    """Compares trainable weights and optimizer state of all ranks every `every_batches` batches (every rank).
+
+    Also after the first batch and at the end. Raises RankError on all ranks if they differ. Not in Horovod.
+    """
+
+    def __init__(self, every_batches: int = 500) -> None:
+        super().__init__()
+        self.every_batches = every_batches
+        self.check: WeightCheck | None = None
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.check is None:
+            self.check = WeightCheck(self.model)
+        if self._batches % self.every_batches == 0:
+            self.check(f"at batch {self._batches}")
+        self._batches += 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.check is not None:
+            self.check("at the end of the training")
