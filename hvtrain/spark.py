@@ -25,7 +25,6 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 EXAMPLES = """\
 examples:
@@ -202,9 +201,7 @@ def _train(config: RunConfig) -> int:
     gpus = get_available_devices()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if not config.verbose:
-        console.quiet_tensorflow()
-    with console.native_notes_held(not config.verbose), without("sklearn"):
+    with console.quiet_import(config.verbose):
         from hvtrain.runner import train
     train(config)
     return 0

@@ -20,7 +20,6 @@ from hvtrain.plan.costs.links import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
 from hvtrain.plan.machine import Found, machine_of, read
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
@@ -51,9 +50,7 @@ def plan() -> int:
         return 0
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
-    if not config.verbose:
-        console.quiet_tensorflow()
-    with console.native_notes_held(not config.verbose), without("sklearn"):
+    with console.quiet_import(config.verbose):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
         from hvtrain.plan.plot import draw
