@@ -12,8 +12,7 @@ from hvtrain.config.help import settings
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
 from hvtrain.launch.clusters import slurm
-from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
-from hvtrain.launch.clusters.render import quote, yaml_text
+from hvtrain.launch.clusters.choice import KINDS, Cluster, choose, quote, yaml_text
 from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
