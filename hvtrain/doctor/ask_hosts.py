@@ -10,9 +10,8 @@ from typing import Any
 
 from hvtrain.doctor import probe, probe_files, probe_machine, probe_network
 from hvtrain.errors import RankError
-from hvtrain.launch import remote
 from hvtrain.launch.reach import is_local
-from hvtrain.launch.ssh import SSH_FAILED, Ssh
+from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
 MAX_AT_ONCE = 64
@@ -49,9 +48,9 @@ def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> 
         return dict(zip(requests, answers))
 
 
-def _ask(host: str, request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
-    text = remote.request(_PROBE, "answer", request)
-    words = ["sh", "-c", _SCRIPT, sys.executable, remote.LOADER, f"{seconds:.0f}"]
+def _ask(host: str, asked: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
+    text = request(_PROBE, "answer", asked)
+    words = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     began = time.time()
     try:
         local = is_local(host)
@@ -70,7 +69,7 @@ def _ask(host: str, request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Ans
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
     if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
-    facts = remote.answer(done.stdout)
+    facts = answer(done.stdout)
     if facts is None:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")

@@ -93,8 +93,8 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
     job = Job((), args.num_proc, parse_hosts(args.hosts))
-    places = tuple(host for host, _ in rank_places(job))
-    hosts = used_hosts(job)
+    places = rank_places(job)
+    hosts = used_hosts(places)
     args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
     paths = reach.check([host.name for host in hosts], ssh)

@@ -16,7 +16,6 @@ from hvtrain.launch import environment, reach, restart
 from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
 from hvtrain.launch.job import Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launch.line import Way, start_line
-from hvtrain.launch.restart import Restarts
 from hvtrain.launch.ssh import Ssh
 
 EXAMPLES = """\
@@ -193,8 +192,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    restarts = Restarts(options.max_restarts, options.min_np)
-    return restart.run(job, way, Path(options.logs or default), run_dir, restarts)
+    return restart.run(job, way, Path(options.logs or default), run_dir, options.max_restarts, options.min_np)
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:

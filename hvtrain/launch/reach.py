@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import RankError
-from hvtrain.launch import remote
 from hvtrain.launch.reached import ON_HOST
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.ssh import LOADER, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
 Versions = Mapping[str, "str | None"]
@@ -109,9 +108,9 @@ def _compare(found: Mapping[str, Versions]) -> None:
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     """Another host's on_host.look()."""
     script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" -c "$2"'
-    text = remote.request(ON_HOST, "look", _address_towards(host))
+    text = request(ON_HOST, "look", _address_towards(host))
     try:
-        done = ssh.run(host, ["sh", "-c", script, sys.executable, str(Path.cwd()), remote.LOADER], text)
+        done = ssh.run(host, ["sh", "-c", script, sys.executable, str(Path.cwd()), LOADER], text)
     except subprocess.TimeoutExpired:
         raise RankError(f"host {host} let us in by ssh but did not answer within a minute; look at its load") from None
     if done.returncode == 86:
@@ -126,7 +125,7 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         )
     if done.returncode:
         raise RankError(ssh.trouble(host, done.stderr))
-    facts: dict[str, Any] | None = remote.answer(done.stdout)
+    facts: dict[str, Any] | None = answer(done.stdout)
     if facts is None:
         raise RankError(
             f"host {host} let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"

@@ -1,6 +1,6 @@
 """Software of a host: Python, packages, code, Horovod's library. launch, doctor and ranks compare it between hosts.
 
-Standard library of Python 3.9 only: launch/remote.py runs this text on other hosts.
+Standard library of Python 3.9 only: launch/ssh.py runs this text on other hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This host's network interfaces. Standard library only: launch/remote.py runs this text on other hosts."""
+"""This host's network interfaces. Standard library only: launch/ssh.py runs this text on other hosts."""
 
 from __future__ import annotations
 
