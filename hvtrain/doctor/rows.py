@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ class Row:
     found: str
     host: str | None = None
     fix: str | None = None
-
-    def as_dict(self) -> dict[str, str | None]:
-        return asdict(self)
 
     def text(self) -> str:
         """The row as printed, with the fix below."""
