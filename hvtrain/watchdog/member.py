@@ -9,16 +9,15 @@ import time
 from hvtrain.errors import RESTART_HELPS, UserError
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
+from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Lines, Message, WireError, encode, is_cut, notice_cuts, proof
 from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
 from hvtrain.watchdog.judge import CUT, GONE, PATIENCE_AT_START, SECONDS_FOR_THE_MAIN_THREAD, Rules, Verdict, wall_clock
 from hvtrain.watchdog.progress import Progress, SuspensionClock
 from hvtrain.watchdog.watchdog import Watchdog
-from hvtrain.watchdog.wire import Lines, Message, WireError, encode, is_cut, notice_cuts, proof
 
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
-SECONDS_TO_JOIN = 10.0
 # Open MPI notices a cut by itself, later than we do (launch/reach.py). But mpirun waits for a host that it cannot
 # reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
@@ -138,10 +137,8 @@ class Member(Watchdog):
         try:
             data = connection.recv(1 << 16)
             messages = self._lines.feed(data) if data else [{"kind": "lost"}]
-        except OSError as error:
+        except (OSError, WireError) as error:
             messages = [{"kind": "cut" if is_cut(error) else "lost"}]
-        except WireError:
-            messages = [{"kind": "lost"}]
         for message in messages:
             self._take(message)
 
