@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
 from hvtrain.bench.processes import launch_and_report
 from hvtrain.bench.rounds import in_turns, progress, ratio
 
@@ -95,3 +96,20 @@ class Collectives:
         """Writes allreduce.json in the folder."""
         summary = {"num_ranks": self.num_ranks, "transport": self.transport, "seconds": self.found}
         (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
+
+    def plot(self) -> None:
+        """Time and bus bandwidth by size, for each means."""
+        marks = {"hvtrain": (BLUE, "o"), "mpi4py": (ORANGE, "s"), "memcpy": (GREY, "^")}
+        with picture(self.folder / "bench.png", 11, 4.2, columns=2) as (_, (left, right)):
+            for means, by_size in self.found.items():
+                colour, mark = marks[means]
+                micros = [1e6 * median(by_size[str(size)]) for size in self.sizes]
+                label = {"hvtrain": f"hvtrain, {self.transport}", "memcpy": "a copy"}.get(means, means)
+                left.loglog(self.sizes, micros, mark + "-", color=colour, label=label)
+                rates = [median(self.bus_bandwidth(means, size)) for size in self.sizes]
+                right.semilogx(self.sizes, rates, mark + "-", color=colour, label=label)
+            for axes, title in ((left, "time, µs"), (right, "bus bandwidth, GB/s")):
+                axes.set_title(title, loc="left")
+                axes.set_xticks(self.sizes[::2], [human_bytes(size) for size in self.sizes[::2]], rotation=30)
+                axes.minorticks_off()
+                axes.legend(frameon=False)

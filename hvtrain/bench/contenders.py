@@ -95,18 +95,6 @@ def named(words: str) -> Contender:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Number of timed steps, and of warm-up steps before them."""
-
-    warmup: int
-    timed: int
-
-    @property
-    def total(self) -> int:
-        return self.warmup + self.timed
-
-
-@dataclass(frozen=True)
 class Measured:
     """One run of a contender.
 
@@ -126,24 +114,23 @@ def measure(
     words: Sequence[str],
     num_ranks: int,
     batch_size: int,
-    steps: Steps,
+    steps: tuple[int, int],
     folder: Path,
     threads: int,
 ) -> Measured:
-    """Runs the contender once; the folder keeps its output.
+    """Runs the contender once: so many warm-up steps, and so many timed ones. The folder keeps its output.
 
-    Raises:
-        LostRankError: it failed; the message names the file with its output.
+    Raises LostRankError, which names the file with its output, if it fails.
     """
     size = 1 if contender.way == "alone" else num_ranks
     more = list(contender.words)
     if contender.module == RUNNER:
         more += [
             f"+callbacks.bench._target_={CLOCK}",
-            f"+callbacks.bench.num_steps={steps.total}",
+            f"+callbacks.bench.num_steps={sum(steps)}",
             f"run.dir='{folder}/run'",
         ]
-    variables = {contender_report.WARMUP: str(steps.warmup), **dict(contender.variables)}
+    variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
     images = sum(batch_size / found["step_seconds"] for found in reports)
     return Measured(

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvtrain.bench.contenders import Steps, measure, named
+from hvtrain.bench.contenders import measure, named
 
-WARMUP_STEPS, TIMED_STEPS = 5, 20
+STEPS = (5, 20)  # warm-up, timed
 
 
 def measured_step_seconds(words: Sequence[str], batch_size: int) -> float:
@@ -15,10 +15,9 @@ def measured_step_seconds(words: Sequence[str], batch_size: int) -> float:
 
     Raises LostRankError, which names the file with its output, if it fails.
     """
-    steps = Steps(WARMUP_STEPS, TIMED_STEPS)
-    more = ["strategy=single", f"train.steps={steps.total}", "train.divide_steps_by_size=false"]
+    more = ["strategy=single", f"train.steps={sum(STEPS)}", "train.divide_steps_by_size=false"]
     more += ["train.validate_every_epochs=null", "train.learning_rate_scale=none", f"train.batch_size={batch_size}"]
     kept = [word for word in words if not word.startswith("run.dir=")]
     folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-"))  # Kept for the output of a failure.
     threads = len(os.sched_getaffinity(0))
-    return measure(named("hvtrain-1"), [*kept, *more], 1, batch_size, steps, folder / "run", threads).step_seconds
+    return measure(named("hvtrain-1"), [*kept, *more], 1, batch_size, STEPS, folder / "run", threads).step_seconds
