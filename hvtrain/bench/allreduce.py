@@ -45,17 +45,13 @@ class Collectives:
     found: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self, num_rounds: int) -> None:
-        """Measures all means in turns.
-
-        Raises:
-            LostRankError: a process failed.
-        """
+        """Measures all means in turns. Raises LostRankError if a process fails."""
         for number, order in in_turns(MEANS[self.transport], num_rounds):
             for name in order:
                 progress(f"round {number}/{num_rounds}  {name} ...")
                 words, folder = [name, *map(str, self.sizes)], self.folder / f"round-{number}" / name
                 way = f"horovodrun-{self.transport}"
-                reports = launch_and_report(way, WORKER, words, self.num_ranks, folder, self.threads)
+                reports = launch_and_report(way, WORKER, words, self.num_ranks, folder, self.threads, {})
                 for size in reports[0]:
                     slowest = max(report[size] for report in reports)
                     self.found.setdefault(name, {}).setdefault(size, []).append(slowest)

@@ -71,8 +71,7 @@ CONTENDERS = {
 def named(words: str) -> Contender:
     """The contender NAME, or NAME@SETTING=VALUE@...: variables in capitals, settings of the runner, or data=....
 
-    Raises:
-        ConfigError: no contender has that name, or a setting has no value.
+    Raises ConfigError if no contender has that name, or a setting has no value.
 
     >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
     Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic')
@@ -80,18 +79,18 @@ def named(words: str) -> Contender:
     name, *settings = words.split("@")
     if name not in CONTENDERS:
         raise ConfigError(f"--contenders {name} is not one of {', '.join(CONTENDERS)}")
+    variables, more, data = [], [], None
     for setting in settings:
-        if "=" not in setting:
+        key, equals, value = setting.partition("=")
+        if not equals:
             raise ConfigError(f"--contenders {words}: {setting} has no value; write {name}@{setting}=VALUE")
-    pairs = [(setting.partition("=")[0], setting.partition("=")[2]) for setting in settings]
-    variables = {key for key, _ in pairs if key.partition("_")[0].isupper()}  # OMPI_MCA_btl is one too.
-    return replace(
-        CONTENDERS[name],
-        name=words,
-        variables=tuple((key, value) for key, value in pairs if key in variables),
-        words=tuple(f"{key}={value}" for key, value in pairs if key not in variables and key != "data"),
-        data=dict(pairs).get("data"),
-    )
+        if key.partition("_")[0].isupper():  # OMPI_MCA_btl is one too.
+            variables.append((key, value))
+        elif key == "data":
+            data = value
+        else:
+            more.append(setting)
+    return replace(CONTENDERS[name], name=words, variables=tuple(variables), words=tuple(more), data=data)
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,8 @@ def measure(
     size = 1 if contender.way == "alone" else num_ranks
     more = list(contender.words)
     if contender.module == RUNNER:
-        more += [
-            f"+callbacks.bench._target_={CLOCK}",
-            f"+callbacks.bench.num_steps={sum(steps)}",
-            f"run.dir='{folder}/run'",
-        ]
+        more += [f"+callbacks.bench._target_={CLOCK}", f"+callbacks.bench.num_steps={sum(steps)}"]
+        more.append(f"run.dir='{folder}/run'")
     variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
     images = sum(batch_size / found["step_seconds"] for found in reports)

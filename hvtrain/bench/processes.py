@@ -26,17 +26,16 @@ def launch_and_report(
     size: int,
     folder: Path,
     threads: int,
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Runs `python -m module words` in `size` processes and returns their reports.
 
-    Raises:
-        LostRankError: one failed; the message names the file with its output.
+    Raises LostRankError, which names the file with its output, if one fails.
     """
     folder.mkdir(parents=True)
     variables = {
         **os.environ,
-        **(more or {}),
+        **more,
         contender_report.FILE: str(folder / "report"),
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": str(threads),

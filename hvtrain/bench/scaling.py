@@ -22,8 +22,7 @@ RUNNER, APART = CONTENDERS["hvtrain-mpi"], CONTENDERS["independent"]
 class Scaling:
     """A session. found["weak" | "strong" | "apart"][ranks] are images/s, one value for each round.
 
-    Raises:
-        ConfigError: the strong scaling's global batch cannot be divided.
+    Raises ConfigError if the strong scaling's global batch cannot be divided.
     """
 
     workload: Workload
@@ -51,11 +50,7 @@ class Scaling:
         return self.workload.batch_size * max(self.counts)
 
     def run(self, num_rounds: int) -> None:
-        """Measures every kind and number of ranks in turns.
-
-        Raises:
-            LostRankError: a process failed.
-        """
+        """Measures every kind and number of ranks in turns. Raises LostRankError if a process fails."""
         kinds = [(kind, count) for count in self.counts for kind in ("weak", "strong", "apart")]
         for number, order in in_turns(kinds, num_rounds):
             for kind, count in order:

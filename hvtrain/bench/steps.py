@@ -41,9 +41,7 @@ class Session:
     def run(self, num_rounds: int) -> None:
         """Runs every contender once a round, and the first one twice.
 
-        Raises:
-            LostRankError: a contender failed.
-            RankError: contenders that do the same work reported different losses.
+        Raises LostRankError if one fails, RankError if those that do the same work report different losses.
         """
         first = self.contenders[0]
         for number, order in in_turns(self.contenders, num_rounds):
