@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
@@ -63,7 +62,7 @@ class Signals:
         """Waits so long; True at once when a signal comes."""
         return self._woken.wait(seconds)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _came(self, number: int, *_: object) -> None:
         self.first = self.first or number
         self._woken.set()
         if self._take:
@@ -128,8 +127,7 @@ class Launch:
         """
         signals.pass_to(self._take_signal)
         # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
-        reader = threading.Thread(target=self._output.take, args=[self._stream], daemon=True)
-        reader.start()
+        reader = _in_background(self._output.take, self._stream)
         try:
             code = self._wait_for_child()
             answers = self._clear() if code else {}
@@ -226,6 +224,8 @@ def _of_all(cause: str, code: int) -> Failure:
     return Failure("", "", cause, code, is_preemption=True)
 
 
-def _in_background(work: Any, *arguments: Any) -> None:
+def _in_background(work: Any, *arguments: Any) -> threading.Thread:
     """A signal handler must not wait for ssh."""
-    threading.Thread(target=work, args=arguments, daemon=True).start()
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
