@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -47,7 +48,12 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "working_folder": str(folder),
         "folder_exists": folder.is_dir() and os.access(folder, os.X_OK),
-        "python": host_facts.python_facts(request["python"]),
+        "python": {
+            "version": platform.python_version(),
+            "executable": sys.executable,
+            "wanted": request["python"],  # Where it is missing, another one answers.
+            "is_wanted": sys.executable == request["python"],
+        },
         "packages": host_facts.package_versions(),
         "cuda": host_facts.cuda_versions(),
         "code": host_facts.code_facts(),
