@@ -12,25 +12,13 @@ from statistics import median
 from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
 from hvtrain.bench.processes import launch_and_report
 from hvtrain.bench.rounds import in_turns, progress, ratio
+from hvtrain.doctor.rows import human_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 256, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
 WORKER = "hvtrain.bench.by_hand.allreduce_worker"
 # mpi4py is compared only with ranks that use MPI too.
 MEANS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
-
-
-def human_bytes(number: int) -> str:
-    """Bytes in powers of 1024.
-
-    >>> human_bytes(4096), human_bytes(256 << 20), human_bytes(4)
-    ('4 KiB', '256 MiB', '4 B')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number} {unit}"
-        number //= 1024
-    return f"{number} GiB"
 
 
 @dataclass

@@ -26,12 +26,9 @@ _SCRIPT = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One host's answer.
+    """What the probe found on one host; if facts is None, trouble says in one line why it did not run, and what to do.
 
-    Args:
-        facts: what the probe found; None if it did not run.
-        trouble: why not, in one line with what to do.
-        clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
+    clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
     """
 
     facts: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hvtrain.doctor.rows import Row, all_or, fail, size
+from hvtrain.doctor.rows import Row, all_or, fail, human_bytes
 from hvtrain.launch import environment
 from hvtrain.launch.job import Host, Job
 from hvtrain.launch.line import Way, start_line
@@ -108,7 +108,7 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     times = measured["all"]
     algorithm, bus = bandwidths(times["bytes"], times["seconds"], len(hosts))
     together = (
-        f"{size(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: {algorithm:.2f} Gbit/s, "
+        f"{human_bytes(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: {algorithm:.2f} Gbit/s, "
         f"{bus:.2f} on the bus; 4 KiB in {times['latency_seconds'] * 1e3:.1f} ms"
     )
     speeds = {

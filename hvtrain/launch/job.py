@@ -45,11 +45,7 @@ class Job:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError.
-
-    >>> parse_hosts("s1:4,s2")
-    (Host(name='s1', slots=4), Host(name='s2', slots=1))
-    """
+    """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
         found = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())

@@ -74,11 +74,6 @@ def chosen(
     """The hosts and the number of ranks to go on with; None if too few hosts are there.
 
     A host that has failed often is left out if enough remain without it.
-
-    >>> chosen([Host("s1", 2), Host("s2", 2), Host("s3", 2)], 4, 4, {"s2": 2}, [])
-    ((Host(name='s1', slots=2), Host(name='s3', slots=2)), 4)
-    >>> chosen([Host("s1", 2), Host("s2", 2)], 4, 2, {}, ["s2"])
-    ((Host(name='s1', slots=2),), 2)
     """
     present = tuple(host for host in hosts if host.name not in absent)
     good = tuple(host for host in present if failed.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)

@@ -31,9 +31,7 @@ class RunLock(AbstractContextManager["RunLock"]):
     def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
         """Takes the lock unless it is already held here; waits for another run to end.
 
-        Raises:
-            BusyError: another run holds it.
-            OSError: the folder cannot be written.
+        Raises BusyError if another run holds it, OSError if the folder cannot be written.
         """
         if self._file:
             return

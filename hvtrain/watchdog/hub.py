@@ -100,14 +100,11 @@ class Hub:
         elif judge.stalled_seconds(self._ranks(), now, self._rules.limit):
             self._collect_stacks(now)
         else:
-            self._warn(now)
-
-    def _warn(self, now: float) -> None:
-        seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
-        if seconds and not self._warned:
-            who = judge.describe(self._ranks(), now, self._rules, {})
-            log.warning("no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, who)
-        self._warned = seconds > 0
+            seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
+            if seconds and not self._warned:
+                who = judge.describe(self._ranks(), now, self._rules, {})
+                log.warning("no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, who)
+            self._warned = seconds > 0
 
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict or self._stalled:

@@ -96,14 +96,10 @@ def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankS
     silent = silent_ranks(ranks, now, rules)
     if silent:
         return silent
-    busy = [state for state in ranks if state.status.phase not in WAITING]
-    furthest = min((_place(state.status) for state in busy), default=None)
-    return [state for state in busy if _place(state.status) == furthest]
-
-
-def _place(status: Status) -> tuple[int, int]:
-    """Within a step data come first; ranks that exchange something in the forward pass wait there for such a one."""
-    return status.step, {DATA: 0, FORWARD: 1}.get(status.phase, 2)
+    # Within a step data come first; ranks that exchange something in the forward pass wait there for such a one.
+    order = {DATA: 0, FORWARD: 1}
+    places = {s.rank: (s.status.step, order.get(s.status.phase, 2)) for s in ranks if s.status.phase not in WAITING}
+    return [state for state in ranks if state.rank in places and places[state.rank] == min(places.values())]
 
 
 def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Mapping[int, str]) -> str:

@@ -61,7 +61,14 @@ class Member(Watchdog):
 
     def fail(self, error: BaseException) -> None:
         """Returns once the others know, or after a second."""
-        text, code = _summary(error)
+        line, code = str(error).strip().partition("\n")[0][:300], 1
+        text = f"{type(error).__name__}: {line}".rstrip(": ")
+        if isinstance(error, UserError):
+            text, code = line, error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            code = 130
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
         self._is_leaving = True
         if self._verdict is None and not self._closed.is_set():
             self._heard.clear()
@@ -227,14 +234,3 @@ class Member(Watchdog):
             ending.say(text, self._rank, verdict.rank, wait_seconds)
             time.sleep(SECONDS_FOR_THE_LAUNCHER if verdict.is_cut else 0.0)
         ending.end(verdict.code)
-
-
-def _summary(error: BaseException) -> tuple[str, int]:
-    """An error in one line, and the exit code that it leads to."""
-    line = str(error).strip().partition("\n")[0][:300]
-    if isinstance(error, UserError):
-        return line, error.exit_code
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code
-    return f"{type(error).__name__}: {line}".rstrip(": "), code

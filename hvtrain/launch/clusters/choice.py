@@ -207,19 +207,11 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
 
 
 def quote(words: str | Sequence[str]) -> str:
-    """One word, or several, quoted for the shell.
-
-    >>> quote("a b"), quote(["a b", "$c"])
-    ("'a b'", "'a b' '$c'")
-    """
+    """One word, or several, quoted for the shell."""
     return shlex.quote(words) if isinstance(words, str) else shlex.join(words)
 
 
 def yaml_text(value: object) -> str:
-    """A text as a double-quoted scalar of YAML, on one line.
-
-    >>> yaml_text("yes"), yaml_text("a: b #c")
-    ('"yes"', '"a: b #c"')
-    """
+    """A text as a double-quoted scalar of YAML, on one line."""
     text: str = yaml.dump(str(value), Dumper=yaml.SafeDumper, default_style='"', width=float("inf"), allow_unicode=True)
     return text.strip()

@@ -71,11 +71,7 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
 
 
 def seconds(limit: str) -> int:
-    """Seconds of a time limit as Slurm writes it. Raises ConfigError.
-
-    >>> seconds("90"), seconds("1:30:00"), seconds("2-12")
-    (5400, 5400, 216000)
-    """
+    """Seconds of a time limit as Slurm writes it. Raises ConfigError."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not found:
         raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
