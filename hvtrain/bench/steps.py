@@ -82,12 +82,6 @@ class Session:
         """The first contender's second run against its first."""
         return ratio(self.values(self.again), self.values(self.found[self.contenders[0].name]))
 
-    @property
-    def spread(self) -> float:
-        """Median distance from 1 of the ratios behind `noise`."""
-        first = self.values(self.found[self.contenders[0].name])
-        return median(abs(again / once - 1) for again, once in zip(self.values(self.again), first))
-
     def table(self) -> list[str]:
         """Lines to print: medians, and each contender's figure against the first one's."""
         work, first = self.workload, self.contenders[0].name
@@ -105,8 +99,10 @@ class Session:
                 f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
                 f"{ratio(self.values(runs), self.values(self.found[first]))}"
             )
-        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if self.spread > NOISY else ""
-        lines.append(f"noise: {first} against itself {self.noise}, typically {self.spread:.1%} off{noisy}")
+        own = zip(self.values(self.again), self.values(self.found[first]))
+        spread = median(abs(again / once - 1) for again, once in own)
+        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if spread > NOISY else ""
+        lines.append(f"noise: {first} against itself {self.noise}, typically {spread:.1%} off{noisy}")
         return lines
 
     def write(self) -> None:

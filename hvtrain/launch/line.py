@@ -14,13 +14,9 @@ from hvtrain.launch.ssh import Ssh
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks are started.
+    """How hosts are reached and ranks are started: by Horovod's launcher, or by MPI's own.
 
-    Args:
-        ssh: how hosts are reached.
-        mpirun: MPI's own launcher instead of Horovod's.
-        interfaces: names joined by commas, instead of those found.
-        discovery_script: prints the available hosts, for an elastic job.
+    interfaces: names joined by commas, instead of those found. discovery_script: prints an elastic job's hosts.
     """
 
     ssh: Ssh = field(default_factory=Ssh)
@@ -32,9 +28,8 @@ class Way:
 def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | None = None) -> list[str]:
     """The words of the command that starts the job's ranks from this host.
 
-    Args:
-        paths: the way between the hosts, for mpirun; horovodrun finds it itself.
-        folder: the launch's, as start() takes it; None: nobody supervises the line from outside.
+    paths: the way between the hosts, for mpirun; horovodrun finds it itself. folder: the launch's, as Launch takes it;
+    None: nobody supervises the line from outside.
     """
     ssh = way.ssh
     first, *rest = job.command

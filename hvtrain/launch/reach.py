@@ -74,7 +74,8 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
     interface = str(mine.pop())
     names = tuple(sorted({interface, *(facts["interface"] for facts in found.values())}))
     kills = {host: facts["oom_kills"] for host, facts in found.items()}
-    return Paths(interface, names, interfaces.network_of(interface), kills)
+    network = next(found["network"] for found in interfaces.all_interfaces() if found["name"] == interface)
+    return Paths(interface, names, network, kills)
 
 
 def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:

@@ -23,9 +23,8 @@ ON_HOST = (host_facts, interfaces, on_host)
 class Reached:
     """Whoever starts the ranks knows it, and whoever supervises them needs it; those may be two processes.
 
-    Args:
-        places: each rank's host, by the name that -H gives it.
-        remote: all hosts but this one, with their on_host.oom_kills() before the start.
+    places: each rank's host, by the name that -H gives it. remote: all hosts but this one, with their
+    on_host.oom_kills() before the start.
     """
 
     places: tuple[str, ...] = ()

@@ -118,27 +118,24 @@ class Member(Watchdog):
                 pass  # The reading side finds out why.
 
     def _run(self) -> None:
+        next_beat = 0.0
         try:
-            self._watch()
+            while not self._closed.is_set():
+                seconds = max(0.0, next_beat - time.monotonic())
+                if self._connection is None:
+                    time.sleep(seconds)
+                elif select.select([self._connection], [], [], seconds)[0]:
+                    self._read(self._connection)
+                now = time.monotonic()
+                if now >= next_beat and not self._closed.is_set():
+                    next_beat = now + self.rules.beat_seconds
+                    self._tick(now)
         except Exception:
             log.exception("the watchdog of rank %d ended by a defect of its own; the run goes on", self._rank)
             self._send({"kind": "bye"})
         if self._connection:
             self._connection.close()
         self.stacks.close()
-
-    def _watch(self) -> None:
-        next_beat = 0.0
-        while not self._closed.is_set():
-            seconds = max(0.0, next_beat - time.monotonic())
-            if self._connection is None:
-                time.sleep(seconds)
-            elif select.select([self._connection], [], [], seconds)[0]:
-                self._read(self._connection)
-            now = time.monotonic()
-            if now >= next_beat and not self._closed.is_set():
-                next_beat = now + self.rules.beat_seconds
-                self._tick(now)
 
     def _read(self, connection: socket.socket) -> None:
         try:
