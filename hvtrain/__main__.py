@@ -8,7 +8,6 @@ from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 EXAMPLES = """\
 examples:
@@ -42,9 +41,7 @@ def compose_and_run() -> int:
         raise ConfigError("--multirun asks for several runs in one process; use one command for each run instead")
     for tree in compose():
         config = from_dict(tree)
-        if not config.verbose:
-            console.quiet_tensorflow()
-        with console.native_notes_held(not config.verbose), without("sklearn"):
+        with console.quiet_import(config.verbose):
             from hvtrain.runner import train
         train(config)
     return 0

@@ -24,7 +24,6 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 EXAMPLES = """\
 examples:
@@ -103,7 +102,13 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
     """One rank in each of N tasks of a SparkContext; the exit code of the first that failed, or 0. Raises UserError."""
     import horovod.spark
 
-    num_ranks = options.np or _parallelism(context)
+    # A cluster's own number of tasks grows while it starts, so only the user's counts.
+    num_ranks = options.np or int(context.getConf().get("spark.default.parallelism", "0"))
+    if not num_ranks and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
+        raise ConfigError(
+            "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
+        )
+    num_ranks = num_ranks or context.defaultParallelism
     _smooth_horovod()
     try:
         horovod.spark.run(
@@ -122,9 +127,9 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
         text = " ".join(str(error).split())
         failed = failed_rank(text)
         if failed:
-            name, code = failed
-            print(f"hvtrain.spark: {f'rank {name}' if name else 'a rank'} ended with exit code {code}", file=sys.stderr)
-            return code
+            who = f"rank {failed[0]}" if failed[0] else "a rank"
+            print(f"hvtrain.spark: {who} ended with exit code {failed[1]}", file=sys.stderr)
+            return failed[1]
         if "Timed out" in text:
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
         raise
@@ -201,22 +206,10 @@ def _train(config: RunConfig) -> int:
     gpus = get_available_devices()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if not config.verbose:
-        console.quiet_tensorflow()
-    with console.native_notes_held(not config.verbose), without("sklearn"):
+    with console.quiet_import(config.verbose):
         from hvtrain.runner import train
     train(config)
     return 0
-
-
-def _parallelism(context: Any) -> int:
-    """Spark's number of tasks, if the user chose it: a cluster's own number grows while it starts."""
-    chosen = context.getConf().get("spark.default.parallelism")
-    if chosen is None and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
-        raise ConfigError(
-            "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
-        )
-    return int(chosen or context.defaultParallelism)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from hvtrain.bench.allreduce import MEANS, SIZES, Collectives
 from hvtrain.bench.contenders import CONTENDERS, named
-from hvtrain.bench.plots import plot_allreduce, plot_scaling, plot_steps
 from hvtrain.bench.scaling import Scaling
 from hvtrain.bench.steps import Session
-from hvtrain.bench.workloads import WORKLOADS, Workload
+from hvtrain.bench.workloads import WORKLOADS
 from hvtrain.cli import Parser, at_least, enter
 from hvtrain.errors import ConfigError
 
@@ -37,66 +34,37 @@ def bench() -> int:
     folder = Path(options.output or f"bench/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.kind}-{what}").absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
-    print("\n" + "\n".join(KINDS[options.kind](options, folder)))
+    session: Collectives | Scaling | Session
+    if options.kind == "allreduce":
+        sizes = tuple(size for size in SIZES if size <= options.largest << 20)
+        session = Collectives(options.ranks, options.transport, options.threads, folder, sizes)
+    elif options.kind == "scaling":
+        work = WORKLOADS[options.workload]
+        session = Scaling(work, options.data, options.ranks, options.threads, folder, options.steps or work.steps)
+    else:
+        session = compared(options, folder)
+    session.run(options.rounds)
+    session.write()
+    session.plot()
+    print("\n" + "\n".join(session.table()))
     print(f"results in {folder}")
     return 0
 
 
-def steps(options: argparse.Namespace, folder: Path) -> list[str]:
-    """`bench steps`."""
-    return compared(options, folder, options.contenders.split(","), WORKLOADS[options.workload])
-
-
-def startup(options: argparse.Namespace, folder: Path) -> list[str]:
-    """`bench startup`."""
-    workload = replace(WORKLOADS[options.workload], warmup_steps=1, steps=2)
-    return compared(options, folder, options.contenders.split(","), workload, "first_step_seconds")
-
-
-def data(options: argparse.Namespace, folder: Path) -> list[str]:
-    """`bench input`."""
-    workload = WORKLOADS[options.workload]
-    needed = [name for name in options.contenders.split(",") if name]
-    return compared(options, folder, [*(f"batches@data={name}" for name in options.data.split(",")), *needed], workload)
-
-
-def compared(
-    options: argparse.Namespace, folder: Path, names: list[str], workload: Workload, figure: str = "step_seconds"
-) -> list[str]:
-    """Runs a session of contenders that take turns; its table."""
+def compared(options: argparse.Namespace, folder: Path) -> Session:
+    """A session of contenders that take turns: `bench steps`, `input` or `startup`."""
+    workload, data, figure = WORKLOADS[options.workload], options.data, "step_seconds"
+    names = options.contenders.split(",")
+    if options.kind == "startup":
+        workload, figure = replace(workload, warmup_steps=1, steps=2), "first_step_seconds"
+    elif options.kind == "input":
+        names = [*(f"batches@data={name}" for name in data.split(",")), *filter(None, names)]
+        data = data if data in DATA else DATA[0]
     contenders = [named(name) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"{','.join(names)} names a contender twice; the first runs twice a round anyway")
-    given = options.data if options.data in DATA else DATA[0]
     num_steps = options.steps or workload.steps
-    session = Session(workload, given, options.ranks, options.threads, contenders, folder, num_steps, figure)
-    return finished(session, plot_steps, options.rounds)
-
-
-def scaling(options: argparse.Namespace, folder: Path) -> list[str]:
-    """`bench scaling`."""
-    workload = WORKLOADS[options.workload]
-    steps = options.steps or workload.steps
-    session = Scaling(workload, options.data, options.ranks, options.threads, folder, steps)
-    return finished(session, plot_scaling, options.rounds)
-
-
-def allreduce(options: argparse.Namespace, folder: Path) -> list[str]:
-    """`bench allreduce`."""
-    sizes = tuple(size for size in SIZES if size <= options.largest << 20)
-    session = Collectives(options.ranks, options.transport, options.threads, folder, sizes)
-    return finished(session, plot_allreduce, options.rounds)
-
-
-def finished(session: Any, plot: Callable[[Any], None], num_rounds: int) -> list[str]:
-    """Runs a session and writes its figures and picture; its table."""
-    session.run(num_rounds)
-    session.write()
-    plot(session)
-    return session.table()
-
-
-KINDS = {"steps": steps, "allreduce": allreduce, "input": data, "startup": startup, "scaling": scaling}
+    return Session(workload, data, options.ranks, options.threads, contenders, folder, num_steps, figure)
 
 
 def parser() -> Parser:

@@ -9,27 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
 from hvtrain.bench.processes import launch_and_report
 from hvtrain.bench.rounds import in_turns, progress, ratio
+from hvtrain.doctor.rows import human_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 256, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
 WORKER = "hvtrain.bench.by_hand.allreduce_worker"
 # mpi4py is compared only with ranks that use MPI too.
 MEANS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
-
-
-def human_bytes(number: int) -> str:
-    """Bytes in powers of 1024.
-
-    >>> human_bytes(4096), human_bytes(256 << 20), human_bytes(4)
-    ('4 KiB', '256 MiB', '4 B')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number} {unit}"
-        number //= 1024
-    return f"{number} GiB"
 
 
 @dataclass
@@ -44,17 +33,13 @@ class Collectives:
     found: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self, num_rounds: int) -> None:
-        """Measures all means in turns.
-
-        Raises:
-            LostRankError: a process failed.
-        """
+        """Measures all means in turns. Raises LostRankError if a process fails."""
         for number, order in in_turns(MEANS[self.transport], num_rounds):
             for name in order:
                 progress(f"round {number}/{num_rounds}  {name} ...")
                 words, folder = [name, *map(str, self.sizes)], self.folder / f"round-{number}" / name
                 way = f"horovodrun-{self.transport}"
-                reports = launch_and_report(way, WORKER, words, self.num_ranks, folder, self.threads)
+                reports = launch_and_report(way, WORKER, words, self.num_ranks, folder, self.threads, {})
                 for size in reports[0]:
                     slowest = max(report[size] for report in reports)
                     self.found.setdefault(name, {}).setdefault(size, []).append(slowest)
@@ -95,3 +80,20 @@ class Collectives:
         """Writes allreduce.json in the folder."""
         summary = {"num_ranks": self.num_ranks, "transport": self.transport, "seconds": self.found}
         (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
+
+    def plot(self) -> None:
+        """Time and bus bandwidth by size, for each means."""
+        marks = {"hvtrain": (BLUE, "o"), "mpi4py": (ORANGE, "s"), "memcpy": (GREY, "^")}
+        with picture(self.folder / "bench.png", 11, 4.2, columns=2) as (_, (left, right)):
+            for means, by_size in self.found.items():
+                colour, mark = marks[means]
+                micros = [1e6 * median(by_size[str(size)]) for size in self.sizes]
+                label = {"hvtrain": f"hvtrain, {self.transport}", "memcpy": "a copy"}.get(means, means)
+                left.loglog(self.sizes, micros, mark + "-", color=colour, label=label)
+                rates = [median(self.bus_bandwidth(means, size)) for size in self.sizes]
+                right.semilogx(self.sizes, rates, mark + "-", color=colour, label=label)
+            for axes, title in ((left, "time, µs"), (right, "bus bandwidth, GB/s")):
+                axes.set_title(title, loc="left")
+                axes.set_xticks(self.sizes[::2], [human_bytes(size) for size in self.sizes[::2]], rotation=30)
+                axes.minorticks_off()
+                axes.legend(frameon=False)

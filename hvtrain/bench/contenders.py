@@ -10,6 +10,7 @@ from hvtrain.bench.processes import HOROVOD, launch_and_report
 from hvtrain.errors import ConfigError
 
 RUNNER = "hvtrain"
+HAND = "hvtrain.bench.by_hand"
 CLOCK = "hvtrain.bench.clock.Clock"
 
 
@@ -36,7 +37,7 @@ class Contender:
 
     @property
     def trains(self) -> bool:
-        return self.module != _by_hand("batches")
+        return self.module != f"{HAND}.batches"
 
     @property
     def is_one_rank(self) -> bool:
@@ -44,26 +45,20 @@ class Contender:
         return self.way in ("alone", "independent")
 
 
-def _by_hand(name: str) -> str:
-    return f"hvtrain.bench.by_hand.{name}"
-
-
 CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, HOROVOD[0]),
         Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, HOROVOD[1]),
-        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", _by_hand("tape_loop"), HOROVOD[0]),
-        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", _by_hand("tape_loop"), HOROVOD[1]),
-        Contender(
-            "fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", _by_hand("keras_fit"), HOROVOD[0]
-        ),
-        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", _by_hand("multi_worker"), "workers"),
-        Contender("parameter-server", "ParameterServerStrategy, asynchronous", _by_hand("parameter_server"), "servers"),
-        Contender("independent", "one-rank jobs that never talk: the ceiling", _by_hand("plain_keras"), "independent"),
-        Contender("batches", "no model: the data alone, in as many processes", _by_hand("batches"), "independent"),
+        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", f"{HAND}.tape_loop", HOROVOD[0]),
+        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", f"{HAND}.tape_loop", HOROVOD[1]),
+        Contender("fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", f"{HAND}.keras_fit", HOROVOD[0]),
+        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{HAND}.multi_worker", "workers"),
+        Contender("parameter-server", "ParameterServerStrategy, asynchronous", f"{HAND}.parameter_server", "servers"),
+        Contender("independent", "one-rank jobs that never talk: the ceiling", f"{HAND}.plain_keras", "independent"),
+        Contender("batches", "no model: the data alone, in as many processes", f"{HAND}.batches", "independent"),
         Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
-        Contender("keras", "plain Keras fit on one process", _by_hand("plain_keras"), "alone"),
+        Contender("keras", "plain Keras fit on one process", f"{HAND}.plain_keras", "alone"),
     )
 }
 
@@ -71,8 +66,7 @@ CONTENDERS = {
 def named(words: str) -> Contender:
     """The contender NAME, or NAME@SETTING=VALUE@...: variables in capitals, settings of the runner, or data=....
 
-    Raises:
-        ConfigError: no contender has that name, or a setting has no value.
+    Raises ConfigError if no contender has that name, or a setting has no value.
 
     >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
     Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic')
@@ -80,30 +74,18 @@ def named(words: str) -> Contender:
     name, *settings = words.split("@")
     if name not in CONTENDERS:
         raise ConfigError(f"--contenders {name} is not one of {', '.join(CONTENDERS)}")
+    variables, more, data = [], [], None
     for setting in settings:
-        if "=" not in setting:
+        key, equals, value = setting.partition("=")
+        if not equals:
             raise ConfigError(f"--contenders {words}: {setting} has no value; write {name}@{setting}=VALUE")
-    pairs = [(setting.partition("=")[0], setting.partition("=")[2]) for setting in settings]
-    variables = {key for key, _ in pairs if key.partition("_")[0].isupper()}  # OMPI_MCA_btl is one too.
-    return replace(
-        CONTENDERS[name],
-        name=words,
-        variables=tuple((key, value) for key, value in pairs if key in variables),
-        words=tuple(f"{key}={value}" for key, value in pairs if key not in variables and key != "data"),
-        data=dict(pairs).get("data"),
-    )
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Number of timed steps, and of warm-up steps before them."""
-
-    warmup: int
-    timed: int
-
-    @property
-    def total(self) -> int:
-        return self.warmup + self.timed
+        if key.partition("_")[0].isupper():  # OMPI_MCA_btl is one too.
+            variables.append((key, value))
+        elif key == "data":
+            data = value
+        else:
+            more.append(setting)
+    return replace(CONTENDERS[name], name=words, variables=tuple(variables), words=tuple(more), data=data)
 
 
 @dataclass(frozen=True)
@@ -126,24 +108,20 @@ def measure(
     words: Sequence[str],
     num_ranks: int,
     batch_size: int,
-    steps: Steps,
+    steps: tuple[int, int],
     folder: Path,
     threads: int,
 ) -> Measured:
-    """Runs the contender once; the folder keeps its output.
+    """Runs the contender once: so many warm-up steps, and so many timed ones. The folder keeps its output.
 
-    Raises:
-        LostRankError: it failed; the message names the file with its output.
+    Raises LostRankError, which names the file with its output, if it fails.
     """
     size = 1 if contender.way == "alone" else num_ranks
     more = list(contender.words)
     if contender.module == RUNNER:
-        more += [
-            f"+callbacks.bench._target_={CLOCK}",
-            f"+callbacks.bench.num_steps={steps.total}",
-            f"run.dir='{folder}/run'",
-        ]
-    variables = {contender_report.WARMUP: str(steps.warmup), **dict(contender.variables)}
+        more += [f"+callbacks.bench._target_={CLOCK}", f"+callbacks.bench.num_steps={sum(steps)}"]
+        more.append(f"run.dir='{folder}/run'")
+    variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
     images = sum(batch_size / found["step_seconds"] for found in reports)
     return Measured(

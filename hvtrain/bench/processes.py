@@ -26,17 +26,16 @@ def launch_and_report(
     size: int,
     folder: Path,
     threads: int,
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Runs `python -m module words` in `size` processes and returns their reports.
 
-    Raises:
-        LostRankError: one failed; the message names the file with its output.
+    Raises LostRankError, which names the file with its output, if one fails.
     """
     folder.mkdir(parents=True)
     variables = {
         **os.environ,
-        **(more or {}),
+        **more,
         contender_report.FILE: str(folder / "report"),
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": str(threads),
@@ -79,8 +78,10 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
         if way == "servers":
             roles = [("chief", 0), ("ps", 0), *roles]
         cluster: dict[str, list[str]] = {}
-        for (role, _), port in zip(roles, _free_ports(len(roles))):
-            cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
+        with contextlib.ExitStack() as stack:  # All are open at once, so no port comes twice.
+            for role, _ in roles:
+                port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
         tasks = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in roles]
         return [(line, {"TF_CONFIG": json.dumps(task)}) for task in tasks]
     return [(line, {contender_report.JOB: f"{job} of {size}"}) for job in range(size)]
@@ -105,11 +106,3 @@ def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Pop
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
     return [process.wait() for process in awaited]
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

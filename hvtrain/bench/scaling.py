@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from hvtrain.bench.contenders import CONTENDERS, Steps, measure
+from hvtrain.bench.contenders import CONTENDERS, measure
+from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
 from hvtrain.bench.rounds import in_turns, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import ConfigError
@@ -21,8 +22,7 @@ RUNNER, APART = CONTENDERS["hvtrain-mpi"], CONTENDERS["independent"]
 class Scaling:
     """A session. found["weak" | "strong" | "apart"][ranks] are images/s, one value for each round.
 
-    Raises:
-        ConfigError: the strong scaling's global batch cannot be divided.
+    Raises ConfigError if the strong scaling's global batch cannot be divided.
     """
 
     workload: Workload
@@ -50,11 +50,7 @@ class Scaling:
         return self.workload.batch_size * max(self.counts)
 
     def run(self, num_rounds: int) -> None:
-        """Measures every kind and number of ranks in turns.
-
-        Raises:
-            LostRankError: a process failed.
-        """
+        """Measures every kind and number of ranks in turns. Raises LostRankError if a process fails."""
         kinds = [(kind, count) for count in self.counts for kind in ("weak", "strong", "apart")]
         for number, order in in_turns(kinds, num_rounds):
             for kind, count in order:
@@ -70,7 +66,7 @@ class Scaling:
         if kind == "strong":
             work = replace(work, batch_size=self.global_batch // count)
         words = work.words(self.data, 1 if kind == "apart" else count, self.steps)
-        steps, contender = Steps(work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
+        steps, contender = (work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
         return measure(contender, words, count, work.batch_size, steps, folder, self.threads).images_per_second
 
     def table(self) -> list[str]:
@@ -95,3 +91,23 @@ class Scaling:
         """Writes scaling.json in the folder."""
         summary = {"workload": self.workload.name, "data": self.data, "threads": self.threads, "found": self.found}
         (self.folder / "scaling.json").write_text(json.dumps(summary, indent=1))
+
+    def plot(self) -> None:
+        """Images per second by ranks, beside the line through one rank and independent jobs."""
+        first = self.counts[0]
+        ideal = median(self.found["weak"][first]) / first
+        kinds = {
+            "apart": ("jobs that never talk", GREY),
+            "weak": ("hvtrain, weak", BLUE),
+            "strong": ("hvtrain, strong", ORANGE),
+        }
+        with picture(self.folder / "bench.png", 7, 4.5) as (_, axes):
+            axes.plot(self.counts, [ideal * count for count in self.counts], "--", color=GREY, label="linear")
+            for kind, (label, colour) in kinds.items():
+                middle = [median(self.found[kind][count]) for count in self.counts]
+                axes.plot(self.counts, middle, "o-", color=colour, label=label)
+            axes.set_xticks(self.counts, [str(count) for count in self.counts])
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel="ranks", ylabel="images/s")
+            axes.set_title(f"{self.workload.name}: {self.workload.about}", loc="left")
+            axes.legend(frameon=False)

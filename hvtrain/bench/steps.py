@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from hvtrain.bench.contenders import Contender, Measured, Steps, measure
+from hvtrain.bench.contenders import Contender, Measured, measure
+from hvtrain.bench.plots import BLUE, picture
 from hvtrain.bench.rounds import Ratio, in_turns, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import RankError
@@ -40,9 +41,7 @@ class Session:
     def run(self, num_rounds: int) -> None:
         """Runs every contender once a round, and the first one twice.
 
-        Raises:
-            LostRankError: a contender failed.
-            RankError: contenders that do the same work reported different losses.
+        Raises LostRankError if one fails, RankError if those that do the same work report different losses.
         """
         first = self.contenders[0]
         for number, order in in_turns(self.contenders, num_rounds):
@@ -58,7 +57,7 @@ class Session:
         num_ranks = 1 if contender.is_one_rank else self.num_ranks
         words = work.words(contender.data or self.data, num_ranks, self.steps)
         folder = self.folder / f"round-{number}" / name.replace(" ", "-")
-        steps = Steps(work.warmup_steps, self.steps)
+        steps = (work.warmup_steps, self.steps)
         measured = measure(contender, words, self.num_ranks, work.batch_size, steps, folder, self.threads)
         progress("")
         speed = f"{1000 * measured.step_seconds:9.2f} ms/step {measured.images_per_second:12,.0f} images/s"
@@ -83,12 +82,6 @@ class Session:
         """The first contender's second run against its first."""
         return ratio(self.values(self.again), self.values(self.found[self.contenders[0].name]))
 
-    @property
-    def spread(self) -> float:
-        """Median distance from 1 of the ratios behind `noise`."""
-        first = self.values(self.found[self.contenders[0].name])
-        return median(abs(again / once - 1) for again, once in zip(self.values(self.again), first))
-
     def table(self) -> list[str]:
         """Lines to print: medians, and each contender's figure against the first one's."""
         work, first = self.workload, self.contenders[0].name
@@ -106,8 +99,10 @@ class Session:
                 f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
                 f"{ratio(self.values(runs), self.values(self.found[first]))}"
             )
-        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if self.spread > NOISY else ""
-        lines.append(f"noise: {first} against itself {self.noise}, typically {self.spread:.1%} off{noisy}")
+        own = zip(self.values(self.again), self.values(self.found[first]))
+        spread = median(abs(again / once - 1) for again, once in own)
+        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if spread > NOISY else ""
+        lines.append(f"noise: {first} against itself {self.noise}, typically {spread:.1%} off{noisy}")
         return lines
 
     def write(self) -> None:
@@ -124,3 +119,19 @@ class Session:
         settings = {name: getattr(self, name) for name in ("data", "num_ranks", "threads", "steps")}
         summary = {"workload": asdict(self.workload), **settings, "noise": asdict(self.noise), "runs": rows}
         (self.folder / "bench.json").write_text(json.dumps(summary, indent=1))
+
+    def plot(self) -> None:
+        """Images per second of each contender, or seconds to the first step: the median, and all rounds as dots."""
+        shown = "images_per_second" if self.figure == "step_seconds" else self.figure
+        names, work = [contender.name for contender in reversed(self.contenders)], self.workload
+        with picture(self.folder / "bench.png", 9, 1.2 + 0.45 * len(names)) as (_, axes):
+            for place, name in enumerate(names):
+                values = [getattr(run, shown) for run in self.found[name]]
+                axes.barh(place, median(values), color=BLUE if name.startswith("hvtrain") else "#b9c3cc", height=0.65)
+                axes.plot(values, [place] * len(values), "o", color="#222222", markersize=3, alpha=0.7)
+            axes.set_yticks(range(len(names)), names)
+            axes.set_xlabel(
+                f"{'images/s' if shown == 'images_per_second' else 'seconds to the first step'} (bar: median)"
+            )
+            about = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} a rank"
+            axes.set_title(about, loc="left")

@@ -1,14 +1,34 @@
-"""`python -m hvtrain.doctor`: finds what is wrong with these hosts before a run does."""
+"""`python -m hvtrain.doctor`: finds what is wrong with these hosts before a run does.
 
+Asks all hosts, judges, tries their ports and measures their links; prints a table or JSON.
+"""
+
+import json
+import os
+import secrets
 import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hvtrain.cli import RUN_SETTINGS, Parser, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.doctor.diagnose import Checkup, diagnose
+from hvtrain.doctor.ask_hosts import Answer, ask
+from hvtrain.doctor.judge_machine import clock_differences, judge_clocks, judge_machines
+from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
+from hvtrain.doctor.judge_software import judge_software
+from hvtrain.doctor.measure_links import measure
+from hvtrain.doctor.rows import Row, fail, skip
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.ssh import Ssh
+
+FACTS_SECONDS = 30.0
+PORTS_SECONDS = 10.0
+# If one of these fails, ranks would not start, or would wait for each other.
+_BEFORE_LINKS = ("ssh", "folder", "python", "packages", "code", "horovod", "names", "interface", "ports")
 
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -31,23 +51,91 @@ checks:
 
 def main() -> None:
     """Runs the command line and exits."""
-    enter(look)
+    enter(diagnose)
 
 
-def look() -> int:
+def diagnose() -> int:
     """0 when no check failed, 1 otherwise. Raises ConfigError."""
     options = _parser().parse_with_words(sys.argv[1:])
-    hosts = parse_hosts(options.hosts or "localhost")
-    words, places = options.words, {}
-    if words:
-        trees = compose(words)
+    slots = {host.name: host.slots for host in parse_hosts(options.hosts or "localhost")}
+    names, chosen, ssh = list(slots), options.network_interfaces, Ssh(options.port, options.identity_file)
+    request = {
+        "work": "facts",
+        "folder": str(Path.cwd()),
+        # Ranks get it from the launcher, whatever a login on the host sets.
+        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+        "python": sys.executable,
+        "names": names,
+        "run_dir": "runs",
+        "dataset": None,
+    }
+    if options.words:
+        trees = compose(options.words)
         if not trees:
             return 0
-        places = _places(trees[0])
-    checkup = Checkup(
-        hosts, Ssh(options.port, options.identity_file), options.network_interfaces, links=options.links, **places
-    )
-    return 0 if diagnose(checkup, options.json) else 1
+        config = from_dict(trees[0])
+        places = (config.dataset.get(name) for name in ("dir", "path"))  # A user's own data set may have a `path`.
+        request["dataset"] = next((place for place in places if isinstance(place, str)), None)
+        request["run_dir"] = config.run.dir or "runs"
+    table = Table(options.json)
+    answers = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    cluster = {host: answer.facts for host, answer in answers.items() if answer.facts}
+    facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
+    table.add(_reached(answers))
+    if cluster:
+        table.add(judge_software(cluster))
+        table.add(judge_machines(cluster, slots))
+        table.add(judge_names(cluster, names))
+        rows, ways = judge_interfaces(cluster, names, chosen)
+        table.add(rows)
+        if len(ways) < 2:
+            table.add([skip("ports", "one host" if len(names) < 2 else "no two hosts answer in a common network")])
+        else:
+            ports = {host: found["port"] for host, found in cluster.items()}
+            facts["ports"] = _try_ports(ways, ports, ssh)
+            table.add(judge_ports(facts["ports"], ways, ports))
+        facts["clocks"] = clock_differences({host: answers[host].clock for host in cluster}, facts["ports"])
+        table.add(judge_clocks(facts["clocks"]))
+        wrong = [check for check in table.failed() if check in _BEFORE_LINKS]
+        obstacles = {"one host": len(names) < 2, "--no-links": not options.links}
+        obstacles[f"fix this first: {', '.join(wrong)}"] = bool(wrong)
+        why_not = next((why for why, holds in obstacles.items() if holds), None)
+        if why_not:
+            table.add([skip("allreduce", why_not), skip("links", why_not)])
+        else:
+            facts["links"], rows = measure(names, ssh, chosen)
+            table.add(rows)
+    table.end(facts)
+    return 1 if table.failed() else 0
+
+
+class Table:
+    """Prints rows as they come, or keeps them for one JSON object."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._began = time.monotonic()
+        self._as_json = as_json
+        self._rows: list[Row] = []
+
+    def failed(self) -> list[str]:
+        """The failed checks, each once."""
+        return list(dict.fromkeys(row.check for row in self._rows if row.status == "FAIL"))
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._rows.append(row)
+            if not self._as_json:
+                print(row.text(), flush=True)
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """Prints the last line, or all of the JSON."""
+        failed = self.failed()
+        if self._as_json:
+            print(json.dumps({"passed": not failed, "rows": [asdict(row) for row in self._rows], "facts": facts}))
+            return
+        checks = {row.check for row in self._rows if row.status != "SKIP"}
+        outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed"
+        print(f"{outcome} in {time.monotonic() - self._began:.0f} s", flush=True)
 
 
 def _parser() -> Parser:
@@ -59,28 +147,42 @@ Looks at every host over ssh and prints one line for each check: PASS, FAIL with
 Exits with 1 when a check fails.""",
         epilog=EPILOG,
     )
-    parser.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots; default: this host")
-    parser.add_argument(
-        "-p", dest="port", type=int, metavar="PORT", help="ssh's; users and the rest go in ~/.ssh/config"
-    )
-    parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh's key")
-    parser.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
-    parser.add_argument(
-        "--no-links",
-        dest="links",
-        action="store_false",
-        help="do not measure how fast the hosts reduce together: seconds instead of half a minute",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object: passed, rows, facts")
+    add = parser.add_argument
+    add("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots; default: this host")
+    add("-p", dest="port", type=int, metavar="PORT", help="ssh's; users and the rest go in ~/.ssh/config")
+    add("-i", dest="identity_file", metavar="KEY", help="ssh's key")
+    add("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
+    slow = "do not measure how fast the hosts reduce together: seconds instead of half a minute"
+    add("--no-links", dest="links", action="store_false", help=slow)
+    add("--json", action="store_true", help="print one JSON object: passed, rows, facts")
     return parser
 
 
-def _places(tree: dict[str, Any]) -> dict[str, str]:
-    """The paths that the composed run reads and writes. A user's own data set may call its path `path`."""
-    config = from_dict(tree)
-    dataset = next((place for name in ("dir", "path") if isinstance(place := config.dataset.get(name), str)), None)
-    found = {"dataset": dataset, "run_dir": config.run.dir}
-    return {name: place for name, place in found.items() if place}
+def _reached(answers: Mapping[str, Answer]) -> list[Row]:
+    rows = []
+    for host, answer in answers.items():
+        if answer.facts is None:
+            found, _, fix = answer.trouble.partition("; ")
+            found = found.removeprefix(f"host {host} ")
+            rows += [fail("ssh", host, found, fix), skip("all other", "nothing more is known of this host", host)]
+    return rows or [Row("ssh", "PASS", f"reached: {', '.join(answers)}")]
+
+
+def _try_ports(ways: Mapping[str, Way], ports: Mapping[str, int], ssh: Ssh) -> dict[str, dict[str, Any] | None]:
+    """Has all hosts listen and connect at once. Returns what each one reached."""
+    token = secrets.token_hex(8)
+    requests = {
+        host: {
+            "work": "ports",
+            "me": host,
+            "port": ports[host],
+            "token": token,
+            "others": {other: [way.address, ports[other]] for other, way in ways.items() if other != host},
+            "seconds": PORTS_SECONDS,
+        }
+        for host in ways
+    }
+    return {host: answer.facts for host, answer in ask(requests, ssh, PORTS_SECONDS + 10).items()}
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from hvtrain.doctor import probe, probe_files, probe_machine, probe_network
+from hvtrain.doctor import probe, probe_network
 from hvtrain.errors import RankError
-from hvtrain.launch import remote
 from hvtrain.launch.reach import is_local
-from hvtrain.launch.ssh import SSH_FAILED, Ssh
+from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
 MAX_AT_ONCE = 64
-_PROBE = (host_facts, interfaces, probe_machine, probe_network, probe_files, probe)
+_PROBE = (host_facts, interfaces, probe_network, probe)
 # Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its time by much.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
@@ -27,12 +26,9 @@ _SCRIPT = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One host's answer.
+    """What the probe found on one host; if facts is None, trouble says in one line why it did not run, and what to do.
 
-    Args:
-        facts: what the probe found; None if it did not run.
-        trouble: why not, in one line with what to do.
-        clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
+    clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
     """
 
     facts: dict[str, Any] | None = None
@@ -42,16 +38,14 @@ class Answer:
 
 def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> dict[str, Answer]:
     """Each host's answer to its request, within about so many seconds."""
-    if not requests:
-        return {}
-    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(requests))) as pool:
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         answers = pool.map(lambda host: _ask(host, requests[host], ssh, seconds), requests)
         return dict(zip(requests, answers))
 
 
-def _ask(host: str, request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
-    text = remote.request(_PROBE, "answer", request)
-    words = ["sh", "-c", _SCRIPT, sys.executable, remote.LOADER, f"{seconds:.0f}"]
+def _ask(host: str, asked: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
+    text = request(_PROBE, "answer", asked)
+    words = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     began = time.time()
     try:
         local = is_local(host)
@@ -62,25 +56,17 @@ def _ask(host: str, request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Ans
     except RankError as error:
         return Answer(trouble=str(error))
     except subprocess.TimeoutExpired:
-        return Answer(trouble=f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
+        done = subprocess.CompletedProcess(words, 124)
     ended = time.time()
     if done.returncode == 124:
-        return Answer(trouble=f"host {host} was not done in {seconds:.0f} s; look at its load, disks and DNS")
+        return Answer(trouble=f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
     if done.returncode == 86:
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
     if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
-    facts = remote.answer(done.stdout)
+    facts = answer(done.stdout)
     if facts is None:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")
-    return Answer(facts, "", _clock(began, facts["began"], facts["ended"], ended))
-
-
-def _clock(asked: float, began: float, ended: float, answered: float) -> tuple[float, float]:
-    """How far the other clock is ahead, and the error of that. It read began and ended between asked and answered.
-
-    >>> _clock(10.0, 15.5, 16.0, 11.5)
-    (5.0, 0.5)
-    """
-    return ((began - asked) + (ended - answered)) / 2, ((answered - asked) - (ended - began)) / 2
+    before, after = facts["began"] - began, ended - facts["ended"]  # the ways there and back, by two clocks
+    return Answer(facts, "", ((before - after) / 2, (before + after) / 2))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, fail, size, skip
+from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, fail, human_bytes, skip
 
 CLOCK_SECONDS = 1.0
 SHARED_MEMORY_BYTES = 64 << 20
@@ -14,12 +14,7 @@ DISK_BYTES = 1 << 30
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     """Rows on what hosts have. slots: of all hosts, also those that did not answer."""
-    return [
-        *_shared_memory(cluster, slots),
-        *_open_files(cluster, sum(slots.values())),
-        *_disk(cluster, slots),
-        *_gpus(cluster, slots),
-    ]
+    return [row for judge in (_shared_memory, _open_files, _disk, _gpus) for row in judge(cluster, slots)]
 
 
 def clock_differences(
@@ -30,8 +25,6 @@ def clock_differences(
     by_ssh: seconds ahead of this host's clock, and the error: half of the time that ssh was under way. by_port: the
     answers of hosts that called each other; the first one's calls took far less time, if they got through.
 
-    >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {})
-    {'s1': (0.0, 0.0), 's2': (2.5, 0.35)}
     >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {"s1": {"clocks": {"s2": (2.4, 0.001)}}})
     {'s1': (0.0, 0.0), 's2': (2.4, 0.001)}
     """
@@ -63,34 +56,27 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     for host, facts in cluster.items():
         need, room = slots[host] * SHARED_MEMORY_BYTES, facts["shared_memory"] or {"free": 0, "total": 0}
         if room["free"] < need:
-            found = f"/dev/shm has {size(room['free'])} free of {size(room['total'])}; {slots[host]} slots need "
+            found = f"/dev/shm has {human_bytes(room['free'])} free of {human_bytes(room['total'])}; "
             more = -(-(need + room["total"] - room["free"]) // 2**20)
             fix = f"on {host}: mount -o remount,size={more}m /dev/shm (a container: --shm-size={more}m or --ipc=host)"
-            rows.append(fail("shared memory", host, found + size(need), fix))
+            rows.append(fail("shared memory", host, f"{found}{slots[host]} slots need {human_bytes(need)}", fix))
     least = min((facts["shared_memory"] or {"free": 0})["free"] for facts in cluster.values())
-    return all_or(rows, "shared memory", f"at least {size(least)} free in /dev/shm")
+    return all_or(rows, "shared memory", f"at least {human_bytes(least)} free in /dev/shm")
 
 
 def files_needed(num_ranks: int) -> int:
-    """Files that a rank may have open: 256 of its own, and connections and pipes for each other rank.
-
-    >>> files_needed(16), files_needed(512)
-    (1024, 4352)
-    """
+    """Files that a rank may have open: 256 of its own, and connections and pipes for each other rank."""
     return max(1024, 256 + 8 * num_ranks)
 
 
-def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
+def _open_files(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
+    num_ranks = sum(slots.values())
     need = files_needed(num_ranks)
     limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
+    found, more = f"{num_ranks} ranks need {need}", "echo '* - nofile 65536' >> /etc/security/limits.conf"
+    fix = f"{more}, then log in again (or ulimit -n 65536 before sshd starts)"
     rows = [
-        fail(
-            "open files",
-            host,
-            f"a process may open {limit}; {num_ranks} ranks need {need}",
-            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again (or ulimit -n 65536 "
-            "before sshd starts)",
-        )
+        fail("open files", host, f"a process may open {limit}; {found}", f"on {host}: {fix}")
         for host, limit in limits.items()
         if -1 < limit < need
     ]
@@ -104,27 +90,25 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     if host not in cluster:
         return [skip("run folder", "the host of rank 0 does not answer", host)]
     disk = cluster[host]["disk"]
+    free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
     if not disk["writable"]:
         return [fail("run folder", host, f"{disk['folder']} cannot be written", "run.dir=PATH names another folder")]
     if disk["free"] < DISK_BYTES:
-        found = f"{size(disk['free'])} free for {disk['folder']}; checkpoints need {size(DISK_BYTES)} at least"
+        found = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return [fail("run folder", host, found, "free some there, or run.dir=PATH on another disk")]
-    return [Row("run folder", "PASS", f"{size(disk['free'])} free for {disk['folder']} on {host}")]
+    return [Row("run folder", "PASS", f"{free} on {host}")]
 
 
 def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     rows, first = [], next(iter(cluster))
-    for host, facts in cluster.items():
-        if facts["gpus"]["error"]:
-            found = f"nvidia-smi fails: {facts['gpus']['error']}"
-            rows.append(fail("gpus", host, found, f"on {host}: install the driver again, or load it: modprobe nvidia"))
-    if not rows and not any(facts["gpus"]["names"] for facts in cluster.values()):
+    if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
         return [Row("gpus", "PASS", "no GPU on any host")]
     for host, facts in cluster.items():
         count, driver = len(facts["gpus"]["names"]), facts["gpus"]["driver"]
         if facts["gpus"]["error"]:
-            continue
-        if count < slots[host]:
+            found = f"nvidia-smi fails: {facts['gpus']['error']}"
+            rows.append(fail("gpus", host, found, f"on {host}: install the driver again, or load it: modprobe nvidia"))
+        elif count < slots[host]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             rows.append(fail("gpus", host, f"{count} GPUs for {slots[host]} slots", fix))
         elif driver != cluster[first]["gpus"]["driver"] and cluster[first]["gpus"]["driver"]:

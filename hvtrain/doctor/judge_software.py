@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, environment, fail, size, skip
+from hvtrain.doctor.rows import Cluster, Row, all_or, copy_to, environment, fail, human_bytes, skip
 
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 # hvtrain may be there without metadata. Its code and Horovod's library are checks of their own.
@@ -79,11 +79,7 @@ def _code(cluster: Cluster) -> list[Row]:
 
 
 def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """How two lists of checksums differ, with an example; empty if they do not.
-
-    >>> unlike({"a": "1", "b": "2"}, {"a": "1", "b": "3"})
-    '1 differs: b'
-    """
+    """How two lists of checksums differ, with an example; empty if they do not."""
     names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
     more = ", ..." if len(names) > 1 else ""
     return f"{len(names)} {'differs' if len(names) == 1 else 'differ'}: {names[0]}{more}" if names else ""
@@ -131,5 +127,5 @@ def _dataset(cluster: Cluster) -> list[Row]:
         elif not _no_data(here) and not here["too_large"] and (other := unlike(here["entries"], data["entries"])):
             found = f"{other} on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
             rows.append(fail("data set", host, found, fix))
-    found = f"{here['num_files']:,} files, {size(here['num_bytes'])}, in {here['path']}"
+    found = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return [*rows, *unread] or all_or([], "data set", found)

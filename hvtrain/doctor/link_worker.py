@@ -28,17 +28,6 @@ REPEATS = 5
 SLOW_SECONDS = 0.5
 
 
-def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
-    """The pairs of ranks to measure: all, or the ring's neighbours if there are many hosts.
-
-    >>> pairs_of(3)
-    [(0, 1), (0, 2), (1, 2)]
-    """
-    if num_hosts <= MOST_HOSTS_FOR_ALL_PAIRS:
-        return list(combinations(range(num_hosts), 2))
-    return [(rank, (rank + 1) % num_hosts) for rank in range(num_hosts)]
-
-
 def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
     """The best times of one process set (every rank of the set). All get the same numbers."""
 
@@ -73,7 +62,10 @@ def main() -> None:
     hvd.init()
     hvd.pin_gpu()
     together = measure(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
-    found = {pair: _measure_pair(pair, "first") for pair in pairs_of(hvd.size())}
+    pairs = list(combinations(range(hvd.size()), 2))
+    if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
+        pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]  # the neighbours of a ring
+    found = {pair: _measure_pair(pair, "first") for pair in pairs}
     quickest = min(times["seconds"] for times in found.values())
     for pair, times in found.items():
         # A slow pair is measured again: a host may have been busy just then.

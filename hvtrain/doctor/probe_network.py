@@ -42,33 +42,28 @@ def free_port() -> int:
 class Exchange:
     """Listens at a port and connects to the other hosts, all at the same time.
 
-    Args:
-        me: this host's name.
-        port: where it listens.
-        token: known to these hosts alone; a caller that does not send it does not count.
-        others: address and port of each other host.
+    request: me, this host's name; port, where it listens; token, known to these hosts alone, so that a caller that does
+    not send it does not count; others, address and port of each other host; seconds, for all of it.
     """
 
-    def __init__(self, me: str, port: int, token: str, others: Mapping[str, Sequence[Any]]) -> None:
-        self._me = me
-        self._token = token
-        self._others = others
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._me, self._token, self._others = request["me"], request["token"], request["others"]
+        self._deadline = time.monotonic() + request["seconds"]
         self._reached: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._clocks: dict[str, tuple[float, float]] = {}
         self._reasons: dict[str, str] = {}
-        self._server = socket.create_server(("", port), backlog=len(others) + 8)
+        self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
 
-    def run(self, seconds: float) -> dict[str, Any]:
-        """The hosts that were reached, and why each other one was not, within so many seconds.
+    def run(self) -> dict[str, Any]:
+        """The hosts that were reached, and why each other one was not.
 
         clocks: seconds that a host's clock is ahead of this one's, and the error: half of the call's time.
         """
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(map(self._is_settled, self._others)):
+        while time.monotonic() < self._deadline and not all(map(self._is_settled, self._others)):
             time.sleep(0.02)
         missing = {name: self._reasons.get(name, "no answer") for name in self._others if name not in self._reached}
         return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}

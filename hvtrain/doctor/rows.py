@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,10 @@ Cluster = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table; its status is PASS, FAIL or SKIP.
 
-    Args:
-        check: its name.
-        status: PASS, FAIL or SKIP.
-        found: what was found, or why it was skipped.
-        host: the one at fault; None for a row on all of them.
-        fix: what to do, as a command to type where possible.
+    found: or why it was skipped. host: the one at fault; None for a row on all of them. fix: what to do, as a command
+    to type where possible.
     """
 
     check: str
@@ -27,9 +23,6 @@ class Row:
     found: str
     host: str | None = None
     fix: str | None = None
-
-    def as_dict(self) -> dict[str, str | None]:
-        return asdict(self)
 
     def text(self) -> str:
         """The row as printed, with the fix below."""
@@ -62,11 +55,11 @@ def environment(facts: Mapping[str, Any]) -> str:
     return str(Path(facts["python"]["wanted"]).parents[1])
 
 
-def size(num_bytes: float) -> str:
+def human_bytes(num_bytes: float) -> str:
     """Bytes for people.
 
-    >>> size(5000), size(67108864), size(2.5 * 2**40)
-    ('5 KiB', '64 MiB', '2560 GiB')
+    >>> human_bytes(4), human_bytes(5000), human_bytes(67108864), human_bytes(2.5 * 2**40)
+    ('4 B', '5 KiB', '64 MiB', '2560 GiB')
     """
-    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (0, 2**10, "KiB")]
+    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
     return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)

@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 
 from hvtrain.launch.output import Relay
-from hvtrain.launch.signals import Signals
-from hvtrain.launch.start import Launch
+from hvtrain.launch.start import Launch, Signals
 from hvtrain.system import console
 
 

@@ -23,6 +23,7 @@ import horovod
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
+from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
 from hvtrain.horovodrun import changes
@@ -55,9 +56,8 @@ def main() -> None:
         failed = failed_rank(str(error))
         if failed is None:
             sys.exit(f"horovodrun: {' '.join(str(error).split())}")
-        name, code = failed
-        sys.stderr.write(Verdict(name or "?", code=code).line())
-        sys.exit(shell_code(code))
+        sys.stderr.write(Verdict(failed[0] or "?", code=failed[1]).line())
+        sys.exit(shell_code(failed[1]))
     except Exception as error:
         sys.exit(f"horovodrun: {' '.join(str(error).split())}")
     finally:
@@ -77,13 +77,12 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
             args.hosts = hosts_word(parse_hostfile(Path(args.hostfile)))
         folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
-        known = None
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
             here = (socket.gethostname(),) * args.num_proc
             known = _check_hosts(args, by_gloo) if args.hosts else Reached(here)
-        if known and folder:
-            known.write(folder)
+            if folder:
+                known.write(folder)
         if folder and not by_gloo:
             args.mpi_args = f"--report-uri {shlex.quote(str(folder / URI_FILE))} {args.mpi_args or ''}"
         return args
@@ -93,14 +92,15 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
     job = Job((), args.num_proc, parse_hosts(args.hosts))
-    places = tuple(host for host, _ in rank_places(job))
-    hosts = used_hosts(job)
+    places = rank_places(job)
+    hosts = used_hosts(places)
     args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
     paths = reach.check([host.name for host in hosts], ssh)
     if paths is None:
         return Reached(places)
-    changes.reach_hosts_by(ssh)
+    # Ranks on other hosts start with the same options as every other command there.
+    remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
     args.ssh_port = args.ssh_identity_file = None  # ssh.options has them now.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
     if args.nics:

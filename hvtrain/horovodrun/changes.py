@@ -31,7 +31,6 @@ from horovod.runner.http import http_server
 from horovod.runner.util import network, remote
 
 from hvtrain.launch.environment import MORE, travels
-from hvtrain.launch.ssh import Ssh
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
 
@@ -46,8 +45,12 @@ def make() -> None:
     if not horovod_env.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
-    gloo_run.launch_gloo = _on_its_interface(gloo_run.launch_gloo)
-    gloo_run.launch_gloo_elastic = _on_its_interface_if_given(gloo_run.launch_gloo_elastic)
+    gloo_run.launch_gloo = _listening(gloo_run.launch_gloo, on=lambda *arguments: arguments[-1])
+    # An elastic job listens before it knows its hosts and the way to them.
+    gloo_run.launch_gloo_elastic = _listening(
+        gloo_run.launch_gloo_elastic,
+        on=lambda command, execute, settings, *_: network.get_driver_ip(settings.nics) if settings.nics else None,
+    )
     http_server.RendezvousHTTPServer.handle_error = _report_sender
     gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
 
@@ -62,11 +65,6 @@ def make_in_every_process() -> None:
             end(process)
 
     safe_shell_exec.terminate_executor_shell_and_children = end_quietly
-
-
-def reach_hosts_by(ssh: Ssh) -> None:
-    """Starts ranks on other hosts with the same ssh options as every other command there."""
-    remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
 
 
 def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
@@ -112,25 +110,14 @@ def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> 
     sys.exit(code)
 
 
-def _listen_on(address: str) -> None:
-    http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
+def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) -> Callable[..., None]:
+    """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
 
-
-def _on_its_interface(launch_gloo: Callable[..., None]) -> Callable[..., None]:
     def launch(*arguments: Any) -> None:
-        _listen_on(arguments[-1])
+        address = on(*arguments)
+        if address:
+            http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
         launch_gloo(*arguments)
-
-    return launch
-
-
-def _on_its_interface_if_given(launch_gloo_elastic: Callable[..., None]) -> Callable[..., None]:
-    """Listens on the given interface: an elastic job listens before it knows its hosts and the way to them."""
-
-    def launch(command: Any, execute: Any, settings: Any, *arguments: Any) -> None:
-        if settings.nics:
-            _listen_on(network.get_driver_ip(settings.nics))
-        launch_gloo_elastic(command, execute, settings, *arguments)
 
     return launch
 
@@ -153,7 +140,7 @@ def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
                     super()._put_value(scope, key, value)
                     return
                 host, local_rank = key.split(":")
-                addresses, secret_key = _plain(base64.b64decode(value))
+                addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
                 # The key is not stored for others: with it anyone can make the worker unpickle anything.
                 self._put_worker_addresses(host, int(local_rank), addresses, secret_key)
 
@@ -163,10 +150,7 @@ def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
 
 
 class _Plain(pickle.Unpickler):
+    """Loads numbers, texts and collections of them; raises UnpicklingError if the pickle names code."""
+
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} came where plain values were needed")
-
-
-def _plain(data: bytes) -> Any:
-    """Loads numbers, texts and collections of them from a pickle; raises UnpicklingError if it names code."""
-    return _Plain(io.BytesIO(data)).load()

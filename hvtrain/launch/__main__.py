@@ -15,7 +15,6 @@ from hvtrain.launch import environment, reach, restart
 from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
 from hvtrain.launch.job import Job, parse_hostfile, parse_hosts, rank_places
 from hvtrain.launch.line import Way, start_line
-from hvtrain.launch.restart import Restarts
 from hvtrain.launch.ssh import Ssh
 
 EXAMPLES = """\
@@ -50,7 +49,13 @@ def launch() -> int:
     job = _job(options, cluster, command)
     if cluster.kind == "ssh":
         return _by_ssh(options, job, run_dir)
-    _refuse_options_of_ssh(options, cluster.kind)
+    # A cluster's files cannot hold these.
+    given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
+    given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
+    given |= {"--mpirun": options.how == "mpirun", "--max-restarts": options.max_restarts}
+    wrong = next((name for name, value in given.items() if value), None)
+    if wrong:
+        raise ConfigError(f"{wrong} came with cluster={cluster.kind}, which cannot use it; leave it out")
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster.write(job, folder)
     for path in paths if options.dry_run else []:
@@ -81,39 +86,22 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     hosts.add_argument(
         "--host-discovery-script", metavar="FILE", help="prints the hosts of an elastic job whenever it is asked"
     )
-    ranks.add_argument(
-        "--min-np",
-        type=at_least(1),
-        metavar="N",
-        help="fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail",
-    )
+    fewest = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
+    ranks.add_argument("--min-np", type=at_least(1), metavar="N", help=fewest)
     ranks.add_argument("--max-np", type=at_least(1), metavar="N", help="most ranks of an elastic job")
-    ranks.add_argument(
-        "--max-restarts",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="restarts from the newest checkpoint, after a lost host or a killed or hanging rank; default: 0",
-    )
+    restarts = "restarts from the newest checkpoint, after a lost host or a killed or hanging rank; default: 0"
+    ranks.add_argument("--max-restarts", type=at_least(0), default=0, metavar="N", help=restarts)
     how = parser.add_argument_group("how ranks are started")
     kinds = how.add_mutually_exclusive_group()
-    for name, about in (
-        ("mpi", "Horovod's launcher on MPI (default)"),
-        ("gloo", "Horovod's launcher on Gloo"),
-        ("mpirun", "MPI's own launcher"),
-    ):
+    for name, about in {"mpi": "Horovod's launcher on MPI (default)", "gloo": "Horovod's launcher on Gloo"}.items():
         kinds.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=about)
+    kinds.add_argument("--mpirun", dest="how", action="store_const", const="mpirun", help="MPI's own launcher")
     how.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh's; users and the rest go in ~/.ssh/config")
     how.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh's key")
     how.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
-    how.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="one more variable for the ranks; repeatable. They get those of Python, TensorFlow, MPI, Horovod, NCCL "
-        "and CUDA, and none whose name suggests a secret",
-    )
+    more = "one more variable for the ranks; repeatable. They get those of Python, TensorFlow, MPI, Horovod, NCCL "
+    more += "and CUDA, and none whose name suggests a secret"
+    how.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=more)
     files = parser.add_argument_group("files")
     files.add_argument("--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder")
     files.add_argument("--output", metavar="DIR", help="a cluster's files; default: launch/KIND")
@@ -126,16 +114,6 @@ def _clusters_help() -> str:
     for name, kind in KINDS.items():
         lines += [f"  cluster={name:<10} {kind.about}", *(f"  {line}" for line in settings(kind.settings, "cluster."))]
     return "\n".join([*lines, ""])
-
-
-def _refuse_options_of_ssh(options: argparse.Namespace, kind: str) -> None:
-    """Raises ConfigError for an option that a cluster's files cannot hold, rather than dropping it."""
-    given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
-    given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
-    given |= {"--mpirun": options.how == "mpirun", "--max-restarts": options.max_restarts}
-    wrong = next((name for name, value in given.items() if value), None)
-    if wrong:
-        raise ConfigError(f"{wrong} came with cluster={kind}, which cannot use it; leave it out")
 
 
 def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None] | None:
@@ -192,8 +170,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    restarts = Restarts(options.max_restarts, options.min_np)
-    return restart.run(job, way, Path(options.logs or default), run_dir, restarts)
+    return restart.run(job, way, Path(options.logs or default), run_dir, options.max_restarts, options.min_np)
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:

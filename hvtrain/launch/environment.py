@@ -29,11 +29,7 @@ _WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that ranks get over ssh: those allowed, and those asked for.
-
-    >>> sorted(for_ranks({"TF_NUM_INTRAOP_THREADS": "2", "TF_SECRET": "x", "HOME": "/root"}).keys() - {"OPAL_PREFIX"})
-    ['PATH', 'TF_NUM_INTRAOP_THREADS']
-    """
+    """The variables that ranks get over ssh: those allowed, and those asked for."""
     chosen = {name: value for name, value in environ.items() if travels(name, environ)}
     chosen.update(of_this_environment(chosen.get("PATH", "")))
     asked = asked_for(environ, words)
@@ -42,11 +38,7 @@ def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str
 
 
 def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
-    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for one that is not set or not a name.
-
-    >>> asked_for({"MINE": "yes"}, ["MINE", "MORE=a=b"])
-    {'MINE': 'yes', 'MORE': 'a=b'}
-    """
+    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other."""
     chosen = {}
     for word in words:
         name, given, value = word.partition("=")
@@ -58,26 +50,21 @@ def asked_for(environ: Mapping[str, str], words: Iterable[str]) -> dict[str, str
     return chosen
 
 
-def of_this_environment(path: str, prefix: str = sys.prefix) -> dict[str, str]:
+def of_this_environment(path: str) -> dict[str, str]:
     """PATH with this Python's programs first, and Open MPI's place if it is part of this environment.
 
     So nobody needs to activate it. On other hosts Open MPI looks for its parts where it was built.
     """
-    programs = f"{prefix}/bin"
+    programs = f"{sys.prefix}/bin"
     found = {"PATH": path if programs in path.split(":") else f"{programs}:{path or os.defpath}"}
-    if list(Path(prefix, "lib").glob("libmpi.so*")):
-        found["OPAL_PREFIX"] = prefix
+    if list(Path(sys.prefix, "lib").glob("libmpi.so*")):
+        found["OPAL_PREFIX"] = sys.prefix
     return found
 
 
 def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[str, str]:
     """The launcher's own variables: the ranks' and this host's."""
-    return {**{name: value for name, value in environ.items() if is_of_this_host(name)}, **ranks}
-
-
-def is_of_this_host(name: str) -> bool:
-    """True for a variable that has a meaning only on the host that sets it."""
-    return bool(_OF_THIS_HOST.fullmatch(name))
+    return {**{name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}, **ranks}
 
 
 def travels(name: str, environ: Mapping[str, str]) -> bool:

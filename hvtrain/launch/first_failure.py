@@ -77,28 +77,29 @@ class Listener:
     """Reads a launch's output line by line.
 
     first: how the first rank ended; None so far. verdicts: the verdict of each rank that wrote one, on itself if it
-    did. lost: hosts to which ssh lost its connection.
+    did. lost: hosts to which ssh lost its connection. held: a begun message of Open MPI's, which is shown as a whole or
+    not at all.
     """
 
     def __init__(self) -> None:
         self.first: End | None = None
         self.verdicts: dict[int, Verdict] = {}
         self.lost: list[str] = []
-        self._block: list[str] = []
+        self.held: list[str] = []
         self._in_traceback: set[int] = set()
 
     def launcher(self, line: str) -> str:
         """Reads a line of the launcher's own and returns what to show, now that it is known what it belongs to."""
         text = line.strip()
-        if self._block or text == RULER:
-            self._block.append(line)
-            if text != RULER or len(self._block) == 1:
+        if self.held or text == RULER:
+            self.held.append(line)
+            if text != RULER or len(self.held) == 1:
                 return ""
             block = self.rest()
             return "" if self._understands(" ".join(block.split())) else block
         found = verdict.read(text)
         if found:
-            self._end(End(str(found.rank), shell_code(found.code or 0)))
+            self.first = self.first or End(str(found.rank), shell_code(found.code or 0))
             return ""
         self._read_ssh(text)
         return "" if re.match(_NOISE_LINE, text) else line
@@ -120,15 +121,10 @@ class Listener:
             self._read_ssh(text)
         return found is not None
 
-    @property
-    def is_holding(self) -> bool:
-        """True inside a message of Open MPI's, which is shown as a whole or not at all."""
-        return bool(self._block)
-
     def rest(self) -> str:
         """Whatever is held back."""
-        held, self._block = "".join(self._block), []
-        return held
+        text, self.held = "".join(self.held), []
+        return text
 
     def _read_ssh(self, text: str) -> None:
         found = _search([f"^{pattern}" for pattern in _SSH], text)
@@ -142,11 +138,8 @@ class Listener:
         if found is None:
             return bool(re.search(_NOISE, text))
         code = 128 + int(found["signal"]) if "signal" in found else int(found.get("code", LOST))
-        self._end(End(found.get("rank", ""), code, found.get("host", "")))
+        self.first = self.first or End(found.get("rank", ""), code, found.get("host", ""))
         return True
-
-    def _end(self, end: End) -> None:
-        self.first = self.first or end
 
 
 @dataclass(frozen=True)
@@ -197,7 +190,8 @@ def judge(
     found = None if rank is None else verdicts.get(rank)
     if end.code == LOST and (host in lost or not end.place):
         return Failure(place, host, f"the connection to host {host} was lost; is it up? then {AGAIN}", RESTART_HELPS)
-    name = _signal_name(end.code)
+    # Ctrl-C is not one of these: a rank that took it ends with 130 itself.
+    name = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}.get(end.code)
     if name == "SIGKILL" and host in out_of_memory:
         return Failure(place, host, f"killed for lack of memory on {host}; lower train.batch_size or use more hosts", 1)
     if name:
@@ -212,13 +206,3 @@ def judge(
         return Failure(place, host, f"{found.cause}; {AGAIN}", RESTART_HELPS)
     cause = found.cause if found else f"ended with exit code {end.code}; see its output above"
     return Failure(place, host, cause, end.code, is_shown=end.code == ConfigError.exit_code and 0 in own)
-
-
-def _signal_name(code: int) -> str:
-    """The signal behind a shell's exit code. Ctrl-C is not one: a rank that took it ends with 130 itself."""
-    if code <= 128 or code == 128 + signal.SIGINT:
-        return ""
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return ""

@@ -45,23 +45,16 @@ class Job:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of -H s1:4,s2:4; a host without a number has one slot.
-
-    Raises ConfigError.
-
-    >>> parse_hosts("s1:4,s2")
-    (Host(name='s1', slots=4), Host(name='s2', slots=1))
-    """
+    """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
         found = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
         if not found or found[2] == "0":
             raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
         hosts.append(Host(found[1], int(found[2] or 1)))
-    names = [host.name for host in hosts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise ConfigError(f"-H {text}: {twice} is there twice; name each host once, with all its ranks")
+    name, times = Counter(host.name for host in hosts).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"-H {text}: {name} is there twice; name each host once, with all its ranks")
     return tuple(hosts)
 
 
@@ -75,31 +68,23 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(
-            f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
-        ) from None
+        text = f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
+        raise ConfigError(text) from None
     words = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
     return parse_hosts(",".join(word for word in words if word))
 
 
-def used_hosts(job: Job) -> tuple[Host, ...]:
-    """The hosts that get a rank, each with as many slots as it gets ranks. Raises ConfigError.
+def used_hosts(places: Iterable[str]) -> tuple[Host, ...]:
+    """The hosts that get a rank, each with as many slots as it gets ranks.
 
     Horovod's launcher on Gloo starts a rank in every slot, whatever -np says.
-
-    >>> used_hosts(Job(("true",), 3, parse_hosts("s1:2,s2:2,s3:1")))
-    (Host(name='s1', slots=2), Host(name='s2', slots=1))
     """
-    return tuple(Host(name, slots) for name, slots in Counter(name for name, _ in rank_places(job)).items())
+    return tuple(Host(name, slots) for name, slots in Counter(places).items())
 
 
-def rank_places(job: Job) -> list[tuple[str, int]]:
-    """Each rank's host and local rank, hosts filled one after the other. Raises ConfigError.
-
-    >>> rank_places(Job(("true",), 3, parse_hosts("s1:2,s2:2")))
-    [('s1', 0), ('s1', 1), ('s2', 0)]
-    """
-    places = [(host.name, local_rank) for host in job.hosts for local_rank in range(host.slots)]
+def rank_places(job: Job) -> tuple[str, ...]:
+    """Each rank's host, hosts filled one after the other. Raises ConfigError."""
+    places = tuple(host.name for host in job.hosts for _ in range(host.slots))
     if len(places) < job.num_ranks:
         listed = hosts_word(job.hosts)
         raise ConfigError(

@@ -14,13 +14,9 @@ from hvtrain.launch.ssh import Ssh
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks are started.
+    """How hosts are reached and ranks are started: by Horovod's launcher, or by MPI's own.
 
-    Args:
-        ssh: how hosts are reached.
-        mpirun: MPI's own launcher instead of Horovod's.
-        interfaces: names joined by commas, instead of those found.
-        discovery_script: prints the available hosts, for an elastic job.
+    interfaces: names joined by commas, instead of those found. discovery_script: prints an elastic job's hosts.
     """
 
     ssh: Ssh = field(default_factory=Ssh)
@@ -32,9 +28,8 @@ class Way:
 def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | None = None) -> list[str]:
     """The words of the command that starts the job's ranks from this host.
 
-    Args:
-        paths: the way between the hosts, for mpirun; horovodrun finds it itself.
-        folder: the launch's, as start() takes it; None: nobody supervises the line from outside.
+    paths: the way between the hosts, for mpirun; horovodrun finds it itself. folder: the launch's, as Launch takes it;
+    None: nobody supervises the line from outside.
     """
     ssh = way.ssh
     first, *rest = job.command
@@ -44,19 +39,18 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
         return [*_mpirun(job, ssh, paths, way.interfaces), *watched, *command]
     # Without a supervisor outside, horovodrun supervises itself.
     line = [sys.executable, "-m", "hvtrain.horovodrun"] if folder else [f"{sys.prefix}/bin/horovodrun"]
-    line += [f"--{job.controller}", "-np", str(job.num_ranks)]
-    if job.min_ranks:
-        line += ["--min-np", str(job.min_ranks)]
-    if job.max_ranks:
-        line += ["--max-np", str(job.max_ranks)]
-    if way.discovery_script:
-        line += ["--host-discovery-script", way.discovery_script]
-    else:
-        line += ["-H", hosts_word(job.hosts)]
-    line += ["--ssh-port", str(ssh.port)] if ssh.port else []
-    line += ["--ssh-identity-file", ssh.identity_file] if ssh.identity_file else []
-    line += ["--network-interfaces", way.interfaces] if way.interfaces else []
-    return [*line, *command]
+    options = {
+        "-np": job.num_ranks,
+        "--min-np": job.min_ranks,
+        "--max-np": job.max_ranks,
+        "--host-discovery-script": way.discovery_script,
+        "-H": None if way.discovery_script else hosts_word(job.hosts),
+        "--ssh-port": ssh.port,
+        "--ssh-identity-file": ssh.identity_file,
+        "--network-interfaces": way.interfaces,
+    }
+    words = [word for name, value in options.items() if value for word in (name, str(value))]
+    return [*line, f"--{job.controller}", *words, *command]
 
 
 def _mpirun(job: Job, ssh: Ssh, paths: Paths | None, interfaces: str | None) -> list[str]:
@@ -70,6 +64,4 @@ def _mpirun(job: Job, ssh: Ssh, paths: Paths | None, interfaces: str | None) -> 
         line += mpi_options(paths.network, ",".join(paths.interfaces), ssh)
     # Above 64 hosts Open MPI would go from host to host, for which none has a key.
     line += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_num_concurrent", str(len(job.hosts))]
-    for name in sorted(job.environment):
-        line += ["-x", name]
-    return line
+    return [*line, *(word for name in sorted(job.environment) for word in ("-x", name))]

@@ -1,6 +1,6 @@
 """A launch on one host: asks its ranks to stop, ends what is left of it.
 
-Standard library only: launch/remote.py runs this text on other hosts.
+Standard library only: launch/ssh.py runs this text on other hosts.
 
 All processes of a launch have its mark, a variable; those of an Open MPI job are also known by the job's number.
 """
@@ -57,11 +57,12 @@ def clear(mark: str, job: int | None = None) -> Answer:
     Python's trackers of semaphores and shared memory clean up once all others are gone, so they go last.
     """
     ended: set[int] = set()
+    wanted = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + SECONDS_TO_GO
-    while left := _of_launch(mark):
+    while left := [process for process, _ in _processes() if process != os.getpid() and wanted in _variables(process)]:
         late = time.monotonic() > deadline
         for process in left:
-            if late or not _is_tracker(process):
+            if late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
         ended.update(left)
@@ -94,11 +95,6 @@ def _remove_files(job: int) -> None:
                 shutil.rmtree(folder)
 
 
-def _of_launch(mark: str) -> list[int]:
-    wanted = f"{MARK}={mark}".encode()
-    return [process for process, _ in _processes() if process != os.getpid() and wanted in _variables(process)]
-
-
 def _processes() -> Iterator[tuple[int, int]]:
     """Each process of this host, and its parent."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -109,10 +105,14 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _variables(process: int) -> list[bytes]:
+    return _read(process, "environ").split(b"\0")
+
+
+def _read(process: int, name: str) -> bytes:
     try:
-        return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{process}/{name}").read_bytes()
     except OSError:
-        return []  # It has ended, or is another user's.
+        return b""  # It has ended, or is another user's.
 
 
 def _is_rank(process: int, mark: str) -> bool:
@@ -124,10 +124,3 @@ def _is_rank(process: int, mark: str) -> bool:
         return False
     of_launch = f"{MARK}={mark}".encode() in variables
     return of_launch and program.startswith("python") and any(name.startswith(_RANK_MARKS) for name in variables)
-
-
-def _is_tracker(process: int) -> bool:
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return False

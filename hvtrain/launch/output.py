@@ -112,7 +112,7 @@ class Relay:
         self._begun = begun
         last = _MARK.split(begun)[-1][: len(verdict.PREFIX)]
         is_held = RULER.startswith(begun) or verdict.PREFIX.startswith(last) or _MARK_BEGUN.search(begun)
-        if not is_held and not self.listener.is_holding:
+        if not is_held and not self.listener.held:
             shown.append(begun[self._shown :])
             self._shown = len(begun)
         return "".join(shown)

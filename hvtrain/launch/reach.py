@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import RankError
-from hvtrain.launch import remote
 from hvtrain.launch.reached import ON_HOST
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.ssh import LOADER, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
-
-Versions = Mapping[str, "str | None"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,17 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
             return None
         found = dict(zip(others, pool.map(lambda host: _look(host, ssh), others)))
     # This host's own versions count if it has a rank; a host that only launches may be another kind of machine.
-    here = {host: host_facts.versions() for host in hosts if host not in found}
-    _compare({**here, **{host: facts["versions"] for host, facts in found.items()}})
+    versions = {host: host_facts.versions() for host in hosts if host not in found}
+    versions.update((host, facts["versions"]) for host, facts in found.items())
+    first, *rest = versions
+    for host in rest:
+        for name, version in versions[first].items():
+            other = versions[host].get(name)
+            if other != version:
+                raise RankError(
+                    f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
+                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
+                )
     mine = {interfaces.interface_of(_address_towards(host)) for host in others}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
@@ -68,7 +74,8 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
     interface = str(mine.pop())
     names = tuple(sorted({interface, *(facts["interface"] for facts in found.values())}))
     kills = {host: facts["oom_kills"] for host, facts in found.items()}
-    return Paths(interface, names, interfaces.network_of(interface), kills)
+    network = next(found["network"] for found in interfaces.all_interfaces() if found["name"] == interface)
+    return Paths(interface, names, network, kills)
 
 
 def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
@@ -93,47 +100,28 @@ def _address_towards(host: str) -> str:
         raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
 
 
-def _compare(found: Mapping[str, Versions]) -> None:
-    """Raises RankError if a host has another Python or package version than the first one."""
-    first, *others = found
-    for host in others:
-        for name, version in found[first].items():
-            other = found[host].get(name)
-            if other != version:
-                raise RankError(
-                    f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
-                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
-                )
-
-
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     """Another host's on_host.look()."""
     script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" -c "$2"'
-    text = remote.request(ON_HOST, "look", _address_towards(host))
+    text = request(ON_HOST, "look", _address_towards(host))
     try:
-        done = ssh.run(host, ["sh", "-c", script, sys.executable, str(Path.cwd()), remote.LOADER], text)
+        done = ssh.run(host, ["sh", "-c", script, sys.executable, str(Path.cwd()), LOADER], text)
     except subprocess.TimeoutExpired:
         raise RankError(f"host {host} let us in by ssh but did not answer within a minute; look at its load") from None
+    facts: dict[str, Any] | None = answer(done.stdout)
     if done.returncode == 86:
-        raise RankError(
-            f"host {host} has no {sys.executable}; put hvtrain there, at the same path as here, and run its "
-            "scripts/run once"
-        )
-    if done.returncode == 87:
-        raise RankError(
-            f"host {host} has no folder {Path.cwd()}, in which its ranks would start; make it there, or start from "
-            "one that all hosts have"
-        )
-    if done.returncode:
+        wrong = f"has no {sys.executable}; put hvtrain there, at the same path as here, and run its scripts/run once"
+    elif done.returncode == 87:
+        wrong = f"has no folder {Path.cwd()}, in which its ranks would start; make it there, or start from a common one"
+    elif done.returncode:
         raise RankError(ssh.trouble(host, done.stderr))
-    facts: dict[str, Any] | None = remote.answer(done.stdout)
-    if facts is None:
-        raise RankError(
-            f"host {host} let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
-        )
-    if facts["interface"] is None:
-        raise RankError(f"host {host} has no IPv4 way to this host; Horovod needs one")
-    return facts
+    elif facts is None:
+        wrong = "let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
+    elif facts["interface"] is None:
+        wrong = "has no IPv4 way to this host; Horovod needs one"
+    else:
+        return facts
+    raise RankError(f"host {host} {wrong}")
 
 
 # Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which says it better. By

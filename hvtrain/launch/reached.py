@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hvtrain.launch import on_host, remote
+from hvtrain.launch import on_host
 from hvtrain.launch.on_host import Answer
-from hvtrain.launch.ssh import SSH_FAILED, Ssh
+from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
@@ -23,9 +23,8 @@ ON_HOST = (host_facts, interfaces, on_host)
 class Reached:
     """Whoever starts the ranks knows it, and whoever supervises them needs it; those may be two processes.
 
-    Args:
-        places: each rank's host, by the name that -H gives it.
-        remote: all hosts but this one, with their on_host.oom_kills() before the start.
+    places: each rank's host, by the name that -H gives it. remote: all hosts but this one, with their
+    on_host.oom_kills() before the start.
     """
 
     places: tuple[str, ...] = ()
@@ -44,13 +43,13 @@ class Reached:
 
     def call(self, host: str, function: str, mark: str, *arguments: int | None) -> Answer | None:
         """Calls a function of on_host on another host. None if ssh did not get there."""
-        text = remote.request(ON_HOST, function, mark, *arguments)
+        text = request(ON_HOST, function, mark, *arguments)
         try:
-            done = self.ssh.run(host, [sys.executable, "-c", remote.LOADER], text, SECONDS_FOR_A_HOST)
+            done = self.ssh.run(host, [sys.executable, "-c", LOADER], text, SECONDS_FOR_A_HOST)
         except subprocess.TimeoutExpired:
             return None
-        answer: Answer | None = remote.answer(done.stdout)
-        return answer or (None if done.returncode == SSH_FAILED else Answer(count=0, oom_kills=None))
+        found: Answer | None = answer(done.stdout)
+        return found or (None if done.returncode == SSH_FAILED else Answer(count=0, oom_kills=None))
 
 
 def job(folder: Path) -> int | None:

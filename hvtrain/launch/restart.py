@@ -7,7 +7,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hvtrain.checkpoint import notes
@@ -17,36 +17,49 @@ from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.reached import Reached
-from hvtrain.launch.signals import Signals
-from hvtrain.launch.start import Ending, Launch
+from hvtrain.launch.start import Ending, Launch, Signals
 from hvtrain.system import console
 
 LONGEST_PAUSE_SECONDS = 60.0
 FAILURES_OF_A_BAD_HOST = 2
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """How often to restart, and with how many ranks at least; None: with all of them."""
+def run(
+    job: Job, way: Way, logs: Path, run_dir: str | None, max_restarts: int = 0, min_ranks: int | None = None
+) -> int:
+    """The exit code of the last attempt. Raises ConfigError where the first cannot start.
 
-    most: int = 0
-    min_ranks: int | None = None
-
-
-def run(job: Job, way: Way, logs: Path, run_dir: str | None, restarts: Restarts) -> int:
-    """The exit code of the last attempt. Raises ConfigError where the first cannot start."""
+    min_ranks: how many to restart with at least; None: all of them.
+    """
     signals = Signals()
     failed: Counter[str] = Counter()
-    now, code = job, RESTART_HELPS
-    for attempt in range(restarts.most + 1):
+    now, needed, code = job, min_ranks or job.num_ranks, RESTART_HELPS
+    for attempt in range(max_restarts + 1):
         if attempt:
-            found = _after_pause(attempt, job, way, run_dir, restarts, failed, signals)
+            absent = reach.absent([host.name for host in job.hosts], way.ssh)
+            # A discovery script finds an elastic job's hosts again.
+            found = chosen(job.hosts, job.num_ranks, needed, failed, absent) if job.hosts else ((), job.num_ranks)
+            # One second, then twice as long each time.
+            seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
+            about = f"restart {attempt} of {max_restarts}"
+            if found:
+                step = _newest_step_here(run_dir)
+                # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
+                here = "" if step is None else f" (here: step-{step:08d})"
+                note = {} if step is None else notes.to_ranks(step, socket.gethostname())
+                now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **note})
+                about += f" in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}"
+            else:
+                about += f" is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}"
+            console.say_error(about, 0)
+            signals.wait(seconds)
             if signals.first is not None:
                 return 128 + signals.first if signals.first in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
-            if found is None:
+            if not found:
                 continue
-            now = found
-        ending = _once(now, way, _folder(logs) if restarts.most else logs, signals)
+        # A folder for each attempt, after those of earlier launches.
+        number = 1 + sum(1 for _ in logs.glob("attempt-*"))
+        ending = _once(now, way, logs / f"attempt-{number:04d}" if max_restarts else logs, signals)
         code = ending.code
         if code != RESTART_HELPS or signals.first is not None:
             break
@@ -61,11 +74,6 @@ def chosen(
     """The hosts and the number of ranks to go on with; None if too few hosts are there.
 
     A host that has failed often is left out if enough remain without it.
-
-    >>> chosen([Host("s1", 2), Host("s2", 2), Host("s3", 2)], 4, 4, {"s2": 2}, [])
-    ((Host(name='s1', slots=2), Host(name='s3', slots=2)), 4)
-    >>> chosen([Host("s1", 2), Host("s2", 2)], 4, 2, {}, ["s2"])
-    ((Host(name='s1', slots=2),), 2)
     """
     present = tuple(host for host in hosts if host.name not in absent)
     good = tuple(host for host in present if failed.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
@@ -76,53 +84,14 @@ def chosen(
     return None
 
 
-def pause_seconds(attempt: int) -> float:
-    """One second before the first restart, then twice as long each time, up to a minute.
-
-    >>> [pause_seconds(attempt) for attempt in (1, 2, 3, 7)]
-    [1.0, 2.0, 4.0, 60.0]
-    """
-    return min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-
-
-def _after_pause(
-    attempt: int,
-    job: Job,
-    way: Way,
-    run_dir: str | None,
-    restarts: Restarts,
-    failed: Mapping[str, int],
-    signals: Signals,
-) -> Job | None:
-    """Waits, and returns the job on the hosts that are left; None if they are too few or a signal came."""
-    absent = reach.absent([host.name for host in job.hosts], way.ssh)
-    needed = restarts.min_ranks or job.num_ranks
-    # A discovery script finds an elastic job's hosts again.
-    found = chosen(job.hosts, job.num_ranks, needed, failed, absent) if job.hosts else ((), job.num_ranks)
-    seconds = pause_seconds(attempt)
-    about = f"restart {attempt} of {restarts.most}"
-    if found is None:
-        console.say_error(f"{about} is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}", 0)
-        signals.wait(seconds)
-        return None
-    step = _newest_step_here(run_dir)
-    # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
-    here, note = "", {}
-    if step is not None:
-        here, note = f" (here: step-{step:08d})", notes.to_ranks(step, socket.gethostname())
-    now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **note})
-    console.say_error(f"{about} in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}", 0)
-    return None if signals.wait(seconds) else now
-
-
 def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
     """One attempt; says at the end why it ended."""
-    if not way.discovery_script and not job.is_elastic:
-        job = replace(job, hosts=used_hosts(job))
-    places = [] if way.discovery_script else [host for host, _ in rank_places(job)]
+    places = () if way.discovery_script else rank_places(job)
+    if places and not job.is_elastic:
+        job = replace(job, hosts=used_hosts(places))
     # horovodrun checks the hosts itself.
     paths = reach.check([host.name for host in job.hosts], way.ssh) if way.mpirun else None
-    known = Reached(tuple(places), paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
+    known = Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
     output = RankOutput(logs, places)
     variables = environment.for_launcher(os.environ, job.environment)
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
@@ -133,12 +102,6 @@ def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
         if not ending.failure.is_shown:
             console.say_error(str(ending.failure), 0)
     return ending
-
-
-def _folder(logs: Path) -> Path:
-    """A folder for the next attempt, after those of earlier launches."""
-    number = 1 + sum(1 for _ in logs.glob("attempt-*"))
-    return logs / f"attempt-{number:04d}"
 
 
 def _newest_step_here(run_dir: str | None) -> int | None:

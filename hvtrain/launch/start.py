@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
 from hvtrain.launch.reached import Reached
-from hvtrain.launch.signals import Signals
 
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
@@ -35,6 +34,41 @@ class Ending:
 
     code: int
     failure: Failure | None = None
+
+
+class Signals:
+    """Hands SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the attempt that runs.
+
+    `first` is the first that came, which means that this process has to end; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._take: Callable[[int], None] | None = None
+        self._waiting: list[int] = []
+        self._woken = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            # Under nohup SIGHUP is ignored, and stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._came)
+
+    def pass_to(self, take: Callable[[int], None] | None) -> None:
+        """Sends signals there from now on, and those that were waiting at once."""
+        self._take = take
+        while take and self._waiting:
+            take(self._waiting.pop(0))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long; True at once when a signal comes."""
+        return self._woken.wait(seconds)
+
+    def _came(self, number: int, *_: object) -> None:
+        self.first = self.first or number
+        self._woken.set()
+        if self._take:
+            self._take(number)
+        else:
+            self._waiting.append(number)
 
 
 class Launch:
@@ -93,8 +127,7 @@ class Launch:
         """
         signals.pass_to(self._take_signal)
         # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
-        reader = threading.Thread(target=self._output.take, args=[self._stream], daemon=True)
-        reader.start()
+        reader = _in_background(self._output.take, self._stream)
         try:
             code = self._wait_for_child()
             answers = self._clear() if code else {}
@@ -191,6 +224,8 @@ def _of_all(cause: str, code: int) -> Failure:
     return Failure("", "", cause, code, is_preemption=True)
 
 
-def _in_background(work: Any, *arguments: Any) -> None:
+def _in_background(work: Any, *arguments: Any) -> threading.Thread:
     """A signal handler must not wait for ssh."""
-    threading.Thread(target=work, args=arguments, daemon=True).start()
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread

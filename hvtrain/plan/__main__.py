@@ -21,13 +21,12 @@ from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECOND
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
-WARMUP_STEPS, TIMED_STEPS = 5, 20
+STEPS = (5, 20)  # warm-up, timed
 EPILOG = f"""\
 {RUN_SETTINGS}
 
@@ -53,9 +52,7 @@ def plan() -> int:
         return 0
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
-    if not config.verbose:
-        console.quiet_tensorflow()
-    with console.native_notes_held(not config.verbose), without("sklearn"):
+    with console.quiet_import(config.verbose):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
@@ -106,15 +103,14 @@ def measured_step_seconds(words: list[str], batch_size: int) -> float:
     A short training in its own process, with the bench's clock. Raises LostRankError, which names the file with its
     output, if it fails.
     """
-    from hvtrain.bench.contenders import Steps, measure, named
+    from hvtrain.bench.contenders import measure, named
 
-    steps = Steps(WARMUP_STEPS, TIMED_STEPS)
-    more = ["strategy=single", f"train.steps={steps.total}", "train.divide_steps_by_size=false"]
+    more = ["strategy=single", f"train.steps={sum(STEPS)}", "train.divide_steps_by_size=false"]
     more += ["train.validate_every_epochs=null", "train.learning_rate_scale=none", f"train.batch_size={batch_size}"]
     kept = [word for word in words if not word.startswith("run.dir=")]
     folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-"))  # Kept for the output of a failure.
     threads = len(os.sched_getaffinity(0))
-    return measure(named("hvtrain-1"), [*kept, *more], 1, batch_size, steps, folder / "run", threads).step_seconds
+    return measure(named("hvtrain-1"), [*kept, *more], 1, batch_size, STEPS, folder / "run", threads).step_seconds
 
 
 def _parser() -> Parser:

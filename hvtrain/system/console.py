@@ -30,26 +30,23 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _RANK_VARIABLES)
 
 
-def quiet_tensorflow() -> None:
-    """Keeps the notes of TensorFlow and CUDA off the console. Call it before TensorFlow is first imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    logging.getLogger("absl").setLevel(logging.ERROR)
-
-
 @contextmanager
-def native_notes_held(enabled: bool = True) -> Iterator[None]:
-    """Holds back what native code writes to the error output, and shows it only if the block fails.
+def quiet_import(verbose: bool) -> Iterator[None]:
+    """For the first import of TensorFlow and Keras. Their notes are shown if verbose, or if the block fails.
 
-    TensorFlow writes its first notes before it reads its log level, so no variable can silence them.
+    TensorFlow writes its first notes before it reads its log level, so no variable can silence them. Keras imports
+    scikit-learn for wrappers that no rank uses, in a quarter of that time; here it looks as if it were not installed.
     """
-    if not enabled:
-        yield
-        return
+    if not verbose:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        logging.getLogger("tensorflow").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.ERROR)
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
     sys.stderr.flush()
     console = os.dup(2)
     with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+        if not verbose:
+            os.dup2(held.fileno(), 2)
         try:
             yield
         except BaseException:
@@ -60,6 +57,8 @@ def native_notes_held(enabled: bool = True) -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(console, 2)
             os.close(console)
+            if sys.modules["sklearn"] is None:
+                del sys.modules["sklearn"]
 
 
 def start_log(is_chief: bool) -> None:
@@ -130,7 +129,11 @@ def say_error(
         is_repeated: another rank says the same unless it was lost, so say nothing if a signal came.
         culprit: the rank at fault; None: nobody knows.
     """
-    _log_to_file_only(message)
+    logger = logging.getLogger("hvtrain")
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
     wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
     if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:
         return
@@ -139,11 +142,3 @@ def say_error(
     # One write: launchers make Python's output unbuffered and put their mark before each piece.
     sys.stderr.write(f"{found.line()}hvtrain: {where}{message}\n")
     sys.stderr.flush()
-
-
-def _log_to_file_only(message: str) -> None:
-    logger = logging.getLogger("hvtrain")
-    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
-    for handler in logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)

@@ -43,11 +43,7 @@ def threads() -> set[int]:
 
 
 def share(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:
-    """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly.
-
-    >>> share([0, 4, 1, 5, 2, 6, 3, 7], 1, 2), share([0, 1], 0, 3)
-    ({2, 3, 6, 7}, None)
-    """
+    """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly."""
     many, rest = divmod(len(cpus), local_size)
     return None if rest or not many else set(cpus[local_rank * many : (local_rank + 1) * many])
 

@@ -1,6 +1,6 @@
 """Software of a host: Python, packages, code, Horovod's library. launch, doctor and ranks compare it between hosts.
 
-Standard library of Python 3.9 only: launch/remote.py runs this text on other hosts.
+Standard library of Python 3.9 only: launch/ssh.py runs this text on other hosts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,12 @@ _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
 _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
 
 
-def python_facts(wanted: str) -> dict[str, Any]:
-    """wanted: the interpreter that starts ranks; another one answers where that is missing."""
-    return {
-        "version": platform.python_version(),
-        "executable": sys.executable,
-        "wanted": wanted,
-        "is_wanted": sys.executable == wanted,
-    }
-
-
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Versions from the packages' metadata; None for a missing one. Nothing is imported."""
-    versions: dict[str, str | None] = {}
-    for name in names:
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    for name in versions:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
@@ -51,12 +40,8 @@ def versions() -> dict[str, str | None]:
 
 def cuda_versions() -> dict[str, str]:
     """CUDA, cuDNN and NCCL as wheels; their names end in the CUDA version (nvidia-nccl-cu12)."""
-    found = {}
-    for distribution in metadata.distributions():
-        name = str(distribution.metadata["Name"] or "").lower()
-        if name.startswith(_CUDA_PACKAGES):
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
+    found = {str(one.metadata["Name"] or "").lower(): one.version for one in metadata.distributions()}
+    return {name: found[name] for name in sorted(found) if name.startswith(_CUDA_PACKAGES)}
 
 
 def origin_of(package: str) -> Path | None:

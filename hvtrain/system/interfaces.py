@@ -1,4 +1,4 @@
-"""This host's network interfaces. Standard library only: launch/remote.py runs this text on other hosts."""
+"""This host's network interfaces. Standard library only: launch/ssh.py runs this text on other hosts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,3 @@ def address_towards(address: str) -> str:
 def interface_of(address: str) -> str | None:
     """The interface that holds the IPv4 address; None if it is not this host's."""
     return next((found["name"] for found in all_interfaces() if found["address"] == address), None)
-
-
-def network_of(interface: str) -> str:
-    """The interface's network as Open MPI takes it: "10.0.0.0/24". Raises OSError if it has no address."""
-    network = next((found["network"] for found in all_interfaces() if found["name"] == interface), None)
-    if network is None:
-        raise OSError(f"interface {interface} has no IPv4 address")
-    return network

@@ -1,16 +1,13 @@
 """Keeps a run folder to one run at a time: rank 0 holds a lock, which ends with its process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from hvtrain.errors import BusyError
@@ -22,26 +19,19 @@ SECONDS_TO_WAIT = 15.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """A lock on a run folder (by flock, so `kill -9` leaves none behind; NFS has it too). Chief only."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
         """Takes the lock unless it is already held here; waits for another run to end.
 
-        Raises:
-            BusyError: another run holds it.
-            OSError: the folder cannot be written.
+        Raises BusyError if another run holds it, OSError if the folder cannot be written.
         """
         if self._file:
             return

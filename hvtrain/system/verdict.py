@@ -31,11 +31,7 @@ def of_message(message: str, rank: int | None) -> Verdict:
 
 
 def read(line: str) -> Verdict | None:
-    """The verdict of a line; None for any other line.
-
-    >>> read('hvtrain-verdict: {"rank": 3, "code": -9}'), read("Epoch 1")
-    (Verdict(rank=3, cause='', code=-9), None)
-    """
+    """The verdict of a line; None for any other line."""
     if not line.startswith(PREFIX):
         return None
     try:

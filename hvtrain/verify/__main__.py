@@ -7,7 +7,6 @@ from hvtrain.cli import RUN_SETTINGS, Parser, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.system import console
-from hvtrain.system.imports import without
 
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -40,9 +39,7 @@ Exits with 1 when a check fails.""",
         os.execv(sys.executable, [*launcher, sys.executable, "-m", "hvtrain.verify", *sys.argv[1:]])
     for tree in compose():
         config = from_dict(tree)
-        if not config.verbose:
-            console.quiet_tensorflow()
-        with console.native_notes_held(not config.verbose), without("sklearn"):
+        with console.quiet_import(config.verbose):
             from hvtrain.verify.own_run import verify
         own_run = any("=" in word and not word.startswith("--") for word in sys.argv[1:])
         return 0 if verify(config, own_run) else 1

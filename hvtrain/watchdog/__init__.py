@@ -2,11 +2,10 @@
 
 It works beside Horovod, so also while every main thread is blocked in a reduction. Each rank (`member`) reports its
 status once a second (`progress`); rank 0 (`hub`) decides for all (`judge`). They exchange JSON after a proof of
-identity (`wire`, `connections`), over an address of rank 0 that all hosts reach (`rendezvous`).
+identity (`connections`), over an address of rank 0 that all hosts reach (`starting`).
 """
 
-from hvtrain.watchdog.judge import Verdict
 from hvtrain.watchdog.starting import start
 from hvtrain.watchdog.watchdog import Watchdog
 
-__all__ = ["Verdict", "Watchdog", "start"]
+__all__ = ["Watchdog", "start"]

@@ -1,5 +1,13 @@
-"""Connections to rank 0's hub. Each is a stranger's until it has proved which rank it is."""
+"""The watchdog's protocol, and the connections to rank 0's hub.
 
+Messages are lines of JSON of limited length; nothing is unpickled. Each connection is a stranger's until it has proved
+which rank it is.
+"""
+
+import errno
+import hashlib
+import hmac
+import json
 import secrets
 import selectors
 import socket
@@ -7,24 +15,70 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvtrain.watchdog.host_processes import Process
 from hvtrain.watchdog.judge import RankState
 from hvtrain.watchdog.progress import Status
-from hvtrain.watchdog.wire import (
-    MAX_LINE,
-    MAX_PROOF,
-    Lines,
-    Message,
-    WireError,
-    encode,
-    is_cut,
-    is_proof,
-    notice_cuts,
-)
 
+Message = dict[str, Any]
+
+MAX_LINE = 1 << 20  # The stacks of a rank with hundreds of threads.
+MAX_PROOF = 1 << 10
+# How soon a lost host or a cut cable is noticed: before Gloo gives up (30 s), yet a link may be down for a while.
+SECONDS_UNTIL_CUT = 25
 MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
+
+
+class WireError(Exception):
+    """A message that no rank sends."""
+
+
+class Lines:
+    """Turns bytes into messages. Raises WireError for anything else, and keeps at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int = MAX_LINE) -> None:
+        self.max_bytes = max_bytes
+        self._held = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        *lines, self._held = (self._held + data).split(b"\n")
+        if any(len(line) > self.max_bytes for line in (*lines, self._held)):
+            raise WireError(f"a line of more than {self.max_bytes} bytes")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise WireError("not JSON") from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise WireError("not a JSON object")
+        return messages
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def proof(token: str, challenge: str, rank: int) -> str:
+    """An answer that only a rank of this job can give; the token itself is not sent."""
+    return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
+
+
+def is_cut(error: Exception) -> bool:
+    """True if the kernel gave up on the network; False if the other end closed the connection, or sent nonsense."""
+    lost = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in lost)
+
+
+def notice_cuts(connection: socket.socket) -> None:
+    """Makes the kernel end the connection if the other host or the network is lost without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    # For what was sent and never acknowledged; by default the kernel tries for a quarter of an hour.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
 
 
 @dataclass(eq=False)
@@ -111,10 +165,8 @@ class Connections:
             end = "" if data else "gone"
         except BlockingIOError:
             return
-        except OSError as error:
+        except (OSError, WireError) as error:
             end = "cut" if is_cut(error) else "gone"
-        except WireError:
-            end = "gone"
         for message in messages:
             if connection.state:
                 yield connection, message
@@ -127,8 +179,10 @@ class Connections:
                 yield connection, {"kind": end}
 
     def _joins(self, connection: Connection, message: Message) -> bool:
-        rank = message.get("rank")
-        if not isinstance(rank, int) or not is_proof(message.get("proof"), self._token, connection.challenge, rank):
+        rank, given = message.get("rank"), message.get("proof")
+        if not isinstance(rank, int) or not isinstance(given, str) or not given.isascii():
+            return False
+        if not hmac.compare_digest(given, proof(self._token, connection.challenge, rank)):
             return False
         connection.process = Process(**message["process"])
         connection.state = RankState(rank, str(message["host"]), Status(**message["status"]), time.monotonic())

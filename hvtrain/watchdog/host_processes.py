@@ -23,26 +23,17 @@ _STATES = {
 _START_TOLERANCE_SECONDS = 2.0
 
 
-def machine() -> str:
-    """Equal for two processes that see each other's process numbers: one boot of one host, one container."""
-    return f"{_boot()} {_namespace('pid')}"
+def place(namespace: str = "pid") -> str:
+    """Equal for two processes of one boot of one host and one container, which see each other's process numbers.
 
-
-def network() -> str:
-    """Equal for two processes that share a loopback interface."""
-    return f"{_boot()} {_namespace('net')}"
-
-
-def _boot() -> str:
+    "net": equal for two that share a loopback interface.
+    """
+    boot, kind = socket.gethostname(), "?"
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()
-
-
-def _namespace(kind: str) -> str:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     with suppress(OSError):
-        return str(Path(f"/proc/self/ns/{kind}").readlink())
-    return "?"
+        kind = str(Path(f"/proc/self/ns/{namespace}").readlink())
+    return f"{boot} {kind}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Process:
     stacks: int
 
     def is_here(self) -> bool:
-        return self.machine == machine() and self.number != os.getpid()
+        return self.machine == place() and self.number != os.getpid()
 
     def state(self) -> str:
         """Why it may not answer; empty where it just runs."""
@@ -99,7 +90,7 @@ class Stacks:
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
         started = psutil.Process().create_time()
-        self.process = Process(machine(), os.getpid(), started, self._file if self._takes_signal else -1)
+        self.process = Process(place(), os.getpid(), started, self._file if self._takes_signal else -1)
 
     def text(self) -> str:
         """The stacks of all threads now."""
@@ -127,7 +118,9 @@ class Launcher:
 
     def __init__(self, calls: bool) -> None:
         self._parent = os.getppid()
-        self.is_daemon = _name(self._parent) == "orted"  # Open MPI's, on hosts other than its own.
+        self.is_daemon = False  # Open MPI's, on hosts other than its own.
+        with suppress(psutil.Error):
+            self.is_daemon = psutil.Process(self._parent).name() == "orted"
         self._refused = 0
         self._port: tuple[str, int] | None = None
         address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
@@ -159,10 +152,3 @@ class Launcher:
         except OSError:
             pass
         return False
-
-
-def _name(number: int) -> str:
-    try:
-        return psutil.Process(number).name()
-    except psutil.Error:
-        return ""

@@ -9,12 +9,10 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.watchdog import ending, judge
-from hvtrain.watchdog.connections import Connection, Connections
-from hvtrain.watchdog.host_processes import Process
+from hvtrain.watchdog.connections import Connection, Connections, Message
 from hvtrain.watchdog.judge import CUT, GONE, RankState, Verdict
 from hvtrain.watchdog.member import Member
 from hvtrain.watchdog.progress import Status, SuspensionClock
-from hvtrain.watchdog.wire import Message
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +100,11 @@ class Hub:
         elif judge.stalled_seconds(self._ranks(), now, self._rules.limit):
             self._collect_stacks(now)
         else:
-            self._warn(now)
-
-    def _warn(self, now: float) -> None:
-        seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
-        if seconds and not self._warned:
-            who = judge.describe(self._ranks(), now, self._rules, {})
-            log.warning("no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, who)
-        self._warned = seconds > 0
+            seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
+            if seconds and not self._warned:
+                who = judge.describe(self._ranks(), now, self._rules, {})
+                log.warning("no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, who)
+            self._warned = seconds > 0
 
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict or self._stalled:
@@ -128,12 +123,12 @@ class Hub:
         ranks = self._connections.ranks
         silent = {state.rank for state in judge.silent_ranks(self._ranks(), now, self._rules)}
         wakers: dict[int, list[Any]] = {}
+        processes = {rank: vars(found.process) for rank, found in ranks.items() if found.process}
         for rank in sorted(silent):
-            process = ranks[rank].process
-            peers = [r for r, found in ranks.items() if r not in silent and _same_machine(found.process, process)]
-            if process and peers:
+            peers = [r for r in ranks.keys() - silent if processes[r]["machine"] == processes[rank]["machine"]]
+            if peers:
                 self._woken.add(rank)
-                wakers.setdefault(min(peers), []).append({"rank": rank, "process": vars(process)})
+                wakers.setdefault(min(peers), []).append({"rank": rank, "process": processes[rank]})
         for rank, connection in ranks.items():
             connection.send({"kind": "stacks", "wake": wakers.get(rank, [])})
 
@@ -151,7 +146,3 @@ class Hub:
             if rank:
                 connection.send({"kind": "end"})
         ending.end(RESTART_HELPS)
-
-
-def _same_machine(one: Process | None, other: Process | None) -> bool:
-    return one is not None and other is not None and one.machine == other.machine

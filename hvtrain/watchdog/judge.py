@@ -96,14 +96,10 @@ def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankS
     silent = silent_ranks(ranks, now, rules)
     if silent:
         return silent
-    busy = [state for state in ranks if state.status.phase not in WAITING]
-    furthest = min((_place(state.status) for state in busy), default=None)
-    return [state for state in busy if _place(state.status) == furthest]
-
-
-def _place(status: Status) -> tuple[int, int]:
-    """Within a step data come first; ranks that exchange something in the forward pass wait there for such a one."""
-    return status.step, {DATA: 0, FORWARD: 1}.get(status.phase, 2)
+    # Within a step data come first; ranks that exchange something in the forward pass wait there for such a one.
+    order = {DATA: 0, FORWARD: 1}
+    places = {s.rank: (s.status.step, order.get(s.status.phase, 2)) for s in ranks if s.status.phase not in WAITING}
+    return [state for state in ranks if state.rank in places and places[state.rank] == min(places.values())]
 
 
 def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Mapping[int, str]) -> str:
@@ -116,11 +112,7 @@ def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Ma
     if len(places) > 1:
         parts = [_describe_one(state, now, rules, "") for _, state in sorted(places.items())[:3]]
         return f"ranks wait for each other at different places: {', '.join(parts)}; do all run the same program?"
-    state = ranks[0]
-    return (
-        f"all {len(ranks)} ranks wait in {state.status.phase} since step {_step(state)} ({_clock(state, now)}); "
-        "is a link between hosts down?"
-    )
+    return f"all {len(ranks)} ranks wait in {_since(ranks[0], now)}; is a link between hosts down?"
 
 
 def _describe_one(state: RankState, now: float, rules: Rules, process: str) -> str:
@@ -128,7 +120,7 @@ def _describe_one(state: RankState, now: float, rules: Rules, process: str) -> s
         why = f", it is {process}" if process else ""
         when = wall_clock(state.silent(now))
         return f"{state.name} does not answer since {when}{why}; last seen in {state.status.phase}, step {_step(state)}"
-    return f"{state.name} hangs in {state.status.phase} since step {_step(state)} ({_clock(state, now)})"
+    return f"{state.name} hangs in {_since(state, now)}"
 
 
 def _step(state: RankState) -> str:
@@ -136,8 +128,8 @@ def _step(state: RankState) -> str:
     return f"{state.status.step + (state.status.phase in (DATA, FORWARD, REDUCTION)):,}"
 
 
-def _clock(state: RankState, now: float) -> str:
-    return wall_clock(state.status.seconds + state.silent(now))
+def _since(state: RankState, now: float) -> str:
+    return f"{state.status.phase} since step {_step(state)} ({wall_clock(state.status.seconds + state.silent(now))})"
 
 
 def wall_clock(seconds_ago: float) -> str:

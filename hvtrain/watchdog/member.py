@@ -9,16 +9,15 @@ import time
 from hvtrain.errors import RESTART_HELPS, UserError
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
+from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Lines, Message, WireError, encode, is_cut, notice_cuts, proof
 from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
 from hvtrain.watchdog.judge import CUT, GONE, PATIENCE_AT_START, SECONDS_FOR_THE_MAIN_THREAD, Rules, Verdict, wall_clock
 from hvtrain.watchdog.progress import Progress, SuspensionClock
 from hvtrain.watchdog.watchdog import Watchdog
-from hvtrain.watchdog.wire import Lines, Message, WireError, encode, is_cut, notice_cuts, proof
 
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
-SECONDS_TO_JOIN = 10.0
 # Open MPI notices a cut by itself, later than we do (launch/reach.py). But mpirun waits for a host that it cannot
 # reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
@@ -62,7 +61,14 @@ class Member(Watchdog):
 
     def fail(self, error: BaseException) -> None:
         """Returns once the others know, or after a second."""
-        text, code = _summary(error)
+        line, code = str(error).strip().partition("\n")[0][:300], 1
+        text = f"{type(error).__name__}: {line}".rstrip(": ")
+        if isinstance(error, UserError):
+            text, code = line, error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            code = 130
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
         self._is_leaving = True
         if self._verdict is None and not self._closed.is_set():
             self._heard.clear()
@@ -112,8 +118,18 @@ class Member(Watchdog):
                 pass  # The reading side finds out why.
 
     def _run(self) -> None:
+        next_beat = 0.0
         try:
-            self._watch()
+            while not self._closed.is_set():
+                seconds = max(0.0, next_beat - time.monotonic())
+                if self._connection is None:
+                    time.sleep(seconds)
+                elif select.select([self._connection], [], [], seconds)[0]:
+                    self._read(self._connection)
+                now = time.monotonic()
+                if now >= next_beat and not self._closed.is_set():
+                    next_beat = now + self.rules.beat_seconds
+                    self._tick(now)
         except Exception:
             log.exception("the watchdog of rank %d ended by a defect of its own; the run goes on", self._rank)
             self._send({"kind": "bye"})
@@ -121,27 +137,12 @@ class Member(Watchdog):
             self._connection.close()
         self.stacks.close()
 
-    def _watch(self) -> None:
-        next_beat = 0.0
-        while not self._closed.is_set():
-            seconds = max(0.0, next_beat - time.monotonic())
-            if self._connection is None:
-                time.sleep(seconds)
-            elif select.select([self._connection], [], [], seconds)[0]:
-                self._read(self._connection)
-            now = time.monotonic()
-            if now >= next_beat and not self._closed.is_set():
-                next_beat = now + self.rules.beat_seconds
-                self._tick(now)
-
     def _read(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(1 << 16)
             messages = self._lines.feed(data) if data else [{"kind": "lost"}]
-        except OSError as error:
+        except (OSError, WireError) as error:
             messages = [{"kind": "cut" if is_cut(error) else "lost"}]
-        except WireError:
-            messages = [{"kind": "lost"}]
         for message in messages:
             self._take(message)
 
@@ -230,14 +231,3 @@ class Member(Watchdog):
             ending.say(text, self._rank, verdict.rank, wait_seconds)
             time.sleep(SECONDS_FOR_THE_LAUNCHER if verdict.is_cut else 0.0)
         ending.end(verdict.code)
-
-
-def _summary(error: BaseException) -> tuple[str, int]:
-    """An error in one line, and the exit code that it leads to."""
-    line = str(error).strip().partition("\n")[0][:300]
-    if isinstance(error, UserError):
-        return line, error.exit_code
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code
-    return f"{type(error).__name__}: {line}".rstrip(": "), code

@@ -102,7 +102,9 @@ class Progress:
         arrived, ready, reduced, ended = (mark - first for mark, first in zip(self._marks(), self._first_marks))
         phase = self._phase
         if phase == STEP:
-            phase = self._within_step(arrived, ready, reduced, ended)
+            # The first step is traced and compiled before its batch is requested.
+            before = DATA if self._started else START
+            phase = REDUCTION if ready > reduced else FORWARD if arrived > ended else before
         # One call may run several steps.
         step = max(self._step, (self._step_at_first or 0) + ended + self._first_marks[3])
         seen = (step, self._changes, arrived, ready, reduced, ended)
@@ -112,14 +114,6 @@ class Progress:
             self._since = now
         self._seen, self._seen_phase = seen, (phase, step)
         return Status(step, phase, now - self._since, now - self._moved, self._started)
-
-    def _within_step(self, arrived: int, ready: int, reduced: int, ended: int) -> str:
-        if ready > reduced:
-            return REDUCTION
-        if arrived > ended:
-            return FORWARD
-        # The first step is traced and compiled before its batch is requested.
-        return DATA if self._started else START
 
     def _works_on_files(self) -> bool:
         """True if this process has read from or written to disks or file servers since the last look."""

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 
-from hvtrain.doctor.judge_links import judge_links
 from hvtrain.doctor.judge_machine import clock_differences, files_needed, judge_clocks, judge_machines
 from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
 from hvtrain.doctor.judge_software import judge_software
-from hvtrain.doctor.probe_files import MAX_ENTRIES, _entries, fingerprint
+from hvtrain.doctor.measure_links import judge_links
+from hvtrain.doctor.probe import MAX_ENTRIES, _entries, fingerprint
 from hvtrain.doctor.rows import Row
 
 NAMES = ["s1", "s2", "s3"]

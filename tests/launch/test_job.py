@@ -11,9 +11,8 @@ from hvtrain.config.compose import CONFIGS, settings
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
 from hvtrain.launch.clusters import slurm
-from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
-from hvtrain.launch.clusters.render import quote, yaml_text
-from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places
+from hvtrain.launch.clusters.choice import KINDS, Cluster, choose, quote, yaml_text
+from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.reach import Paths
@@ -41,7 +40,8 @@ def test_a_hostfile(tmp_path):
 
 def test_ranks_fill_hosts_one_after_the_other():
     job = Job(("true",), 3, parse_hosts("s1:2,s2:2"))
-    assert rank_places(job) == [("s1", 0), ("s1", 1), ("s2", 0)]
+    assert rank_places(job) == ("s1", "s1", "s2")
+    assert used_hosts(rank_places(job)) == (Host("s1", 2), Host("s2", 1))
     with pytest.raises(ConfigError, match="-np 5 needs as many slots and -H s1:2,s2:2 has 4"):
         rank_places(Job(("true",), 5, job.hosts))
 

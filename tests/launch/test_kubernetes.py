@@ -194,7 +194,7 @@ def test_kubectl_gets_the_file(kind):
 @pytest.mark.parametrize(
     ("job", "settings", "message"),
     [
-        (JOB, {}, r"has no image; .*cluster\.image="),
+        (JOB, {}, r"is not set; .*cluster\.image="),
         (JOB, {"image": "i", "ranks_per_worker": 3}, r"8 ranks do not divide .*=3"),
         (Job(WORDS, 2, parse_hosts("s1,s2")), {"image": "i"}, "came with -H"),
         (JOB, {"image": "i", "name": "My_run"}, "cluster.name=My_run is not a name"),
@@ -210,8 +210,6 @@ def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_elastic_jobs_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="elastic jobs need Gloo"):
-        documents("mpijob", Job(WORDS, 4, controller="mpi", min_ranks=2))
+def test_an_elastic_trainjob_is_refused():
     with pytest.raises(ConfigError, match="a TrainJob keeps its size"):
         documents("trainjob", ELASTIC)

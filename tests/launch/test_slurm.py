@@ -143,7 +143,7 @@ def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
         (Job(RUN, 6), {"nodes": 2, "ranks_per_node": 4}, "cluster.nodes=2 cluster.ranks_per_node=4"),
         (Job(RUN, 2, parse_hosts("s1,s2")), {}, "came with -H"),
         (Job(RUN, 2, min_ranks=1), {}, "came with --min-np"),
-        (Job(RUN, 2), {"partition": "a b"}, "cluster.partition='a b' has a character"),
+        (Job(RUN, 2), {"partition": "a b"}, "cluster.partition=a b is not what #SBATCH can take"),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(job, settings, message):

@@ -1,20 +1,23 @@
 """The kinds of clusters that take files: their settings from the command line, their files, and how to submit them."""
 
+import shlex
 import shutil
 import subprocess
+import traceback
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
+from hvtrain.config.compose import CONFIGS
 from hvtrain.config.validate import nearest, typed
 from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters import docker, kubernetes, slurm, spark
-from hvtrain.launch.clusters.render import render
 from hvtrain.launch.job import Job
 
 
@@ -28,6 +31,8 @@ class Kind:
         values: what the templates need besides `job` and `cluster`; raises ConfigError for what cannot start.
         files: each is rendered from its template, conf/cluster/FILE.j2.
         submit: the command that submits the files; {} stands for their folder.
+        fixed: why it takes no --min-np, and what to do instead; empty: it does.
+        chosen: likewise for -H.
         program: what submit needs; None: its first word.
     """
 
@@ -36,9 +41,12 @@ class Kind:
     values: Callable[[Job, Any], dict[str, Any]]
     files: tuple[str, ...]
     submit: str
+    fixed: str = ""
+    chosen: str = ""
     program: str | None = None
 
 
+_BY_KUBERNETES = "Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
 # Not `kubectl apply`, which starts nothing if an old job has the name.
 KINDS = {
     "slurm": Kind(
@@ -47,20 +55,25 @@ KINDS = {
         slurm.values,
         ("hvtrain.sbatch",),
         "sbatch {}/hvtrain.sbatch",
+        fixed="an allocation keeps its size: leave --min-np out",
+        chosen="Slurm chooses the hosts: leave -H out and set cluster.nodes",
     ),
     "mpijob": Kind(
         "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1",
         kubernetes.Settings,
-        kubernetes.mpijob,
+        kubernetes.values,
         ("mpijob.yaml",),
         "kubectl create -f {}/mpijob.yaml",
+        chosen=_BY_KUBERNETES,
     ),
     "trainjob": Kind(
         "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1",
         kubernetes.Settings,
-        kubernetes.trainjob,
+        kubernetes.values,
         ("trainjob.yaml",),
         "kubectl create -f {}/trainjob.yaml",
+        fixed="a TrainJob keeps its size: leave it out or use cluster=mpijob",
+        chosen=_BY_KUBERNETES,
     ),
     "docker": Kind(
         "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine",
@@ -68,6 +81,7 @@ KINDS = {
         docker.values,
         ("docker-run.sh", "compose.yaml"),
         "docker compose --file {}/compose.yaml up --exit-code-from s1",
+        fixed="its hosts are fixed: leave --min-np out",
     ),
     "spark": Kind(
         "the executors of a Spark cluster, YARN or standalone, by spark-submit",
@@ -75,6 +89,8 @@ KINDS = {
         spark.values,
         ("spark-submit.sh", "hvtrain_on_spark.py"),
         "bash {}/spark-submit.sh",
+        fixed="its ranks are fixed: leave --min-np out",
+        chosen="Spark chooses the hosts: give -np alone",
         program="spark-submit",
     ),
 }
@@ -91,8 +107,11 @@ class Cluster:
     def texts(self, job: Job) -> dict[str, str]:
         """The job's files by name. Raises ConfigError."""
         kind = KINDS[self.kind]
+        for option, given, why in (("-H", job.hosts, kind.chosen), ("--min-np", job.is_elastic, kind.fixed)):
+            if given and why:
+                raise ConfigError(f"cluster={self.kind} came with {option}; {why}")
         values = {"job": job, "cluster": self.settings, **kind.values(job, self.settings)}
-        return {name: render(name, self.folders, values) for name in kind.files}
+        return {name: _render(name, self.folders, values) for name in kind.files}
 
     def write(self, job: Job, folder: Path) -> list[Path]:
         """Writes the job's files into the folder. Raises ConfigError."""
@@ -166,3 +185,33 @@ def _yaml(text: str, place: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{place} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
+    """The text of a file, from the first cluster/NAME.j2 in the folders and then in conf/. Raises ConfigError."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder / "cluster" for folder in (*folders, CONFIGS)]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(quote=quote, yaml=yaml_text)
+    try:
+        return environment.get_template(f"{name}.j2").render(values)
+    except Exception as error:  # A template is the user's input and can fail in any way.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"template {place.filename}, line {place.lineno}: {' '.join(str(error).split())}; fix the template"
+        ) from error
+
+
+def quote(words: str | Sequence[str]) -> str:
+    """One word, or several, quoted for the shell."""
+    return shlex.quote(words) if isinstance(words, str) else shlex.join(words)
+
+
+def yaml_text(value: object) -> str:
+    """A text as a double-quoted scalar of YAML, on one line."""
+    text: str = yaml.dump(str(value), Dumper=yaml.SafeDumper, default_style='"', width=float("inf"), allow_unicode=True)
+    return text.strip()

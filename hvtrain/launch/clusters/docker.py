@@ -5,12 +5,12 @@ an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one machine, no 
 a key pair themselves.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from hvtrain.config.validate import setting
 from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import check_texts
 from hvtrain.launch.job import Job, hosts_word, rank_places
 
 
@@ -31,18 +31,12 @@ class Settings:
 
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the templates need. Raises ConfigError for what cannot start."""
-    if job.is_elastic:
-        raise ConfigError("cluster=docker came with --min-np; its hosts are fixed: leave --min-np out")
     if len(job.hosts) > 1 and not settings.keys:
         raise ConfigError(
             "several hosts need ssh keys; give the folder that holds them on each: cluster.keys=/path/to/keys"
         )
     if job.hosts:
         rank_places(job)  # raises if the hosts have too few slots
-    for name in ("keys", "data", "runs"):
-        value = getattr(settings, name)
-        if value is not None and not re.fullmatch(r"/[^:\n]*", value):
-            raise ConfigError(
-                f"cluster.{name}={value} is not a folder for Docker; give an absolute path without a colon"
-            )
+    folder = "a folder for Docker; give an absolute path without a colon"
+    check_texts(settings, ("keys", "data", "runs"), r"/[^:\n]*", folder)
     return {"hosts": hosts_word(job.hosts)}

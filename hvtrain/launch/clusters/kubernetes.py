@@ -11,6 +11,7 @@ from typing import Any
 
 from hvtrain.config.validate import setting
 from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import check_texts
 from hvtrain.launch.job import Job
 
 # A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
@@ -38,26 +39,20 @@ class Settings:
     keep_seconds: int = setting(86400, "seconds for which the finished job and its logs stay", low=0)
 
 
-def mpijob(job: Job, settings: Settings) -> dict[str, Any]:
-    """What the MPIJob's template needs. Raises ConfigError for what cannot start."""
-    _check(job, settings, "mpijob")
-    if job.is_elastic and job.controller != "gloo":
-        raise ConfigError(f"--min-np came with --{job.controller}; elastic jobs need Gloo: use --gloo")
-    return _values(max(job.num_ranks, job.max_ranks or 0) if job.is_elastic else job.num_ranks, settings)
-
-
-def trainjob(job: Job, settings: Settings) -> dict[str, Any]:
-    """What the TrainJob's template needs. Raises ConfigError for what cannot start."""
-    _check(job, settings, "trainjob")
-    if job.is_elastic:
+def values(job: Job, settings: Settings) -> dict[str, Any]:
+    """What the templates need. Raises ConfigError for what the cluster would refuse, or what could not start there."""
+    if not settings.image:
         raise ConfigError(
-            "cluster=trainjob came with --min-np; a TrainJob keeps its size: leave it out or use cluster=mpijob"
+            "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
         )
-    return _values(job.num_ranks, settings)
-
-
-def _values(max_ranks: int, settings: Settings) -> dict[str, Any]:
-    ranks = settings.ranks_per_worker
+    of_letters = f"a name for Kubernetes; use up to {LONGEST_NAME} of a-z, 0-9 and -, a letter first"
+    check_texts(settings, ["name"], rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?", of_letters)
+    names = "a name for Kubernetes; use a-z, 0-9, - and dots"
+    check_texts(settings, ("namespace", "data_claim", "runs_claim"), r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", names)
+    amount = "an amount of memory; write 16Gi or 512Mi"
+    check_texts(settings, ("memory_per_rank", "shared_memory"), r"[1-9]\d*([KMGT]i|[kMGT])?", amount)
+    check_texts(settings, ["data_path"], r"/[^:]*", "a place to mount data; give an absolute path without a colon")
+    max_ranks, ranks = max(job.num_ranks, job.max_ranks or 0), settings.ranks_per_worker
     if max_ranks % ranks:
         raise ConfigError(
             f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}; "
@@ -65,30 +60,3 @@ def _values(max_ranks: int, settings: Settings) -> dict[str, Any]:
         )
     memory = re.sub(r"\d+", lambda amount: str(ranks * int(amount[0])), settings.memory_per_rank)
     return {"max_ranks": max_ranks, "num_workers": max_ranks // ranks, "worker_memory": memory}
-
-
-def _check(job: Job, settings: Settings, kind: str) -> None:
-    """Raises ConfigError for what the cluster would refuse, or what could not start there."""
-    if job.hosts:
-        raise ConfigError(
-            f"cluster={kind} came with -H; Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
-        )
-    if not settings.image:
-        raise ConfigError(
-            f"cluster={kind} has no image; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
-        )
-    if len(settings.name) > LONGEST_NAME or not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", settings.name):
-        raise ConfigError(
-            f"cluster.name={settings.name} is not a name for Kubernetes; use up to {LONGEST_NAME} of a-z, 0-9 and -, "
-            f"a letter first"
-        )
-    for key in ("namespace", "data_claim", "runs_claim"):
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", value := getattr(settings, key) or "none"):
-            raise ConfigError(f"cluster.{key}={value} is not a name for Kubernetes; use a-z, 0-9, - and dots")
-    for key in ("memory_per_rank", "shared_memory"):
-        if not re.fullmatch(r"[1-9]\d*([KMGT]i|[kMGT])?", value := getattr(settings, key)):
-            raise ConfigError(f"cluster.{key}={value} is not an amount of memory; write 16Gi or 512Mi")
-    if not re.fullmatch(r"/[^:]*", settings.data_path):
-        raise ConfigError(
-            f"cluster.data_path={settings.data_path} cannot be mounted; give an absolute path without a colon"
-        )

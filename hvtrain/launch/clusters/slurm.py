@@ -6,13 +6,13 @@ Slurm keeps the job's number, so the run folder is the same.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from hvtrain.config.validate import setting
 from hvtrain.errors import RESTART_HELPS, ConfigError
+from hvtrain.launch.clusters import check_texts
 from hvtrain.launch.job import Job
 
 
@@ -37,68 +37,15 @@ class Settings:
 
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the template needs. Raises ConfigError for what no allocation of whole hosts can hold."""
-    if job.hosts:
-        raise ConfigError("cluster=slurm came with -H; Slurm chooses the hosts: leave -H out and set cluster.nodes")
-    if job.is_elastic:
-        raise ConfigError("cluster=slurm came with --min-np; an allocation keeps its size: leave --min-np out")
-    nodes, ranks_per_node = _layout(job.num_ranks, settings)
-    _check(settings)
-    # The launcher checks the settings of a run once more; it takes any other command as it is.
-    is_run = job.command[:3] == ("python", "-m", "hvtrain")
-    return {
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "words": job.command[3:] if is_run else job.command,
-        "needs_run_folder": needs_run_folder(job.command),
-        "resumes": is_run and not any(word.startswith("resume=") for word in job.command),
-        "restart_code": RESTART_HELPS,
-    }
-
-
-def needs_run_folder(command: Sequence[str]) -> bool:
-    """True for a training that names no run folder, so that its next start would not find what it saved.
-
-    >>> needs_run_folder(["python", "-m", "hvtrain", "model=cnn"])
-    True
-    >>> needs_run_folder(["python", "-m", "hvtrain", "run.dir=runs/a"])
-    False
-    >>> needs_run_folder(["python", "-m", "hvtrain.verify"])
-    False
-    """
-    trains = ("-m", "hvtrain") in pairwise(command)
-    return trains and not any(re.match(r"\+{0,2}run\.dir=", word) for word in command)
-
-
-def seconds(limit: str) -> int:
-    """Seconds of a time limit as Slurm writes it. Raises ConfigError.
-
-    >>> seconds("90"), seconds("1:30:00"), seconds("2-12")
-    (5400, 5400, 216000)
-    """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if not found:
-        raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
-    days, first, second, third = (int(part) if part else 0 for part in found.groups())
-    if found[1] is None and found[4] is None:  # minutes, or minutes:seconds
-        return first * 60 + second
-    return days * 86400 + first * 3600 + second * 60 + third
-
-
-def _layout(num_ranks: int, settings: Settings) -> tuple[int, int]:
-    """Hosts, and ranks on each: the same on all, as sbatch asks for them."""
-    nodes = settings.nodes or max(1, num_ranks // (settings.ranks_per_node or num_ranks))
-    ranks_per_node = settings.ranks_per_node or num_ranks // nodes
-    if nodes * ranks_per_node != num_ranks:
-        given = [
-            f"cluster.{name}={value}" for name in ("nodes", "ranks_per_node") if (value := getattr(settings, name))
-        ]
+    # The same number of ranks on all hosts, as sbatch asks for them.
+    nodes = settings.nodes or max(1, job.num_ranks // (settings.ranks_per_node or job.num_ranks))
+    ranks_per_node = settings.ranks_per_node or job.num_ranks // nodes
+    if nodes * ranks_per_node != job.num_ranks:
+        asked = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
+        given = " ".join(f"cluster.{name}={value}" for name, value in asked.items() if value)
         raise ConfigError(
-            f"-np {num_ranks} does not divide over {' '.join(given)}; Slurm gives each host the same number of ranks"
+            f"-np {job.num_ranks} does not divide over {given}; Slurm gives each host the same number of ranks"
         )
-    return nodes, ranks_per_node
-
-
-def _check(settings: Settings) -> None:
     if settings.time is None:
         raise ConfigError("cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00")
     last_signal = settings.signal_seconds + 60  # Slurm may send it up to a minute early
@@ -107,7 +54,28 @@ def _check(settings: Settings) -> None:
             f"cluster.time={settings.time} leaves no time to train: the run is told to save up to {last_signal} s "
             f"before it; raise it, or lower cluster.signal_seconds={settings.signal_seconds}"
         )
-    for name in ("name", "partition", "account", "qos", "output"):
-        value = getattr(settings, name)
-        if value is not None and not re.fullmatch(r"[\w./%+@:,=~-]+", value):
-            raise ConfigError(f"cluster.{name}={value!r} has a character that #SBATCH cannot take; use another name")
+    names = "what #SBATCH can take; use a name of letters, digits and ./%+@:,=~-_ without blanks"
+    check_texts(settings, ("name", "partition", "account", "qos", "output"), r"[\w./%+@:,=~-]+", names)
+    # The launcher checks the settings of a run once more; it takes any other command as it is.
+    is_run = job.command[:3] == ("python", "-m", "hvtrain")
+    return {
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "words": job.command[3:] if is_run else job.command,
+        # A training that names no run folder would not find at its next start what it saved.
+        "needs_run_folder": ("-m", "hvtrain") in pairwise(job.command)
+        and not any(re.match(r"\+{0,2}run\.dir=", word) for word in job.command),
+        "resumes": is_run and not any(word.startswith("resume=") for word in job.command),
+        "restart_code": RESTART_HELPS,
+    }
+
+
+def seconds(limit: str) -> int:
+    """Seconds of a time limit as Slurm writes it. Raises ConfigError."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not found:
+        raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
+    days, first, second, third = (int(part) if part else 0 for part in found.groups())
+    if found[1] is None and found[4] is None:  # minutes, or minutes:seconds
+        return first * 60 + second
+    return days * 86400 + first * 3600 + second * 60 + third

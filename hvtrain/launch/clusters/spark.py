@@ -3,13 +3,13 @@
 Each rank is one Spark task with cores of its own, and all run at once; hvtrain/spark.py is the driver's side.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from hvtrain.config.validate import setting
 from hvtrain.errors import ConfigError
+from hvtrain.launch.clusters import check_texts
 from hvtrain.launch.job import Job
 
 
@@ -34,45 +34,31 @@ class Settings:
 
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the template needs. Raises ConfigError for what cannot start."""
-    _check(job, settings)
-    executors = settings.executors or job.num_ranks
-    if job.num_ranks % executors:
-        raise ConfigError(
-            f"cluster.executors={executors} does not divide {job.num_ranks} ranks; all executors take as many"
-        )
-    memory = re.fullmatch(r"([1-9]\d*)([mg])", settings.memory_per_rank)
-    if not memory:
-        raise ConfigError(
-            f"cluster.memory_per_rank={settings.memory_per_rank} is not an amount of memory; write 8g or 512m"
-        )
-    ranks_per_executor = job.num_ranks // executors
-    return {
-        "words": job.command[3:],
-        "executors": executors,
-        "ranks_per_executor": ranks_per_executor,
-        "overhead": f"{int(memory[1]) * ranks_per_executor}{memory[2]}",
-        "python": settings.python or sys.executable,
-    }
-
-
-def _check(job: Job, settings: Settings) -> None:
     if job.command[1:3] != ("-m", "hvtrain"):
         raise ConfigError(
             f"cluster=spark can only run python -m hvtrain, and {' '.join(job.command[:3])} came; "
             "give settings of a run after --"
         )
-    if job.is_elastic:
-        raise ConfigError("cluster=spark came with --min-np; its ranks are fixed: leave --min-np out")
-    if job.hosts:
-        raise ConfigError("cluster=spark came with -H; Spark chooses the hosts: give -np alone")
-    if settings.master != "yarn" and not re.fullmatch(r"spark://\S+|local\S*", settings.master):
-        raise ConfigError(f"cluster.master={settings.master} is not a master; give yarn or spark://HOST:7077")
-    if settings.deploy_mode == "cluster":
-        if settings.master != "yarn":
-            raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {settings.master}; choose client")
-        if not any(word.startswith("run.dir=/") for word in job.command):
-            raise ConfigError(
-                "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
-            )
+    check_texts(settings, ["master"], r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077")
+    check_texts(settings, ["memory_per_rank"], r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m")
+    if settings.deploy_mode == "cluster" and settings.master != "yarn":
+        raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {settings.master}; choose client")
+    if settings.deploy_mode == "cluster" and not any(word.startswith("run.dir=/") for word in job.command):
+        raise ConfigError(
+            "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
+        )
     if settings.gpus_per_rank > 1:
         raise ConfigError(f"cluster.gpus_per_rank={settings.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
+    executors = settings.executors or job.num_ranks
+    ranks_per_executor, rest = divmod(job.num_ranks, executors)
+    if rest:
+        raise ConfigError(
+            f"cluster.executors={executors} does not divide {job.num_ranks} ranks; all executors take as many"
+        )
+    return {
+        "words": job.command[3:],
+        "executors": executors,
+        "ranks_per_executor": ranks_per_executor,
+        "overhead": f"{int(settings.memory_per_rank[:-1]) * ranks_per_executor}{settings.memory_per_rank[-1]}",
+        "python": settings.python or sys.executable,
+    }
