@@ -106,12 +106,12 @@ def _report(error: BaseException, rank: int) -> int:
     if not isinstance(error, UserError):
         if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
             # This rank only lost the others. They report first.
-            text = "stopped because another rank did; its message stands above"
+            text = "stopped because another rank did; see its message above"
             console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
             return 1
         traceback.print_exc()
         summary = str(error).strip().partition("\n")[0]
-        what = f"{type(error).__name__}: {summary}; its traceback stands above"
+        what = f"{type(error).__name__}: {summary}; see its traceback above"
         console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
         return 1
     if any(word == "debug=true" for word in map(str.lower, sys.argv)):

@@ -13,7 +13,7 @@ from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system import verdict
 from hvtrain.system.verdict import Verdict
 
-AGAIN = "start it again with the same run.dir, and it goes on from the newest checkpoint"
+AGAIN = "run the same command with the same run.dir to resume from the newest checkpoint"
 RULER = "-" * 74  # Open MPI puts one before and after each of its messages.
 LOST = 255  # ssh's exit code when its connection breaks; Open MPI's too.
 
@@ -115,7 +115,7 @@ class Listener:
         elif text.startswith("Traceback (most recent call last)"):
             self._in_traceback.add(rank)
         elif rank in self._in_traceback and re.fullmatch(_EXCEPTION, text):
-            self.verdicts[rank] = Verdict(rank, f"{text}; its traceback stands above")
+            self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
             self._in_traceback.discard(rank)
         else:
             self._read_ssh(text)

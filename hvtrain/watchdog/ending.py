@@ -35,7 +35,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 def how_to_go_on(folder: Path | None) -> str:
     """The advice at the end of a message."""
     if folder is None:
-        return "start the same line again"
+        return "run the same command again"
 
     def newest() -> str:
         place = folder / "checkpoints"
@@ -47,7 +47,7 @@ def how_to_go_on(folder: Path | None) -> str:
         return f"{there} on {note.host}, or a newer one" if note and note.step and there > here else here or none
 
     where = within(SECONDS_FOR_FILES, newest, "the newest checkpoint")
-    return f"the same line with run.dir={folder} goes on from {where}"
+    return f"run the same command with run.dir={folder} to resume from {where}"
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:

@@ -8,7 +8,7 @@ from launching import HASTY
 
 pytestmark = [pytest.mark.distributed, needs_lab]
 
-AGAIN = "start it again with the same run.dir, and it goes on from the newest checkpoint"
+AGAIN = "run the same command with the same run.dir to resume from the newest checkpoint"
 nightly, release = pytest.mark.nightly, pytest.mark.release
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
     code, output = lab.run("s1", *line(how, "s1:1,s2:1", *fate(tmp_path, what, rank, *mpi)))
     expected, cause = {
         "SIGKILL": (75, f"killed by SIGKILL; {AGAIN}"),
-        "raise": (1, "ValueError: a bad thing; its traceback stands above"),
+        "raise": (1, "ValueError: a bad thing; see its traceback above"),
         "exit7": (7, "ended with exit code 7; see its output above"),
     }[what]
     assert code == expected, output

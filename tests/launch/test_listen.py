@@ -131,7 +131,7 @@ def test_what_a_rank_says_of_itself_goes_before_what_it_says_of_others():
     )
     assert listener.verdicts == {
         0: Verdict(None, "another rank did"),
-        1: Verdict(1, "ValueError: bad thing; its traceback stands above"),
+        1: Verdict(1, "ValueError: bad thing; see its traceback above"),
         2: Verdict(2, "KeyError: 'x'"),
     }
 

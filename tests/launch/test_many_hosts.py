@@ -295,7 +295,7 @@ def test_a_host_without_this_environment(lab):
 
 @pytest.mark.nightly
 def test_preemption(lab):
-    """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same line goes on."""
+    """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same command resumes."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
     signal_it = (
         f"{PYTHON} -m hvtrain.launch {shlex.join(line)} train.epochs=100000 & launcher=$!; "

@@ -94,7 +94,7 @@ def test_a_lost_host_is_left_out(tmp_path, hosts, options, then):
 @needs_lab
 @pytest.mark.nightly
 def test_too_few_hosts_use_up_the_restarts(tmp_path):
-    """The code still says that the same line may help: the host may come back."""
+    """The code still says that the same command may help: the host may come back."""
     with Lab(2) as lab:
         more = ("--max-restarts", "2", "--logs", str(tmp_path / "logs"))
         launched = started(lab, line("launch-gloo", "s1:1,s2:1", *fate(tmp_path, "wait", "0"), options=more))

@@ -2,7 +2,7 @@
 
     python tests/support/soak.py --kills 200
 
-Every start is the same line with the same run.dir. After each kill all ranks are gone, no shared memory is left, and
+Every start is the same command with the same run.dir. After each kill all ranks are gone, no shared memory is left, and
 the exit code says that a restart helps. At the end all arrays of the last checkpoint (weights, slots, step, rate,
 seeds of both ranks) and the metrics of history.csv are those of a run that nobody touched.
 """

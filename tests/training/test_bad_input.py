@@ -86,7 +86,7 @@ def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, where
     )
     short = error if where == "callback" else r"\w+Error: .*"  # TensorFlow's of a graph says little in its first line.
     lines = said(output)
-    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {short}; its traceback stands above", lines[0]), output
+    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {short}; see its traceback above", lines[0]), output
     others = [line for line in lines if "stopped because" in line]
     assert all(re.search(rf"because rank {rank} on \S+ failed: {short}", line) for line in others), output
     # Gloo's launcher is ours and speaks last; bare mpirun's is not, so that the other rank may.

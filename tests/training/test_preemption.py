@@ -1,4 +1,4 @@
-"""A signal to one rank: all ranks save the same step and end with 75; the same line goes on to the same bits."""
+"""A signal to one rank: all ranks save the same step and end with 75; resumed, the run ends with the same bits."""
 
 import os
 import signal

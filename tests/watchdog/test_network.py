@@ -109,7 +109,7 @@ def test_a_network_that_is_cut_for_good(lab, how):
     print(f"{how}: the launcher ended {time.monotonic() - began:.0f} s after the cut, with {code}")
     told = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
     assert told in run.output
-    assert f"the same line with run.dir={lab.home}/run goes on from step-000000" in run.output
+    assert f"run the same command with run.dir={lab.home}/run to resume from step-000000" in run.output
     assert "Traceback" not in run.output
     assert code == 75 or how == "mpirun", run.output
     deadline = began + 120

@@ -69,7 +69,7 @@ class Ranks:
             time.sleep(0.02)
 
 
-GOES_ON = "the same line with run.dir={folder} goes on from step-00000012"
+GOES_ON = "run the same command with run.dir={folder} to resume from step-00000012"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ranks import MARK, rank_processes, send
 pytestmark = pytest.mark.distributed
 
 OWN = ROOT / "tests/support/own_faults"
-GOES_ON = "the same line with run.dir={run} goes on from step-00000022"
+GOES_ON = "run the same command with run.dir={run} to resume from step-00000022"
 HANGS = "+callbacks.acts={_target_: stuck.Acts, rank: %d, step: 30, what: %s}"
 
 

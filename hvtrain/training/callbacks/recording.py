@@ -54,7 +54,7 @@ class Recording(RunCallback):
         except StorageError as error:
             if self.run.config.checkpoint.on_error == "stop":
                 raise
-            log.warning("%s; training goes on (checkpoint.on_error=warn)", error)
+            log.warning("%s; training continues (checkpoint.on_error=warn)", error)
 
 
 def verbosity(is_chief: bool) -> int:
