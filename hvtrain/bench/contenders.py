@@ -10,7 +10,7 @@ from hvtrain.bench.processes import HOROVOD, launch_and_report
 from hvtrain.errors import ConfigError
 
 RUNNER = "hvtrain"
-HAND = "hvtrain.bench.by_hand"
+BY_HAND = "hvtrain.bench.by_hand"
 CLOCK = "hvtrain.bench.clock.Clock"
 
 
@@ -37,7 +37,7 @@ class Contender:
 
     @property
     def trains(self) -> bool:
-        return self.module != f"{HAND}.batches"
+        return self.module != f"{BY_HAND}.batches"
 
     @property
     def is_one_rank(self) -> bool:
@@ -50,15 +50,19 @@ CONTENDERS = {
     for contender in (
         Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, HOROVOD[0]),
         Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, HOROVOD[1]),
-        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", f"{HAND}.tape_loop", HOROVOD[0]),
-        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", f"{HAND}.tape_loop", HOROVOD[1]),
-        Contender("fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", f"{HAND}.keras_fit", HOROVOD[0]),
-        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{HAND}.multi_worker", "workers"),
-        Contender("parameter-server", "ParameterServerStrategy, asynchronous", f"{HAND}.parameter_server", "servers"),
-        Contender("independent", "one-rank jobs that never talk: the ceiling", f"{HAND}.plain_keras", "independent"),
-        Contender("batches", "no model: the data alone, in as many processes", f"{HAND}.batches", "independent"),
+        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", f"{BY_HAND}.tape_loop", HOROVOD[0]),
+        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", f"{BY_HAND}.tape_loop", HOROVOD[1]),
+        Contender(
+            "fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", f"{BY_HAND}.keras_fit", HOROVOD[0]
+        ),
+        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{BY_HAND}.multi_worker", "workers"),
+        Contender(
+            "parameter-server", "ParameterServerStrategy, asynchronous", f"{BY_HAND}.parameter_server", "servers"
+        ),
+        Contender("independent", "one-rank jobs that never talk: the ceiling", f"{BY_HAND}.plain_keras", "independent"),
+        Contender("batches", "no model: the data alone, in as many processes", f"{BY_HAND}.batches", "independent"),
         Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
-        Contender("keras", "plain Keras fit on one process", f"{HAND}.plain_keras", "alone"),
+        Contender("keras", "plain Keras fit on one process", f"{BY_HAND}.plain_keras", "alone"),
     )
 }
 

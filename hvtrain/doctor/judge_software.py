@@ -21,12 +21,10 @@ def judge_software(cluster: Cluster) -> list[Row]:
 
 def _folder(cluster: Cluster) -> list[Row]:
     folder = next(iter(cluster.values()))["working_folder"]
-    failures = [
-        fail("folder", host, f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}")
-        for host, facts in cluster.items()
-        if not facts["folder_exists"]
-    ]
-    return all_or(failures, "folder", f"{folder} is there")
+    found = f"has no {folder}, in which ranks start"
+    without = [host for host, facts in cluster.items() if not facts["folder_exists"]]
+    rows = [fail("folder", host, found, f"on {host}: mkdir -p {folder}") for host in without]
+    return all_or(rows, "folder", f"{folder} is there")
 
 
 def _python(cluster: Cluster) -> list[Row]:

@@ -27,11 +27,11 @@ from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
 from hvtrain.horovodrun import changes
-from hvtrain.launch import on_host, reach, reached
+from hvtrain.launch import on_host, reach
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
-from hvtrain.launch.reached import URI_FILE, Reached
+from hvtrain.launch.reach import URI_FILE, Reached
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system.verdict import Verdict
 
@@ -64,7 +64,7 @@ def main() -> None:
         if os.getppid() != parent and on_host.MARK in os.environ:
             # The supervisor was killed, so nothing else will end the ranks of other hosts.
             folder = Path(os.environ[on_host.MARK])
-            reached.read(folder).clear(str(folder), reached.job(folder))
+            Reached.read(folder).clear(str(folder), reach.mpirun_job(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 

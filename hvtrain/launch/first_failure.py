@@ -170,13 +170,10 @@ def judge(
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
 ) -> Failure:
-    """The failure behind an end.
+    """The failure behind an end, from verdicts by the rank that wrote them, and each rank's host.
 
-    Args:
-        verdicts: by the rank that wrote them.
-        hosts: each rank's host.
-        out_of_memory: hosts whose kernel has ended processes for lack of memory meanwhile.
-        lost: hosts to which ssh lost its connection, or which no longer answer.
+    out_of_memory: hosts whose kernel has ended processes for lack of memory meanwhile. lost: hosts to which ssh lost
+    its connection, or which no longer answer.
     """
     rank = int(end.place) if end.place.isdigit() else None
     own = {number: found for number, found in verdicts.items() if found.rank == number}

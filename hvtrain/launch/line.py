@@ -7,8 +7,7 @@ from pathlib import Path
 
 from hvtrain.launch.job import Job, hosts_word
 from hvtrain.launch.on_host import MARK
-from hvtrain.launch.reach import Paths, mpi_options
-from hvtrain.launch.reached import URI_FILE
+from hvtrain.launch.reach import URI_FILE, Paths, mpi_options
 from hvtrain.launch.ssh import Ssh
 
 

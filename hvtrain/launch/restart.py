@@ -16,7 +16,6 @@ from hvtrain.launch import environment, reach
 from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.reached import Reached
 from hvtrain.launch.start import Ending, Launch, Signals
 from hvtrain.system import console
 
@@ -91,7 +90,7 @@ def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
         job = replace(job, hosts=used_hosts(places))
     # horovodrun checks the hosts itself.
     paths = reach.check([host.name for host in job.hosts], way.ssh) if way.mpirun else None
-    known = Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
+    known = reach.Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
     output = RankOutput(logs, places)
     variables = environment.for_launcher(os.environ, job.environment)
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
-from hvtrain.launch import on_host, reached
+from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
-from hvtrain.launch.reached import Reached
+from hvtrain.launch.reach import Reached, mpirun_job
 
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
@@ -72,12 +72,10 @@ class Signals:
 
 
 class Launch:
-    """A launcher and all that it starts, known by the folder's name as their mark.
+    """A launcher and all that it starts, known by their mark: on_host.MARK holds the name of this launch's own folder.
 
-    Args:
-        output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output.
-        folder: this launch's alone, as long as it runs; on_host.MARK holds its name.
-        known: the hosts; None: the launcher writes them into the folder.
+    output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output. known: the hosts;
+    None: the launcher writes them into the folder.
     """
 
     def __init__(
@@ -210,10 +208,10 @@ class Launch:
         self._clear()
 
     def _clear(self) -> dict[str, Answer | None]:
-        return self._reached().clear(str(self._folder), reached.job(self._folder))
+        return self._reached().clear(str(self._folder), mpirun_job(self._folder))
 
     def _reached(self) -> Reached:
-        return self._known or reached.read(self._folder)
+        return self._known or Reached.read(self._folder)
 
 
 def _grew(before: int | None, after: int | None) -> bool:

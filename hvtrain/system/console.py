@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -139,7 +140,9 @@ def say_error(
     wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
     if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:
         return
-    found = verdict.of_message(message, rank if culprit == THIS_RANK else culprit)
+    # The message may name the rank at fault itself. So long a cause fits into one piece of what mpirun passes on.
+    culprit = rank if culprit == THIS_RANK else culprit
+    found = verdict.Verdict(culprit, re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000])
     where = f"rank {rank}: " if rank and not message.startswith(f"rank {rank} ") else ""
     # One write: launchers make Python's output unbuffered and put their mark before each piece.
     sys.stderr.write(f"{found.line()}hvtrain: {where}{message}\n")

@@ -2,14 +2,11 @@
 
 import json
 import os
-import re
 from dataclasses import asdict, dataclass
 
 PREFIX = "hvtrain-verdict: "
 # Every process of a launch that hvtrain watches has this variable (launch/on_host.py calls it MARK).
 _WATCHED = "HVTRAIN_LAUNCH"
-# Fits into one piece of what mpirun passes on.
-_MAX_CAUSE = 2000
 
 
 @dataclass(frozen=True)
@@ -23,11 +20,6 @@ class Verdict:
     def line(self) -> str:
         """The line to write; empty where no launcher would read and hide it."""
         return f"{PREFIX}{json.dumps(asdict(self))}\n" if _WATCHED in os.environ else ""
-
-
-def of_message(message: str, rank: int | None) -> Verdict:
-    """The verdict behind an error message, which may name the rank at fault itself."""
-    return Verdict(rank, re.sub(rf"^rank {rank} on \S+?(?: failed)?: ", "", message)[:_MAX_CAUSE])
 
 
 def read(line: str) -> Verdict | None:

@@ -157,7 +157,6 @@ class Connections:
         connection.send({"kind": "challenge", "challenge": connection.challenge})
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        end = ""
         messages: list[Message] = []
         try:
             data = connection.socket.recv(1 << 16)

@@ -147,8 +147,6 @@ class Launcher:
         """False on a silent network."""
         try:
             socket.create_connection(self._port or ("", 0), timeout=1.0).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
         return False

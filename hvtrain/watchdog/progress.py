@@ -45,11 +45,9 @@ class SuspensionClock:
 
 
 class Progress:
-    """The main thread reports at almost no cost; `look` is for one other thread.
+    """The main thread reports at almost no cost; `look` is for one other thread, which calls it every beat_seconds.
 
-    Args:
-        marks: how far this process's steps came inside the graph, where Python sees nothing.
-        beat_seconds: how often `look` is called.
+    marks: how far this process's steps came inside the graph, where Python sees nothing.
     """
 
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0), beat_seconds: float = 1.0) -> None:

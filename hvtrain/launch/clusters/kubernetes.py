@@ -14,9 +14,6 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters import check_texts
 from hvtrain.launch.job import Job
 
-# A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
-LONGEST_NAME = 40
-
 
 @dataclass
 class Settings:
@@ -45,8 +42,9 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
         raise ConfigError(
             "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
         )
-    of_letters = f"a name for Kubernetes; use up to {LONGEST_NAME} of a-z, 0-9 and -, a letter first"
-    check_texts(settings, ["name"], rf"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?", of_letters)
+    # A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
+    short = "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first"
+    check_texts(settings, ["name"], r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", short)
     names = "a name for Kubernetes; use a-z, 0-9, - and dots"
     check_texts(settings, ("namespace", "data_claim", "runs_claim"), r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", names)
     amount = "an amount of memory; write 16Gi or 512Mi"
