@@ -146,10 +146,7 @@ class RunConfig:
 
 
 def from_dict(tree: dict[str, Any]) -> RunConfig:
-    """Checks a plain nested dictionary and returns its RunConfig.
-
-    Raises ConfigError, which names the setting, its value, and the values allowed.
-    """
+    """The RunConfig of a plain nested dictionary, or ConfigError that names setting, value and what is allowed."""
     given = flatten(tree)
     for name, new in RENAMED.items():
         if name in given:

@@ -18,10 +18,7 @@ def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[
 
 
 def typed(schema: type, tree: Any, path: str = "") -> Any:
-    """The tree as the dataclass `schema`, whose fields `setting` made. path is a prefix of names in messages.
-
-    Raises ConfigError that names the setting, its value, and the allowed values.
-    """
+    """The tree as the dataclass `schema`, whose fields `setting` made; else ConfigError. path begins all names."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{path.rstrip('.')}={tree!r} is not a group of settings")
     known = {item.name: item for item in fields(schema)}

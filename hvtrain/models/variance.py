@@ -39,11 +39,7 @@ class LayerSignal:
 
 
 def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[LayerSignal]:
-    """Measures every layer of a functional model on one batch, in the order of its layers.
-
-    The model runs as in training (dropout drops, batch normalization uses the batch), with cross-entropy on its
-    logits, the output of the last layer.
-    """
+    """Measures each layer of a functional model on one batch, as in training, with cross-entropy on its logits."""
     inner = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     probe = keras.Model(model.input, [layer.output for layer in inner])
     weights = model.trainable_variables

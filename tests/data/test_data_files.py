@@ -191,8 +191,10 @@ def test_cifar10_reads_the_binary_version(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"data_batch_2\.bin: 12292 bytes expected, 3073 found"):
         cifar10_module.cifar10(dir=str(tmp_path)).num_examples("train")
     (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match=r"lacks data_batch_1\.bin.*unpack the binary version"):
+    with pytest.raises(DataError, match=r"cifar-10-batches-bin lacks data_batch_3\.bin; unpack the binary version"):
         cifar10_module.cifar10(dir=str(tmp_path))
+    with pytest.raises(DataError, match=r"elsewhere lacks data_batch_1\.bin, data_batch_2\.bin, .*unpack the binary"):
+        cifar10_module.cifar10(dir=str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs the Debian package dataset-fashion-mnist")

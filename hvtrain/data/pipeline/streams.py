@@ -88,10 +88,7 @@ def regrouped(
 
 
 class StreamedSource(Source):
-    """A source whose streams are read in batches, then augmented (in training) and normalized by `transform`.
-
-    A subclass says which batches there are, as (step, batch), and how a batch is read.
-    """
+    """A source whose streams are read in batches, then augmented (in training) and normalized by `transform`."""
 
     transform: Transform = Transform()
 
