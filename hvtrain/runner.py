@@ -22,10 +22,9 @@ from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.run import Run
+from hvtrain.training.run import Run, summary
 from hvtrain.training.saved_model import export
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
-from hvtrain.training.summary import summary
 
 log = logging.getLogger(__name__)
 

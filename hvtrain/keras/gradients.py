@@ -107,12 +107,9 @@ class FiniteCheck:
         return [rank for rank, fault in enumerate(self._at_fault.numpy()) if fault]
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
-        """The gradients in `reduced`, once they are known to be finite.
+        """The gradients in `reduced`, once they are known to be finite; `own` are this rank's before the reduction.
 
-        Args:
-            own: this rank's gradients before the reduction.
-            reduced: gradients after it.
-            excused: a condition, the same on all ranks, under which non-finite gradients pass.
+        excused: a condition, the same on all ranks, under which non-finite gradients pass.
         """
 
         def fail() -> tf.Operation:

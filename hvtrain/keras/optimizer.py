@@ -167,7 +167,7 @@ def is_distributed(optimizer: Any) -> bool:
 def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
     hook = hook_of(optimizer)
-    return hook.reducer.num_reductions if hook else 0
+    return int(hook.reducer.count.numpy()) if hook else 0
 
 
 def divide_losses(optimizer: Any) -> None:

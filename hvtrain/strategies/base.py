@@ -1,7 +1,7 @@
 """Interface of strategies. Each base class is the single process, so the runner never asks which strategy it has."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +42,8 @@ class Strategy:
 
     marks: StepMarks
     """Counts and times of this process's steps. Made by start."""
+    devices: Sequence[str] = ()
+    """The device of each rank, by rank, after start."""
 
     def __init__(self) -> None:
         self.comm = Comm()
@@ -140,10 +142,6 @@ class Strategy:
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
         return None
-
-    def devices(self) -> list[str]:
-        """Returns the device of each rank, by rank, after start. Not collective."""
-        return []
 
     def description(self) -> str:
         """Names the means of communication, for the run's summary. Not collective."""

@@ -67,11 +67,10 @@ class HorovodStrategy(Strategy):
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
         self.comm = HorovodComm()
-        self._devices: list[str] = []
 
     def start(self) -> Topology:
         hvd.init()
-        self._devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
+        self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         return super().start()
 
@@ -140,9 +139,6 @@ class HorovodStrategy(Strategy):
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
         cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
         return cause
-
-    def devices(self) -> list[str]:
-        return self._devices
 
     def description(self) -> str:
         if hvd.size() == 1:

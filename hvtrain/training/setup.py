@@ -101,7 +101,7 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
 
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     """Builds the learning rate over the plan's own steps."""
-    schedule: Schedule = build(
+    return build(
         "schedule",
         config.schedule,
         base=plan.base_learning_rate,
@@ -109,7 +109,6 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
         steps_per_epoch=plan.steps_per_epoch,
         num_steps=plan.scheduled_steps,
     )
-    return schedule
 
 
 class LearningRate:
@@ -118,10 +117,7 @@ class LearningRate:
     Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
     ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
     own LearningRateSchedule cannot be set.
-
-    Args:
-        schedule: the rate by step.
-        shift: optimizer steps that the schedule does not count; see StepPlan.
+    The schedule leaves out the first `shift` optimizer steps; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:
