@@ -184,7 +184,8 @@ def divide_losses(optimizer: Any) -> None:
 def ranks_at_fault(optimizer: Any) -> list[int]:
     """Ranks whose own gradient was not finite, after a step failed because of it."""
     hook = hook_of(optimizer)
-    return hook.finite_check.ranks if hook and hook.finite_check else []
+    faults = hook.finite_check.at_fault.numpy() if hook and hook.finite_check else []
+    return [rank for rank, fault in enumerate(faults) if fault]
 
 
 def local_weights(local_layers: Any) -> list[Any]:

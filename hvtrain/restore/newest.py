@@ -21,7 +21,7 @@ from hvtrain.errors import CheckpointError
 from hvtrain.restore.candidates import Candidate, check_notes, check_one_run, check_resume, of_run
 from hvtrain.restore.resume import ResumePoint, RunState
 from hvtrain.restore.transfer import send_arrays
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)

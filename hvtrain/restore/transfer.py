@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 
 # A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20

@@ -15,8 +15,7 @@ from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm, Strategy
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20

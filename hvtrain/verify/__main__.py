@@ -19,11 +19,6 @@ examples:
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(compose_and_verify)
-
-
 def compose_and_verify() -> int:
     """Runs the checks of the library, and those of the user's run if the line has settings of one."""
     Parser(
@@ -50,4 +45,4 @@ Exits with 1 when a check fails.""",
 
 
 if __name__ == "__main__":
-    main()
+    enter(compose_and_verify)

@@ -18,7 +18,7 @@ from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState
 from hvtrain.restore.transfer import send_arrays
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.watchdog.ending import how_to_go_on
 

@@ -13,7 +13,7 @@ from hvtrain.checkpoint import store
 from hvtrain.checkpoint.callback_records import NUMBERS, SavedCallbacks
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epoch_metrics import Validation
 from hvtrain.training.callbacks.position import RunCallback
