@@ -20,9 +20,7 @@ RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; i
 class Parser(argparse.ArgumentParser):
     """The options of a command, whose errors are one line.
 
-    Args:
-        prog: begins with "python -m MODULE", for subcommands too.
-        more_help: appended to --help; called only for that.
+    prog begins with "python -m MODULE", for subcommands too. more_help makes what follows --help, called only for that.
     """
 
     def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **more: Any) -> None:

@@ -13,7 +13,6 @@ from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import Preempted
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
-from hvtrain.strategies import loop
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
 from hvtrain.system.versions import versions
@@ -22,10 +21,9 @@ from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.run import Run
+from hvtrain.training.run import Run, summary
 from hvtrain.training.saved_model import export
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
-from hvtrain.training.summary import summary
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +115,7 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
             verbose, steps = verbosity(run.topology.is_chief), call_steps(config, strategy, callbacks)
-            loop.train(model, run.batches_from, run.plan, start.step, callbacks, verbose, steps, strategy.marks)
+            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, verbose, steps)
     return monitors
 
 

@@ -7,14 +7,12 @@ Python sees neither the wait for a batch nor the wait for other ranks. loop and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Total seconds of `steps` steps of this process.
 
     data: wait for a batch. communication: from this rank's gradients to the reduced ones, including the wait for slower
@@ -27,12 +25,11 @@ class StepTimes:
     communication: float
 
     def __sub__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+        return StepTimes(*(mine - its for mine, its in zip(self, other)))
 
     def each(self) -> StepTimes:
         """Mean times of one step."""
-        number = max(self.steps, 1.0)
-        return StepTimes(1.0, self.data / number, self.compute / number, self.communication / number)
+        return StepTimes(*(total / max(self.steps, 1.0) for total in self))
 
     @property
     def own_work(self) -> float:

@@ -70,11 +70,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        names = sorted(logs or {})
+        logs = {} if logs is None else logs
+        names = sorted(logs)
         with tf.device(self.device or None):
-            sums = sum_arrays([(logs or {})[name] for name in names])
-        for name, total in zip(names, sums):
-            (logs or {})[name] = float(total) / hvd.size()
+            sums = sum_arrays([logs[name] for name in names])
+        logs.update({name: float(total) / hvd.size() for name, total in zip(names, sums)})
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -116,8 +116,7 @@ class Resets(State):
 
     def run_with_restarts(self, func: Callable[[], T]) -> T:
         """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
-        result: T = run(lambda _: func())(self)
-        return result
+        return run(lambda _: func())(self)
 
     def reset(self) -> None:
         restart_numbering()

@@ -99,26 +99,18 @@ class FiniteCheck:
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
             nobody = tf.zeros([hvd.size()], tf.int32)
-            self._at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks whose own gradient was not finite when the step failed."""
-        return [rank for rank, fault in enumerate(self._at_fault.numpy()) if fault]
+            self.at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
-        """The gradients in `reduced`, once they are known to be finite.
+        """The gradients in `reduced`, once they are known to be finite; `own` are this rank's before the reduction.
 
-        Args:
-            own: this rank's gradients before the reduction.
-            reduced: gradients after it.
-            excused: a condition, the same on all ranks, under which non-finite gradients pass.
+        excused: a condition, the same on all ranks, under which non-finite gradients pass.
         """
 
         def fail() -> tf.Operation:
             fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
             faults = hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
-            with tf.control_dependencies([self._at_fault.assign(faults)]):
+            with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
         passed = tf.cond(tf.logical_or(are_finite(reduced), excused), tf.no_op, fail)

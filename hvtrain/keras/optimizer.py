@@ -167,7 +167,7 @@ def is_distributed(optimizer: Any) -> bool:
 def num_reductions(optimizer: Any) -> int:
     """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
     hook = hook_of(optimizer)
-    return hook.reducer.num_reductions if hook else 0
+    return int(hook.reducer.count.numpy()) if hook else 0
 
 
 def divide_losses(optimizer: Any) -> None:
@@ -184,7 +184,8 @@ def divide_losses(optimizer: Any) -> None:
 def ranks_at_fault(optimizer: Any) -> list[int]:
     """Ranks whose own gradient was not finite, after a step failed because of it."""
     hook = hook_of(optimizer)
-    return hook.finite_check.ranks if hook and hook.finite_check else []
+    faults = hook.finite_check.at_fault.numpy() if hook and hook.finite_check else []
+    return [rank for rank, fault in enumerate(faults) if fault]
 
 
 def local_weights(local_layers: Any) -> list[Any]:

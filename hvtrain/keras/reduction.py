@@ -57,6 +57,7 @@ class Reducer:
     scale_local_gradients: bool = True
     name: str = field(default_factory=lambda: f"hvtrain_gradients_{next(_numbers)}")
     count: tf.Variable = field(default_factory=new_counter)
+    """Reductions that this rank has run."""
     num_calls: int = 0
     """Calls from Python: one for each step that is traced or runs eagerly."""
     flag: SharedFlag | None = None
@@ -72,7 +73,6 @@ class Reducer:
 
     def _check_arguments(self) -> None:
         """Raises ValueError for arguments that exclude each other, before a step could hang on them."""
-        size, groups = hvd.size(), self.groups
         if self.predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
         if self.op not in _OP_NAMES:
@@ -80,6 +80,7 @@ class Reducer:
         if self.op == hvd.Adasum:
             if self.process_set.process_set_id not in (None, 0):
                 raise ValueError("Adasum works over all ranks only; leave process_set out")
+            size = hvd.size()
             if size & (size - 1):
                 raise ValueError(
                     f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
@@ -88,13 +89,9 @@ class Reducer:
                 raise ValueError(
                     "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
                 )
+        groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
-
-    @property
-    def num_reductions(self) -> int:
-        """Reductions that this rank has run."""
-        return int(self.count.numpy())
 
     @property
     def is_alone(self) -> bool:

@@ -1,22 +1,90 @@
 """Interface of strategies. Each base class is the single process, so the runner never asks which strategy it has."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
 from hvtrain.step_timing import StepMarks
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.progress import VALIDATION
+from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
 
 T = TypeVar("T")
+
+
+class Comm:
+    """`strategy.comm`: collectives, here of one process. Every rank must enter each. The watchdog learns of waits."""
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology()
+        self.watchdog = Watchdog()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Returns the root's value on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns all ranks' values, by rank, on every rank."""
+        return [value]
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns element-wise sums over the ranks, as float64."""
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's."""
+
+    def on_chief(self, action: Callable[[], T]) -> T:
+        """Runs the action on the chief and returns its result on all ranks; if it raises a UserError, all ranks do."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, root: int, action: Callable[[], T]) -> T:
+        """Does the same on any rank, which an error names unless it is the chief."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.topology.rank == root:
+            with self.watchdog.phase(CHECKPOINT):
+                outcome = _attempt(action)
+        value, error, host = self.broadcast((*outcome, self.topology.host), root)
+        if error is not None:
+            raise type(error)(f"rank {root} on {host}: {error}") if root else error
+        return value
+
+    def all_or_raise(self, action: Callable[[], T]) -> T:
+        """Runs the action on every rank and returns its own result; if it fails on one rank, all raise that error."""
+        value, error = _attempt(action)
+        errors = self.gather(error and (error, self.topology.host))
+        rank = next((rank for rank, failed in enumerate(errors) if failed), None)
+        if rank is not None:
+            first, host = errors[rank]
+            where = "" if all(errors) else f"rank {rank} on {host}: "
+            raise type(first)(f"{where}{first}")
+        return value
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
+
+
+class Timeline:
+    """`strategy.timeline`: a trace of the reductions (every rank). Here there is none."""
+
+    def start(self, path: Path) -> None:
+        """Starts tracing; the chief writes the file, which chrome://tracing shows."""
+
+    def stop(self) -> None:
+        """Stops tracing and completes the file."""
 
 
 class Membership:
@@ -36,15 +104,19 @@ class Membership:
 class Strategy:
     """One process on its own, without communication.
 
-    The verbs are start, distribute, evaluate and stop. The parts do nothing here: comm (collectives), watchdog,
-    membership (ranks that leave and join). A method is collective (every rank) unless its docstring says otherwise.
+    The verbs are start, scope, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives),
+    watchdog, timeline, membership (ranks that leave and join). A method is collective (every rank) unless its docstring
+    says otherwise.
     """
 
     marks: StepMarks
     """Counts and times of this process's steps. Made by start."""
+    devices: Sequence[str] = ()
+    """The device of each rank, by rank, after start."""
 
     def __init__(self) -> None:
         self.comm = Comm()
+        self.timeline = Timeline()
         self.membership = Membership()
 
     @property
@@ -65,17 +137,42 @@ class Strategy:
     def start_watchdog(self, abort_seconds: float) -> None:
         """Starts to watch the ranks, in place of an earlier watchdog."""
 
+    def scope(self) -> AbstractContextManager[Any]:
+        """Returns the context in which the model is built. Not collective."""
+        return nullcontext()
+
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        """Returns an optimizer that steps on the mean of all ranks' gradients. Not collective.
+        """Returns the optimizer, which now steps on the mean of all ranks' gradients. Not collective.
 
-        Args:
-            optimizer: that of one process.
-            check_finite: a gradient that is not finite on any rank stops the step on all of them.
-            divide_losses: the step passes its loss through the optimizer's scale_loss, so the mean may be taken there.
+        check_finite: a gradient that is not finite on any rank stops the step on all of them. divide_losses: the step
+        passes its loss through the optimizer's scale_loss, so the mean may be taken there.
         """
         return optimizer
+
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int,
+        call_steps: CallSteps,
+    ) -> None:
+        """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
+
+        Args:
+            model: compiled, with an optimizer that distribute returned.
+            batches_from: returns this rank's stream of batches, from a step of the run on.
+            plan: the steps of the run.
+            start_step: steps already done.
+            callbacks: all of them, in their order.
+            verbose: as in Keras's fit.
+            call_steps: chooses the steps in one call of the graph.
+        """
+        train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks, and keeps their own state.
@@ -131,19 +228,9 @@ class Strategy:
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         """Leaves and rejoins the other ranks, with new settings of the reduction."""
 
-    def start_timeline(self, path: Path) -> None:
-        """Starts to trace the reductions; the chief writes the file, which chrome://tracing shows."""
-
-    def stop_timeline(self) -> None:
-        """Stops tracing and completes the file."""
-
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
         return None
-
-    def devices(self) -> list[str]:
-        """Returns the device of each rank, by rank, after start. Not collective."""
-        return []
 
     def description(self) -> str:
         """Names the means of communication, for the run's summary. Not collective."""

@@ -1,5 +1,7 @@
 """Horovod with ranks that leave and join during a run."""
 
+from typing import Any
+
 import hvtrain.keras as hvd
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
@@ -27,18 +29,11 @@ class ElasticStrategy(HorovodStrategy):
 
     Args:
         commit_steps: steps between commits, besides those at the end of each epoch; a loss costs fewer steps than that.
-        compression, share_gpus, bucket_mib, pin_cores: as in HorovodStrategy.
+        horovod: the arguments of HorovodStrategy.
     """
 
-    def __init__(
-        self,
-        commit_steps: int = 100,
-        compression: str = "none",
-        share_gpus: bool = False,
-        bucket_mib: float = 25,
-        pin_cores: bool = True,
-    ) -> None:
-        super().__init__(compression, share_gpus, bucket_mib, pin_cores)
+    def __init__(self, commit_steps: int = 100, **horovod: Any) -> None:
+        super().__init__(**horovod)
         if commit_steps < 1:
             raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
         self.membership = ElasticMembership(commit_steps)

@@ -15,8 +15,7 @@ from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm, Strategy, Timeline
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
@@ -40,6 +39,18 @@ class HorovodComm(Comm):
     def broadcast_model(self, model: keras.Model) -> None:
         with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
+
+
+class HorovodTimeline(Timeline):
+    """Horovod's timeline."""
+
+    def start(self, path: Path) -> None:
+        if hvd.size() > 1:
+            hvd.start_timeline(str(path))
+
+    def stop(self) -> None:
+        if hvd.size() > 1:
+            hvd.stop_timeline()
 
 
 class HorovodStrategy(Strategy):
@@ -66,12 +77,11 @@ class HorovodStrategy(Strategy):
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
-        self.comm = HorovodComm()
-        self._devices: list[str] = []
+        self.comm, self.timeline = HorovodComm(), HorovodTimeline()
 
     def start(self) -> Topology:
         hvd.init()
-        self._devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
+        self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         return super().start()
 
@@ -125,14 +135,6 @@ class HorovodStrategy(Strategy):
             os.environ.update(environment)
             hvd.init()
 
-    def start_timeline(self, path: Path) -> None:
-        if hvd.size() > 1:
-            hvd.start_timeline(str(path))
-
-    def stop_timeline(self) -> None:
-        if hvd.size() > 1:
-            hvd.stop_timeline()
-
     def cause_of(self, error: BaseException) -> UserError | None:
         verdict = self.watchdog.cause() if is_lost_rank_error(error) else None
         if verdict is None:
@@ -140,9 +142,6 @@ class HorovodStrategy(Strategy):
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
         cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
         return cause
-
-    def devices(self) -> list[str]:
-        return self._devices
 
     def description(self) -> str:
         if hvd.size() == 1:

@@ -25,10 +25,8 @@ FIRST_TIMED_STEP, TIMED_STEPS = 5, 10
 class CallSteps:
     """Number of steps in the next call of the graph, the same on all ranks.
 
-    Args:
-        steps: the largest number; None: as many as take CALL_SECONDS, found by timing.
-        intervals: step intervals that a call must not cross.
-        broadcast: returns the chief's value on all ranks.
+    At most `steps`; None: as many as take CALL_SECONDS, found by timing. A call crosses none of the step intervals.
+    broadcast returns the chief's value on all ranks.
     """
 
     def __init__(self, steps: int | None, intervals: Sequence[int], broadcast: Callable[[Any], Any]) -> None:

@@ -17,8 +17,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm, Strategy
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.versions import versions
 
@@ -83,25 +82,26 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
-    model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
-    for layer in model._flatten_layers() if config.train.jit_compile else ():
-        if not getattr(layer, "supports_jit", True):
-            raise ConfigError(
-                f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one of them out"
-            )
-    optimizer = strategy.distribute(
-        build_optimizer(config, plan),
-        check_finite=config.guard.finite,
-        divide_losses=type(model).train_step is keras.Model.train_step,
-    )
-    compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
-    model.optimizer.build(model.trainable_variables)
+    with strategy.scope():
+        model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        for layer in model._flatten_layers() if config.train.jit_compile else ():
+            if not getattr(layer, "supports_jit", True):
+                raise ConfigError(
+                    f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
+                )
+        optimizer = strategy.distribute(
+            build_optimizer(config, plan),
+            check_finite=config.guard.finite,
+            divide_losses=type(model).train_step is keras.Model.train_step,
+        )
+        compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     """Builds the learning rate over the plan's own steps."""
-    schedule: Schedule = build(
+    return build(
         "schedule",
         config.schedule,
         base=plan.base_learning_rate,
@@ -109,7 +109,6 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
         steps_per_epoch=plan.steps_per_epoch,
         num_steps=plan.scheduled_steps,
     )
-    return schedule
 
 
 class LearningRate:
@@ -118,10 +117,7 @@ class LearningRate:
     Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
     ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
     own LearningRateSchedule cannot be set.
-
-    Args:
-        schedule: the rate by step.
-        shift: optimizer steps that the schedule does not count; see StepPlan.
+    The schedule leaves out the first `shift` optimizer steps; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:

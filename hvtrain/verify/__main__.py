@@ -18,11 +18,6 @@ examples:
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(compose_and_verify)
-
-
 def compose_and_verify() -> int:
     """Runs the checks of the library, and those of the user's run if the line has settings of one."""
     Parser(
@@ -47,4 +42,4 @@ Exits with 1 when a check fails.""",
 
 
 if __name__ == "__main__":
-    main()
+    enter(compose_and_verify)

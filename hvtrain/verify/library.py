@@ -15,7 +15,8 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.summary import device_map, versions
+from hvtrain.system.versions import versions
+from hvtrain.training.run import device_map
 from hvtrain.verify.joint_batch import CASES, Case, compare
 
 BATCH, STEPS = 16, 8
@@ -64,7 +65,7 @@ def _controller(strategy: Strategy) -> str:
 
 
 def _devices(strategy: Strategy) -> str:
-    devices = strategy.devices()
+    devices = strategy.devices
     gpus = [device for device in devices if " GPU " in device]
     if len(set(gpus)) < len(gpus):
         raise CheckError(f"ranks share a GPU: {device_map(devices)}; start fewer ranks or give each its own")

@@ -31,7 +31,7 @@ def place() -> dict[str, Any]:
     product = tf.matmul(tf.ones((512, 512)), tf.ones((512, 512)))
     gpus = tf.config.get_visible_devices("GPU")
     return {
-        "devices": strategy.devices(),
+        "devices": list(strategy.devices),
         "computed_on": tf.DeviceSpec.from_string(product.device).device_type,
         "right": bool(tf.reduce_all(product == 512.0)),
         "num_visible": len(gpus),

@@ -53,15 +53,14 @@ class Split:
     def in_words(self, num_ranks: int) -> str:
         """The split in one line."""
         parts = {"data": self.data_seconds, "compute": self.compute_seconds}
+        more = ""
         if num_ranks > 1:
             parts["communication"] = self.communication_seconds
-        text = "a step: " + ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in parts.items())
-        if num_ranks == 1:
-            return text
-        return (
-            f"{text}; efficiency {self.efficiency:.0%}; slowest rank {self.slowest_rank} on {self.slowest_host} "
-            f"({1000 * self.slowest_seconds:.2f} ms of its own, median {1000 * self.median_seconds:.2f})"
-        )
+            more = (
+                f"; efficiency {self.efficiency:.0%}; slowest rank {self.slowest_rank} on {self.slowest_host} "
+                f"({1000 * self.slowest_seconds:.2f} ms of its own, median {1000 * self.median_seconds:.2f})"
+            )
+        return "a step: " + ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in parts.items()) + more
 
 
 class Throughput(RunCallback):

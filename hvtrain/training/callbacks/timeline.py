@@ -42,7 +42,7 @@ class TimelineTrace(RunCallback):
         if self._begin is None and self.position.step >= self.first:
             self._begin = self.position.step
             self.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
-            self.run.strategy.start_timeline(self.folder / REDUCTIONS)
+            self.run.strategy.timeline.start(self.folder / REDUCTIONS)
             if self.run.topology.is_chief:
                 # Level 3 includes single operations.
                 options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
@@ -61,7 +61,7 @@ class TimelineTrace(RunCallback):
         if self._begin is None or self._ended:
             return
         self._ended = True
-        self.run.strategy.stop_timeline()
+        self.run.strategy.timeline.stop()
         if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):
