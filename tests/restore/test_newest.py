@@ -151,7 +151,7 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     assert written == [notes.Note(16, "s2", OURS), None, notes.Note(16, "s2", OURS)]
     message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
     assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
-    assert how_to_go_on(tmp_path / "s1").endswith(" goes on from step-00000016 on s2, or a newer one")
+    assert how_to_go_on(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
     assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
     assert [found.step for found in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
 
