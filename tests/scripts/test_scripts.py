@@ -123,6 +123,39 @@ def test_a_changed_lock_makes_the_environment_anew(clone):
     assert (clone / "builds").read_text() == "built\nbuilt\n"
 
 
+def test_the_environment_that_is_there_is_the_default(clone):
+    stub_build(clone, f'echo "$1 $HVTRAIN_PYTHON" >>"$(dirname "$0")/../builds"; {MAKES_AN_ENVIRONMENT}')
+    gpu = {"HVTRAIN_VARIANT": "gpu", "HVTRAIN_PYTHON": "python3.12"}
+    assert run(clone, "bash", "-c", ":", **gpu)[0] == 0
+    assert run(clone, "bash", "-c", ":")[0] == 0, "another shell, which says nothing of GPUs"
+    assert (clone / "builds").read_text() == "built\ngpu python3.12\n"
+    with (clone / "scripts" / "lock" / "gpu.txt").open("a") as stream:
+        stream.write("# changed\n")
+    assert run(clone, "bash", "-c", ":")[0] == 0
+    assert run(clone, "bash", "-c", ":", HVTRAIN_VARIANT="cpu", HVTRAIN_PYTHON="")[0] == 0
+    assert (clone / "builds").read_text() == "built\ngpu python3.12\n" * 2 + "built\ncpu \n"
+
+
+def test_an_environment_in_use_is_not_replaced(clone):
+    stub_build(clone, MAKES_AN_ENVIRONMENT)
+    assert run(clone, "bash", "-c", ":")[0] == 0
+    library = clone / ".venv" / "library.so"
+    library.write_bytes(b"x")
+    maps_it = "import mmap, sys; f = open(sys.argv[1]); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    words = [sys.executable, "-c", f"{maps_it}; print(1, flush=True); input()", str(library)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
+        training.stdout.readline()
+        code, _, errors = run(clone, "bash", "-c", ":", HVTRAIN_VARIANT="gpu")
+        assert code == 1 and errors == (
+            "hvtrain: the environment in .venv (cpu) has to be made anew (gpu), "
+            f"and process {training.pid} uses it; end that first\n"
+        )
+        assert library.exists() and run(clone, "bash", "-c", ":")[0] == 0
+        training.communicate(b"\n")
+    assert run(clone, "bash", "-c", ":", HVTRAIN_VARIANT="gpu")[0] == 0
+    assert not library.exists()
+
+
 def pinned(name):
     """Package, version and marker of each requirement in a lock, with its block of hashes."""
     text = (ROOT / "scripts" / "lock" / f"{name}.txt").read_text()
