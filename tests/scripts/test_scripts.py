@@ -19,7 +19,7 @@ def clone(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name in "bash env cat cksum flock dirname readlink rm awk sort head cut grep".split():  # noqa: SIM905
+    for name in "bash env cat cksum flock dirname readlink rm awk sort head cut grep sed".split():  # noqa: SIM905
         (tools / name).symlink_to(shutil.which(name))
     return tmp_path
 
@@ -56,6 +56,21 @@ def test_each_thing_that_is_missing_is_one_line_with_the_package(clone):
     tool(clone, "make", "exit 0")
     code, _, errors = run(clone, "true", HVTRAIN_VARIANT="gpu", CUDA_HOME="/nowhere")
     assert code == 1 and "no /nowhere/bin/nvcc, needed" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("toolkit", "is_refused"), [("13.0", True), ("12.9", False), ("11.8", False)])
+def test_a_toolkit_newer_than_the_driver_is_refused_before_the_build(clone, toolkit, is_refused):
+    for name in ("g++", "make"):
+        tool(clone, name, "exit 0")
+    tool(clone, "python3", '[[ "$2" != *ensurepip* ]]')  # What is asked for next, and is missing.
+    tool(clone, "nvidia-smi", "echo '| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |'")
+    (clone / "cuda" / "bin").mkdir(parents=True)
+    tool(clone, "nvcc", f"echo 'Cuda compilation tools, release {toolkit}, V{toolkit}.48'")
+    (clone / "bin" / "nvcc").rename(clone / "cuda" / "bin" / "nvcc")
+    code, _, errors = run(clone, "true", HVTRAIN_VARIANT="gpu", CUDA_HOME=str(clone / "cuda"))
+    refused = f"CUDA 13.0 in {clone}/cuda is newer than this machine's driver, which runs CUDA 12.4; update the driver"
+    assert code == 1 and (refused in errors) == is_refused and ("install its venv" in errors) != is_refused, errors
+    assert errors.count("\n") == 1
 
 
 def test_a_python_without_venv_is_named(clone):
