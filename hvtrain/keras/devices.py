@@ -4,8 +4,10 @@ Every process that a launcher starts sees all GPUs of its host, and TensorFlow c
 one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all ranks' views and applies it.
 """
 
+import ctypes
 import os
 import socket
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,11 +20,21 @@ from hvtrain.system import cores
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view of its host: local rank, and names of the visible GPUs in order."""
+    """One rank's view of its host: local rank, and names of the visible GPUs in order.
+
+    ids are the GPUs' UUIDs, in the same order. Names are not enough where each rank is shown only GPUs of its own
+    (cgroups, as by srun --gpus-per-task): there each numbers its own from 0. Empty where there is no NVIDIA driver.
+    """
 
     host: str
     local_rank: int
     gpus: tuple[str, ...]
+    ids: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What tells the GPUs of a host apart."""
+        return self.ids or self.gpus
 
 
 def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
@@ -31,14 +43,22 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set
     for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises
     RankError if two ranks of a host would get the same GPU or none is left, unless share is true: then they share,
-    round robin.
+    round robin. Raises it too if only some ranks see a GPU, for ranks on CPUs cannot reduce with ranks on GPUs.
     """
+    if len({bool(view.gpus) for view in views}) == 2:
+        bare, others = (
+            ", ".join(dict.fromkeys(v.host for v in views if bool(v.gpus) is seen)) for seen in (False, True)
+        )
+        raise RankError(
+            f"ranks on {bare} see no GPU, and those on {others} do; see what nvidia-smi says on {bare}, leave it out, "
+            "or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
+        )
     chosen: list[int | None] = []
     for view in views:
-        on_host = [other.gpus for other in views if other.host == view.host]
+        on_host = [other.keys for other in views if other.host == view.host]
         if not view.gpus:
             chosen.append(None)
-        elif any(gpus != view.gpus for gpus in on_host):
+        elif any(keys != view.keys for keys in on_host):
             chosen.append(0)
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
@@ -58,8 +78,24 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
 
 def _most_used(views: list[View], chosen: list[int | None]) -> tuple[tuple[str, str], int]:
     """The GPU that most ranks use, by host and name, and how many do."""
-    users = Counter((view.host, view.gpus[index]) for view, index in zip(views, chosen) if index is not None)
-    return users.most_common(1)[0] if users else (("", ""), 0)
+    pairs = [(view, index) for view, index in zip(views, chosen) if index is not None]
+    names = {(view.host, view.keys[index]): view.gpus[index] for view, index in pairs}
+    users = Counter((view.host, view.keys[index]) for view, index in pairs).most_common(1)
+    return ((users[0][0][0], names[users[0][0]]), users[0][1]) if users else (("", ""), 0)
+
+
+def _device(view: View, index: int | None, views: list[View]) -> str:
+    """A rank's device, by the GPU's name, or by its UUID where another GPU of the host has that name."""
+    if index is None:
+        return f"{view.host} CPU"
+    same = {
+        key
+        for other in views
+        if other.host == view.host
+        for name, key in zip(other.gpus, other.keys)
+        if name == view.gpus[index]
+    }
+    return f"{view.host} GPU {view.gpus[index] if len(same) == 1 else view.keys[index]}"
 
 
 def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True) -> list[str]:
@@ -82,7 +118,7 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
-    views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names))
+    views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names, _uuids(len(names))))
     chosen = choose_gpus(views, share)
     index = chosen[hvd.rank()]
     if index is not None:
@@ -97,9 +133,29 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     if _most_used(views, chosen)[1] > 1:
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    return [
-        f"{view.host} CPU" if own is None else f"{view.host} GPU {view.gpus[own]}" for view, own in zip(views, chosen)
-    ]
+    return [_device(view, own, views) for view, own in zip(views, chosen)]
+
+
+def _uuids(count: int) -> tuple[str, ...]:
+    """UUIDs of the first `count` GPUs that CUDA shows this process, in its order; none if the driver does not say.
+
+    By the driver's own interface: it starts no GPU, and unlike nvidia-smi it counts as CUDA_VISIBLE_DEVICES has it.
+    """
+    found = []
+    if count:
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+            ask = cuda.cuDeviceGetUuid_v2
+        except (OSError, AttributeError):
+            return ()
+        device, text = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        failed = cuda.cuInit(0)
+        for index in range(count):
+            failed = failed or cuda.cuDeviceGet(ctypes.byref(device), index) or ask(text, device)
+            found.append(f"GPU-{uuid.UUID(bytes=bytes(text))}")
+        if failed:
+            return ()
+    return tuple(found)
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:

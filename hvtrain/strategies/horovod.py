@@ -1,6 +1,7 @@
 """Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.strategies.base import Comm, Strategy, Timeline
+from hvtrain.watchdog.ending import how_to_go_on
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
+_NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
@@ -138,7 +141,10 @@ class HorovodStrategy(Strategy):
     def cause_of(self, error: BaseException) -> UserError | None:
         verdict = self.watchdog.cause() if is_lost_rank_error(error) else None
         if verdict is None:
-            return None
+            # All ranks are there, so it was the network between them, and a restart may help.
+            said = _NCCL_FAILED.search(str(error))
+            advice = how_to_go_on(self.watchdog.folder)
+            return LostRankError(f"NCCL lost the connection between ranks ({said[0]}); {advice}") if said else None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
         cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
         return cause

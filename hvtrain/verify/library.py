@@ -73,7 +73,9 @@ def _devices(strategy: Strategy) -> str:
         raise CheckError(
             f"some ranks have a GPU and some have none: {device_map(devices)}; check the hosts without one"
         )
-    return device_map(devices)
+    return (
+        f"{device_map(devices)}; TF32 {'on' if tf.config.experimental.tensor_float_32_execution_enabled() else 'off'}"
+    )
 
 
 def _broadcast() -> str:

@@ -1,7 +1,9 @@
 """Which GPU a rank takes, from what all ranks see, and what TensorFlow is told. No GPU is needed."""
 
+import ctypes
 import os
 import socket
+import subprocess
 
 import pytest
 import tensorflow as tf
@@ -25,7 +27,28 @@ def test_one_each_on_every_host():
 
 
 def test_hosts_may_be_unlike():
-    assert choose_gpus([*host("s1", "01", 2), *host("s2", "", 1), *host("s3", "0", 1)]) == [0, 1, None, 0]
+    assert choose_gpus([*host("s1", "01", 2), *host("s3", "0", 1)]) == [0, 1, 0]
+
+
+def test_a_host_whose_driver_is_broken_is_named():
+    """Or the first collective ends in Horovod's "Mismatched CPU/GPU device selection"."""
+    with pytest.raises(
+        RankError, match=r"ranks on s2 see no GPU, and those on s1, s3 do; see what nvidia-smi says on s2"
+    ):
+        choose_gpus([*host("s1", "01", 2), *host("s2", "", 2), *host("s3", "0", 1)])
+
+
+def test_one_gpu_for_each_task_by_cgroups():
+    """Slurm's --gpus-per-task=1: each rank sees one GPU, which it numbers 0, and they are two."""
+    assert choose_gpus([View("s1", 0, ("0",), ("GPU-a",)), View("s1", 1, ("0",), ("GPU-b",))]) == [0, 0]
+    with pytest.raises(RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks"):
+        choose_gpus([View("s1", 0, ("0",), ("GPU-a",)), View("s1", 1, ("0",), ("GPU-a",))])
+
+
+def test_two_lists_that_begin_with_the_same_gpu_under_two_numbers():
+    views = [View("s1", 0, ("1", "0"), ("GPU-b", "GPU-a")), View("s1", 1, ("0",), ("GPU-b",))]
+    with pytest.raises(RankError, match="2 ranks on host s1 would use GPU 0"):
+        choose_gpus(views)
 
 
 def test_visible_devices_set_for_the_host():
@@ -95,6 +118,7 @@ class FakeTensorFlow:
         monkeypatch.setattr(devices.hvd, "local_rank", lambda: views[rank].local_rank)
         monkeypatch.setattr(devices.hvd, "size", lambda: len(views))
         monkeypatch.setattr(devices, "_gather", self.gather)
+        monkeypatch.setattr(devices, "_uuids", lambda number: views[rank].ids[:number])
         self.rank, self.views = rank, views
 
     def tell(self, *what):
@@ -132,6 +156,34 @@ def test_a_list_of_its_own_for_each_rank(monkeypatch):
     fake = FakeTensorFlow(monkeypatch, count=1, rank=1, views=views)
     assert pin_gpu("s1") == ["s1 GPU GPU-a1b2", "s1 GPU GPU-c3d4"]
     assert fake.told == pinned_to(fake, 0)
+
+
+def test_gpus_of_one_number_are_told_apart(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    views = [View("s1", 0, ("0",), ("GPU-a1b2",)), View("s1", 1, ("0",), ("GPU-c3d4",))]
+    fake = FakeTensorFlow(monkeypatch, count=1, rank=1, views=views)
+    assert pin_gpu("s1") == ["s1 GPU GPU-a1b2", "s1 GPU GPU-c3d4"]
+    assert fake.told == pinned_to(fake, 0)
+
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return index > 1; }
+int cuDeviceGetUuid_v2(void *uuid, int device) { memset(uuid, 0xa0 + device, 16); return 0; }
+"""
+
+
+def test_the_driver_is_asked_for_uuids(tmp_path, monkeypatch):
+    """A library in place of the driver's, compiled here: it shows two GPUs."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
+    first, second = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1"
+    assert devices._uuids(0) == () and devices._uuids(2) == (first, second)
+    assert devices._uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
 
 
 def test_ranks_that_share_are_told_the_same_gpu(monkeypatch):

@@ -33,6 +33,7 @@ def test_three_ranks_and_a_run_of_ones_own(tmp_path):
         [*LIBRARY, "data: leaves", "step of your model", "weights", "your checkpoint"], "PASS"
     )
     assert re.search(r"3 x 16 equal 1 x 48 to \de-07; without reduction \d", texts["sgd"])
+    assert "; TF32 off" in texts["devices"], "or GPUs from Ampere on would fail"
     assert "8 reductions" in texts["adam"] and "2 reductions" in texts["accumulation"]
     assert "all 25 checks passed on 3 rank(s)" in output
 

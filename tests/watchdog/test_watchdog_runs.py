@@ -95,6 +95,17 @@ def test_a_rank_that_hangs_in_a_callback(tmp_path):
 
 
 @pytest.mark.nightly
+def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
+    """All ranks are there: a restart may help."""
+    code, output, lines = done(begin("gloo", tmp_path, HANGS % (1, "nccl")))
+    assert code == 75, output
+    said = r"NCCL lost the connection between ranks \(ncclAllReduce failed: unhandled system error\); "
+    assert re.search(said + GOES_ON.format(run=tmp_path / "run"), lines[0]), output
+    assert "Traceback" not in output
+    assert none_left(tmp_path)
+
+
+@pytest.mark.nightly
 def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
     """A validation of 9 batches of a second each on a rank, and the start of it all."""
     words = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
