@@ -123,7 +123,8 @@ def _choose_interface() -> None:
     # On the launcher's own host the route is local, and the name is right.
     if address != launcher and (found := interfaces.interface_of(address)) and found != named:
         os.environ["HOROVOD_GLOO_IFACE"] = found
-        os.environ["NCCL_SOCKET_IFNAME"] = found
+        if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:  # Otherwise it is the user's own choice.
+            os.environ["NCCL_SOCKET_IFNAME"] = found
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The hosts of a launch: checks before any rank starts, the interface that joins them, and calls on all of them."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -194,7 +195,8 @@ def mpi_options(network: str, interfaces: str, ssh: Ssh) -> list[str]:
     """Open MPI's options to start and talk between those hosts.
 
     network: rather than an interface, for names may differ from host to host, and Open MPI would try an interface that
-    has the same address everywhere (docker0) and wait forever.
+    has the same address everywhere (docker0) and wait forever. NCCL's interface is the user's own choice, if there is
+    one.
     """
     return [
         *("--prefix", sys.prefix),
@@ -202,5 +204,5 @@ def mpi_options(network: str, interfaces: str, ssh: Ssh) -> list[str]:
         *("-mca", "oob_tcp_if_include", network),
         *("-mca", "plm_rsh_args", " ".join(ssh.options)),
         *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={interfaces}"),
+        *("-x", f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME', interfaces)}"),
     ]

@@ -1,5 +1,6 @@
 """A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +16,7 @@ from hvtrain.launch.clusters.choice import KINDS, Cluster, choose, quote, yaml_t
 from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.reach import Paths
+from hvtrain.launch.reach import Paths, mpi_options
 from hvtrain.launch.ssh import Ssh
 
 
@@ -36,6 +37,16 @@ def test_a_hostfile(tmp_path):
     assert parse_hostfile(path) == (Host("s1", 4), Host("s2", 2), Host("10.0.0.3", 1))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         parse_hostfile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "eth0"), ("ib0", "ib0")])
+def test_the_users_interface_for_nccl_stays(chosen, expected, monkeypatch):
+    from hvtrain.horovodrun import changes
+
+    monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
+    assert f"NCCL_SOCKET_IFNAME={expected}" in mpi_options("10.0.0.0/24", "eth0", Ssh())
+    changes._command_without_variables("python train.py", {"NCCL_SOCKET_IFNAME": "eth0", "A": "1"})
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["A"]) == (expected, "1"), "what ranks inherit"
 
 
 def test_ranks_fill_hosts_one_after_the_other():
