@@ -43,7 +43,7 @@ class Exchange:
     """Listens on a port and connects to all other hosts, which do the same at the same time.
 
     request: me, this host's name; port, to listen on; token, a secret that these hosts share, without which a
-    caller is ignored; others, the [address, port] of each other host by name; seconds, the time limit of the whole exchange.
+    caller is ignored; others, the [address, port] of each other host by name; seconds, the time limit in all.
     Raises OSError if the port is taken.
     """
 
