@@ -73,8 +73,8 @@ class Scaling:
         """Lines to print: medians over the rounds, and efficiencies as ratios with their intervals."""
         work, first = self.workload, self.counts[0]
         lines = [
-            f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) a rank, batch {work.batch_size} a rank "
-            f"(weak) or {self.global_batch} in all (strong), medians of {len(self.found['weak'][first])} rounds",
+            f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
+            f"rank (weak) or {self.global_batch} in all (strong), medians of {len(self.found['weak'][first])} rounds",
             f"{'ranks':>5}{'weak images/s':>15}{'strong images/s':>17}{'jobs apart':>12}  "
             f"{f'weak against {first} rank(s)':<32}{'weak against jobs apart':<32}",
         ]

@@ -1,4 +1,4 @@
-"""`bench steps`: contenders take turns at one workload and are compared within each round."""
+"""`bench steps`, `input` and `startup`: contenders take turns at one workload and are compared within each round."""
 
 import csv
 import json
@@ -13,18 +13,18 @@ from hvtrain.bench.rounds import Ratio, in_turns, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import RankError
 
-# Losses of the same work differ only by the order of floating-point sums, which is less over so few steps.
+# Relative. Contenders that do the same work differ only in the order of floating-point sums: less, in so few steps.
 LOSS_TOLERANCE = 1e-3
-NOISY = 0.02
+NOISY = 0.02  # typical difference between two runs of the same contender
 COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the first step"}
 
 
 @dataclass
 class Session:
-    """All rounds of one workload.
+    """All rounds of one workload. Its methods are called in the order run, write, plot, table.
 
-    figure is the field of Measured that the table compares. `again` holds a second run of the first contender in each
-    round, which shows the noise.
+    figure: the field of Measured that is compared. runs: by contender, one for each round. repeats: second runs of the
+    first contender, one for each round; they show the noise.
     """
 
     workload: Workload
@@ -35,20 +35,20 @@ class Session:
     folder: Path
     steps: int
     figure: str = "step_seconds"
-    found: dict[str, list[Measured]] = field(default_factory=dict)
-    again: list[Measured] = field(default_factory=list)
+    runs: dict[str, list[Measured]] = field(default_factory=dict)
+    repeats: list[Measured] = field(default_factory=list)
 
     def run(self, num_rounds: int) -> None:
-        """Runs every contender once a round, and the first one twice.
+        """Runs every contender once per round, and the first one twice.
 
-        Raises LostRankError if one fails, RankError if those that do the same work report different losses.
+        Raises LostRankError if a contender fails, RankError if contenders with the same work report different losses.
         """
         first = self.contenders[0]
         for number, order in in_turns(self.contenders, num_rounds):
             for contender in order:
                 measured = self._once(contender, contender.name, number, num_rounds)
-                self.found.setdefault(contender.name, []).append(measured)
-            self.again.append(self._once(first, f"{first.name} again", number, num_rounds))
+                self.runs.setdefault(contender.name, []).append(measured)
+            self.repeats.append(self._once(first, f"{first.name} again", number, num_rounds))
             self.check_losses()
 
     def _once(self, contender: Contender, name: str, number: int, num_rounds: int) -> Measured:
@@ -68,10 +68,10 @@ class Session:
         """Raises RankError if contenders that do the same work ended the latest round with different losses."""
         same = [one for one in self.contenders if one.trains and not (one.words or one.data)]
         for names in ([c.name for c in same if c.is_one_job], [c.name for c in same if c.is_one_rank]):
-            losses = {name: self.found[name][-1].loss for name in names}
+            losses = {name: self.runs[name][-1].loss for name in names}
             if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * abs(min(losses.values())):
-                said = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
-                raise RankError(f"the contenders' losses differ, so they do not do the same work: {said}")
+                listed = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
+                raise RankError(f"the contenders' losses differ, so they do not do the same work: {listed}")
 
     def values(self, runs: Sequence[Measured]) -> list[float]:
         """The compared figure of each run."""
@@ -79,37 +79,37 @@ class Session:
 
     @property
     def noise(self) -> Ratio:
-        """The first contender's second run against its first."""
-        return ratio(self.values(self.again), self.values(self.found[self.contenders[0].name]))
+        """Ratio of the first contender's repeated runs to its first ones."""
+        return ratio(self.values(self.repeats), self.values(self.runs[self.contenders[0].name]))
 
     def table(self) -> list[str]:
-        """Lines to print: medians, and each contender's figure against the first one's."""
+        """Lines to print: medians over the rounds, and the ratio of each contender's figure to the first one's."""
         work, first = self.workload, self.contenders[0].name
         width = max(14, *(len(contender.name) + 1 for contender in self.contenders))
         lines = [
-            f"{work.name} ({work.about}), {self.data}, batch {work.batch_size} a rank, {self.num_ranks} ranks, "
-            f"{self.threads} thread(s) a rank, {self.steps} steps, median of {len(self.again)} rounds",
+            f"{work.name} ({work.about}), {self.data}, batch {work.batch_size} per rank, {self.num_ranks} ranks, "
+            f"{self.threads} thread(s) per rank, {self.steps} steps, median of {len(self.repeats)} rounds",
             f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
             f"{COMPARED[self.figure]} against {first}",
         ]
-        for name, runs in self.found.items():
+        for name, runs in self.runs.items():
             middle = Measured(*(median(getattr(run, key) for run in runs) for key in Measured.__dataclass_fields__))
             lines.append(
                 f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.images_per_second:>12,.0f}"
                 f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
-                f"{ratio(self.values(runs), self.values(self.found[first]))}"
+                f"{ratio(self.values(runs), self.values(self.runs[first]))}"
             )
-        own = zip(self.values(self.again), self.values(self.found[first]))
-        spread = median(abs(again / once - 1) for again, once in own)
-        noisy = f"; more than {NOISY:.0%}: use it with care, or find a quieter hour" if spread > NOISY else ""
+        twice = zip(self.values(self.repeats), self.values(self.runs[first]))
+        spread = median(abs(repeat / once - 1) for repeat, once in twice)
+        noisy = f"; more than {NOISY:.0%}: use it with care, or repeat on a quieter machine" if spread > NOISY else ""
         lines.append(f"noise: {first} against itself {self.noise}, typically {spread:.1%} off{noisy}")
         return lines
 
     def write(self) -> None:
-        """Writes bench.json, and bench.csv with one row for each run."""
+        """Writes bench.json, with settings, noise and runs, and bench.csv, with one row per run."""
         rows = [
             {"contender": name, "round": number, **asdict(run)}
-            for name, runs in {**self.found, f"{self.contenders[0].name} again": self.again}.items()
+            for name, runs in {**self.runs, f"{self.contenders[0].name} again": self.repeats}.items()
             for number, run in enumerate(runs, 1)
         ]
         with (self.folder / "bench.csv").open("w", newline="") as file:
@@ -121,17 +121,17 @@ class Session:
         (self.folder / "bench.json").write_text(json.dumps(summary, indent=1))
 
     def plot(self) -> None:
-        """Images per second of each contender, or seconds to the first step: the median, and all rounds as dots."""
+        """Writes bench.png: images/s of each contender, or seconds to the first step (bars: medians, dots: runs)."""
         shown = "images_per_second" if self.figure == "step_seconds" else self.figure
         names, work = [contender.name for contender in reversed(self.contenders)], self.workload
         with picture(self.folder / "bench.png", 9, 1.2 + 0.45 * len(names)) as (_, axes):
             for place, name in enumerate(names):
-                values = [getattr(run, shown) for run in self.found[name]]
+                values = [getattr(run, shown) for run in self.runs[name]]
                 axes.barh(place, median(values), color=BLUE if name.startswith("hvtrain") else "#b9c3cc", height=0.65)
                 axes.plot(values, [place] * len(values), "o", color="#222222", markersize=3, alpha=0.7)
             axes.set_yticks(range(len(names)), names)
             axes.set_xlabel(
                 f"{'images/s' if shown == 'images_per_second' else 'seconds to the first step'} (bar: median)"
             )
-            about = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} a rank"
+            about = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} per rank"
             axes.set_title(about, loc="left")

@@ -18,7 +18,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.doctor.ask_hosts import Answer, ask
 from hvtrain.doctor.judge_machine import clock_differences, judge_clocks, judge_machines
-from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
+from hvtrain.doctor.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.doctor.judge_software import judge_software
 from hvtrain.doctor.measure_links import measure
 from hvtrain.doctor.rows import Row, fail, skip
@@ -86,14 +86,14 @@ def diagnose() -> int:
         table.add(judge_software(cluster))
         table.add(judge_machines(cluster, slots))
         table.add(judge_names(cluster, names))
-        rows, ways = judge_interfaces(cluster, names, chosen)
+        rows, endpoints = judge_interfaces(cluster, names, chosen)
         table.add(rows)
-        if len(ways) < 2:
+        if len(endpoints) < 2:
             table.add([skip("ports", "one host" if len(names) < 2 else "no two hosts answer in a common network")])
         else:
             ports = {host: found["port"] for host, found in cluster.items()}
-            facts["ports"] = _try_ports(ways, ports, ssh)
-            table.add(judge_ports(facts["ports"], ways, ports))
+            facts["ports"] = _try_ports(endpoints, ports, ssh)
+            table.add(judge_ports(facts["ports"], endpoints, ports))
         facts["clocks"] = clock_differences({host: answers[host].clock for host in cluster}, facts["ports"])
         table.add(judge_clocks(facts["clocks"]))
         wrong = [check for check in table.failed() if check in _BEFORE_LINKS]
@@ -168,8 +168,10 @@ def _reached(answers: Mapping[str, Answer]) -> list[Row]:
     return rows or [Row("ssh", "PASS", f"reached: {', '.join(answers)}")]
 
 
-def _try_ports(ways: Mapping[str, Way], ports: Mapping[str, int], ssh: Ssh) -> dict[str, dict[str, Any] | None]:
-    """Has all hosts listen and connect at once. Returns what each one reached."""
+def _try_ports(
+    endpoints: Mapping[str, Endpoint], ports: Mapping[str, int], ssh: Ssh
+) -> dict[str, dict[str, Any] | None]:
+    """Has all hosts listen and connect at once. Returns each one's result; None if it did not answer."""
     token = secrets.token_hex(8)
     requests = {
         host: {
@@ -177,10 +179,10 @@ def _try_ports(ways: Mapping[str, Way], ports: Mapping[str, int], ssh: Ssh) -> d
             "me": host,
             "port": ports[host],
             "token": token,
-            "others": {other: [way.address, ports[other]] for other, way in ways.items() if other != host},
+            "others": {other: [found.address, ports[other]] for other, found in endpoints.items() if other != host},
             "seconds": PORTS_SECONDS,
         }
-        for host in ways
+        for host in endpoints
     }
     return {host: answer.facts for host, answer in ask(requests, ssh, PORTS_SECONDS + 10).items()}
 

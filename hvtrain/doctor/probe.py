@@ -1,6 +1,7 @@
-"""Collects one host's facts. ask_hosts runs it with that host's own Python, whatever is installed there.
+"""Collects one host's facts. ask_hosts sends it to every host, and runs it there even if hvtrain is not installed.
 
-The probe's modules need nothing but the standard library of Python 3.9.
+It runs in the environment's Python, or in any python3 where that is missing. So the modules of the probe need nothing
+but the standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from hvtrain.system import host_facts, interfaces
 DATASET_SECONDS = 12.0
 NVIDIA_SMI_SECONDS = 15
 END_BYTES = 64 << 10
-# The ends of so many files are read; of all others the name and the size count.
+# At most this many files are read, END_BYTES at both ends; of the others only name and size count.
 MAX_FILES_READ = 256
-# With more files than these, entries stand for folders.
+# With more files than this, there is one entry per folder.
 MAX_ENTRIES = 5_000
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to {"work": "facts" or "ports", ...}, with the host's clock before and after.
+    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
 
-    Raises OSError in "ports" if the port was taken meanwhile.
+    began and ended: seconds since the epoch by this host's clock. Raises OSError in "ports" if the port is taken.
     """
     began = time.time()
     facts = _facts(request) if request["work"] == "facts" else probe_network.Exchange(request).run()
@@ -41,7 +42,11 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """request: folder, in which ranks start and Python searches first; python_path, which it searches next; ..."""
+    """Collects the facts.
+
+    request: folder, where ranks start, and first in sys.path; python_path, which follows in sys.path; python, the
+    interpreter of the ranks; names, of all hosts; run_dir and dataset, relative to folder; dataset may be None.
+    """
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
     folder, dataset = Path(request["folder"]), request["dataset"]
     return {
@@ -70,7 +75,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared_memory() -> dict[str, int] | None:
-    """Bytes of /dev/shm, free and in all; None if there is none."""
+    """Free and total bytes of /dev/shm; None if it does not exist."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -79,14 +84,14 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """Free bytes where the folder is or would be made, and whether this user may write there."""
+    """Free bytes where the folder is or would be created, and whether this user may write there."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     writable = there.is_dir() and os.access(there, os.W_OK)
     return {"folder": str(folder), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def _gpus() -> dict[str, Any]:
-    """Names of the GPUs and the driver according to nvidia-smi, or its error; no names if there is no nvidia-smi."""
+    """GPU names and driver version from nvidia-smi, or its error; no names and no error without nvidia-smi."""
     found: dict[str, Any] = {"names": [], "driver": None, "error": None}
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
     if program is None:
@@ -105,11 +110,11 @@ def _gpus() -> dict[str, Any]:
 
 
 def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
-    """The data set at a path, a folder or a file: {"path", "num_files", "num_bytes", "entries", "error", "too_large"}.
+    """Describes the data set in a folder or file: {"path", "num_files", "num_bytes", "entries", "error", "too_large"}.
 
-    entries: a checksum of each file, or of each folder if there are too many files. It covers relative names, sizes,
-    and the first and last 64 KiB of files chosen evenly. error says what is missing or cannot be read, too_large that
-    the time was too short.
+    entries: a checksum of each file, or of each folder if there are more than MAX_ENTRIES files. It covers relative
+    names, sizes, and the first and last 64 KiB of at most MAX_FILES_READ files, evenly spaced. error: a path that is
+    missing or cannot be read, and why. too_large: a message if `seconds` were not enough. Both are None otherwise.
     """
     deadline = time.monotonic() + seconds
     found: dict[str, Any] = {"path": str(path), "num_files": 0, "num_bytes": 0, "entries": {}}
@@ -127,15 +132,15 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def _sizes(path: Path, deadline: float) -> dict[str, int]:
-    """Bytes of each file, by its name relative to the path; "." is the path itself."""
+    """Bytes of each file below a folder, by relative name; of a file itself as "."."""
     if not path.is_dir():
         return {".": path.stat().st_size}
 
-    def stop(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise error
 
     sizes = {}
-    for folder, _, names in os.walk(path, onerror=stop, followlinks=True):
+    for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
         for name in names:
             _check(deadline)
             file = Path(folder, name)

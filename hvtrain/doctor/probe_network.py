@@ -1,4 +1,4 @@
-"""Which addresses and free ports of other hosts this one finds and reaches. Part of the probe: standard library."""
+"""Resolves the names of other hosts and tests connections to them. Part of the probe: standard library only."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 LOOKUP_SECONDS = 6.0
 CONNECT_SECONDS = 2.0
-# Once one direction between two hosts works, both are there: the other one works soon or not at all.
+# Once one direction works, both hosts are listening: the other direction then works within this time or not at all.
 GRACE_SECONDS = 3.0
 
 
 def addresses(names: Sequence[str]) -> dict[str, str | None]:
-    """The IPv4 address that each name has here; None for a name without one, or not found in time."""
+    """The IPv4 address that this host finds for each name; None if it finds none within LOOKUP_SECONDS."""
     found: dict[str, str | None] = dict.fromkeys(names)
 
-    def look(name: str) -> None:
+    def resolve(name: str) -> None:
         with contextlib.suppress(OSError):
             found[name] = socket.gethostbyname(name)
 
-    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in names]
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LOOKUP_SECONDS
@@ -33,22 +33,24 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def free_port() -> int:
-    """A port above 1023 that is free. The kernel chooses it, as it does for Horovod and MPI."""
+    """A free port above 1023, chosen by the kernel, as ports for Horovod and MPI are."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 class Exchange:
-    """Listens at a port and connects to the other hosts, all at the same time.
+    """Listens on a port and connects to all other hosts, which do the same at the same time.
 
-    request: me, this host's name; port, where it listens; token, known to these hosts alone, so that a caller that does
-    not send it does not count; others, address and port of each other host; seconds, for all of it.
+    request: me, this host's name; port, to listen on; token, a secret that these hosts share, without which a
+    caller is ignored; others, the [address, port] of each other host by name; seconds, the time limit in all.
+    Raises OSError if the port is taken.
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self._me, self._token, self._others = request["me"], request["token"], request["others"]
         self._deadline = time.monotonic() + request["seconds"]
+        # By host: when this one got through to it, and when it got through to this one (time.monotonic).
         self._reached: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._clocks: dict[str, tuple[float, float]] = {}
@@ -56,9 +58,9 @@ class Exchange:
         self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
 
     def run(self) -> dict[str, Any]:
-        """The hosts that were reached, and why each other one was not.
+        """Returns the hosts reached, the reason for each host missing, and the clocks of those reached.
 
-        clocks: seconds that a host's clock is ahead of this one's, and the error: half of the call's time.
+        clocks: by how many seconds a host's clock is ahead of this one's, and the error: half the round-trip time.
         """
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:
@@ -69,7 +71,7 @@ class Exchange:
         return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}
 
     def _is_settled(self, name: str) -> bool:
-        times = [known[name] for known in (self._reached, self._heard) if name in known]
+        times = [found[name] for found in (self._reached, self._heard) if name in found]
         return len(times) == 2 or (len(times) == 1 and time.monotonic() - times[0] > GRACE_SECONDS)
 
     def _listen(self) -> None:

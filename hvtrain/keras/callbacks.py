@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3, and three more: two checks, and stopping together."""
+"""Horovod's Keras callbacks on Keras 3, and three more: two checks, and one that stops all ranks together."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +22,8 @@ from hvtrain.keras.warmup import LearningRateScheduleCallback, LearningRateWarmu
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
 
-    Before the first step if the model is built, as one with an Input is; otherwise right after it, when its variables
-    exist. local_variables stay as they are on each rank.
+    Before the first step if the model is built, as one with an Input is; otherwise right after the first step, which
+    creates its variables. Each rank keeps its own local_variables.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -60,9 +60,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces the metrics in an epoch's logs by their means over all ranks (every rank).
+    """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
-    Each rank counts the same, as upstream. Put it before callbacks that act on the logs.
+    Every rank weighs the same, as in Horovod, even if shards differ. Put it before callbacks that act on the logs.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -78,11 +78,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras's ModelCheckpoint with save_best_only, on rank 0 alone; other ranks write nothing.
+    """Keras's ModelCheckpoint with save_best_only. Only rank 0 writes.
 
-    Put it after MetricAverageCallback, so that the best is that of all ranks. Upstream takes no filepath: its Spark
-    estimator sets one later. Here it is an argument, or an attribute set before fit. Raises ValueError at the start of
-    training without one.
+    Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's takes no filepath: its
+    Spark estimator sets one later. Here it is an argument, or an attribute set before fit. Raises ValueError at the
+    start of training if it is missing or has the wrong suffix.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class ReductionCheckCallback(keras.callbacks.Callback):
-    """Stops training if the first step that changes weights reduces no gradient (every rank).
+    """Checks that the first step that changes weights reduces gradients (every rank).
 
-    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or if the count in the
-    graph is the same after the first step that changed weights.
+    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or if that step did not
+    increment the counter of reductions in the graph.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class ReductionCheckCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._checked or hvd.size() == 1:
             return
-        # Batches that only accumulate, or that an overflow skips, do not count.
+        # Not yet: this batch only accumulated gradients, or was skipped because of an overflow.
         if is_distributed(self.model.optimizer) and int(self.model.optimizer.iterations.numpy()) == self._first:
             return
         self._checked = True
@@ -146,8 +146,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
     """Stops all ranks after the same step when a callback of one rank sets model.stop_training (every rank).
 
     Put it after the callbacks that may stop. Within an epoch the request travels with the next step's gradients. At
-    the end of an epoch, and without a DistributedOptimizer, the ranks exchange a message.
-    Not in Horovod, where the ranks that continue wait for ever. exchange sums arrays over the ranks.
+    the end of an epoch the ranks exchange a message; without a DistributedOptimizer they can stop only there.
+    Not in Horovod, where the ranks that continue would wait forever. exchange sums arrays over the ranks.
     """
 
     def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
@@ -161,7 +161,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         hook = hook_of(model.optimizer)
         if self._flag is None and hook:
             self._flag = hook.reducer.flag = SharedFlag()
-            model.train_function = None  # One that was traced before does not carry the flag.
+            model.train_function = None  # A function traced earlier does not reduce the flag.
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._requested = False
@@ -173,6 +173,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
             self._requested = True
             if self._flag:
                 self._flag.set()
+        # Also withdraws this rank's own request until all ranks know of it.
         self.model.stop_training = self._flag is not None and self._flag.is_set()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -183,7 +184,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
 class WeightCheckCallback(keras.callbacks.Callback):
     """Compares trainable weights and optimizer state of all ranks every `every_batches` batches (every rank).
 
-    Also after the first batch and at the end. Raises RankError on all ranks if they differ. Not in Horovod.
+    Starts with the first batch and repeats at the end. Raises RankError on all ranks if they differ. Not in Horovod.
     """
 
     def __init__(self, every_batches: int = 500) -> None:

@@ -1,6 +1,7 @@
-"""Horovod's collectives for Keras 3: on values, Keras variables and whole models. Every rank must enter each of them.
+"""Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
-Only numbers travel through Horovod's kernels. Horovod itself pickles objects, between ranks of one job.
+Every rank, or every rank of the process set, must enter each of them. Values travel as tensors. Only shapes and types
+of variables, and variables of types that Horovod's kernels lack, are pickled, by Horovod, between ranks of one job.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from hvtrain.errors import RankError
 
 CHUNK_BYTES = 64 << 20
 
-# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc); variables of other types travel as objects.
+# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc); variables of other types are pickled.
 _BROADCAST_TYPES = "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
 
 
@@ -30,7 +31,7 @@ def allreduce(
     compression: Any = hvd.Compression.none,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """The value reduced over all ranks (default: Average), as a tensor. A gradient tape differentiates it."""
+    """The value reduced over all ranks (default: Average), as a tensor. Differentiable under a gradient tape."""
     return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -46,27 +47,27 @@ def allreduce(
 def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
     """All ranks' values, concatenated along the first dimension, as a tensor. Only that dimension may differ.
 
-    Its gradient under a tape is Horovod's: the mean over the ranks of their gradients for this rank's rows.
+    Under a tape its gradient is Horovod's: the mean over the ranks of their gradients with respect to this rank's rows.
     """
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """The value of root_rank, on every rank, as a tensor; shapes must be the same."""
+    """The value of root_rank, on every rank, as a tensor. Shapes must be the same on all ranks."""
     return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: int = hvd.Average, process_set: Any = hvd.global_process_set
 ) -> Any:
-    """This rank's part, along the first dimension, of the value reduced over all ranks, as a tensor."""
+    """This rank's slice, along the first dimension, of the value reduced over all ranks (default: Average)."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The operation that broadcasts all variables of the current tf.compat.v1 graph.
+    """The operation that broadcasts all global variables of the current tf.compat.v1 graph.
 
-    Keras 3 keeps no list of all variables, so this raises RuntimeError elsewhere, as Horovod does.
+    Raises RuntimeError in eager mode, as Horovod does: TensorFlow 2 keeps no list of all variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -79,9 +80,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank.
 
-    They are matched by position and packed into few messages: names that Keras makes up (dense_1, sgd_3) may differ
-    between ranks, and Horovod, which pairs tensors by name, would wait for ever.
-    Raises RankError if ranks hold variables of different shape or type.
+    They are matched by position and packed into few messages: names that Keras generates (dense_1, sgd_3) may differ
+    between ranks, and Horovod, which pairs tensors by name, would then wait forever.
+    Raises RankError if ranks hold variables of different number, shape or type.
     """
     if hvd.size() == 1:
         return
@@ -115,8 +116,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
 
-    Builds the optimizer first, so that its slots exist. Seeds of dropout and the like stay each rank's own:
-    equal masks on all ranks would be less random than those of one process on the joint batch.
+    Builds the optimizer first, so that its slots exist. Each rank keeps its own seeds of dropout and the like: with the
+    same masks on all ranks, training would be less random than in one process on the joint batch.
     """
     optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
     if optimizer is not None and not optimizer.built:

@@ -1,4 +1,4 @@
-"""Interface of strategies. Each base class is the single process, so the runner never asks which strategy it has."""
+"""Interface of strategies. Each base class implements a single process, so the runner never asks which one it has."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Comm:
-    """`strategy.comm`: collectives, here of one process. Every rank must enter each. The watchdog learns of waits."""
+    """`strategy.comm`: collectives, here of one process. Every rank must enter each. The watchdog is told of waits."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology()
@@ -44,11 +44,11 @@ class Comm:
         """Sets weights and optimizer state on all ranks to the chief's."""
 
     def on_chief(self, action: Callable[[], T]) -> T:
-        """Runs the action on the chief and returns its result on all ranks; if it raises a UserError, all ranks do."""
+        """Runs the action on the chief and returns its result on all ranks. If it raises a UserError, all ranks do."""
         return self.on_rank(0, action)
 
     def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Does the same on any rank, which an error names unless it is the chief."""
+        """Like on_chief, but runs the action on rank `root`; the error names a root other than the chief."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.rank == root:
             with self.watchdog.phase(CHECKPOINT):
@@ -59,7 +59,7 @@ class Comm:
         return value
 
     def all_or_raise(self, action: Callable[[], T]) -> T:
-        """Runs the action on every rank and returns its own result; if it fails on one rank, all raise that error."""
+        """Runs the action on every rank; returns each its own result. If one raises a UserError, all ranks raise it."""
         value, error = _attempt(action)
         errors = self.gather(error and (error, self.topology.host))
         rank = next((rank for rank, failed in enumerate(errors) if failed), None)
@@ -78,7 +78,7 @@ def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
 
 
 class Timeline:
-    """`strategy.timeline`: a trace of the reductions (every rank). Here there is none."""
+    """`strategy.timeline`: a trace of the reductions, here none. Every rank calls both methods."""
 
     def start(self, path: Path) -> None:
         """Starts tracing; the chief writes the file, which chrome://tracing shows."""
@@ -88,13 +88,13 @@ class Timeline:
 
 
 class Membership:
-    """`strategy.membership`: ranks that leave and join during a run. Here none does."""
+    """`strategy.membership`: ranks may leave and join during a run. Here none do."""
 
     commit_steps = 0
     """Steps between commits of the state to every rank's memory; 0: never."""
 
     def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        """Runs the attempt, again after ranks leave or join, and returns its result. Not collective."""
+        """Runs the attempt, repeats it when ranks leave or join, and returns its result (every rank)."""
         return attempt()
 
     def check(self) -> None:
@@ -104,15 +104,15 @@ class Membership:
 class Strategy:
     """One process on its own, without communication.
 
-    The verbs are start, scope, distribute, fit, evaluate and stop. The parts do nothing here: comm (collectives),
-    watchdog, timeline, membership (ranks that leave and join). A method is collective (every rank) unless its docstring
-    says otherwise.
+    Main methods, in the order of calls: start, scope, distribute, fit, evaluate, stop. Parts, which do nothing here:
+    comm (collectives), watchdog, timeline, membership (ranks that leave and join). A method is collective (every rank)
+    unless its docstring says otherwise.
     """
 
     marks: StepMarks
-    """Counts and times of this process's steps. Made by start."""
+    """Counts and times of this process's steps. Created by start."""
     devices: Sequence[str] = ()
-    """The device of each rank, by rank, after start."""
+    """A description of each rank's device, by rank. Set by start; empty here."""
 
     def __init__(self) -> None:
         self.comm = Comm()
@@ -121,12 +121,12 @@ class Strategy:
 
     @property
     def topology(self) -> Topology:
-        """This rank's place among the ranks; before start, that of a single process."""
+        """This rank's place among the ranks (rank, size, ...). A single process before start."""
         return self.comm.topology
 
     @property
     def watchdog(self) -> Watchdog:
-        """This rank's watchdog, which the collectives tell when they wait; idle before start_watchdog."""
+        """This rank's watchdog; collectives tell it when they wait. Idle before start_watchdog."""
         return self.comm.watchdog
 
     def start(self) -> Topology:
@@ -135,7 +135,7 @@ class Strategy:
         return self.topology
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        """Starts to watch the ranks, in place of an earlier watchdog."""
+        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is built. Not collective."""
@@ -144,10 +144,10 @@ class Strategy:
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        """Returns the optimizer, which now steps on the mean of all ranks' gradients. Not collective.
+        """Returns the optimizer, changed to step on the mean of all ranks' gradients. Not collective.
 
-        check_finite: a gradient that is not finite on any rank stops the step on all of them. divide_losses: the step
-        passes its loss through the optimizer's scale_loss, so the mean may be taken there.
+        check_finite: a non-finite gradient on any rank fails the step on all ranks. divide_losses: the train step calls
+        the optimizer's scale_loss, so the division by the number of ranks may be done there.
         """
         return optimizer
 
@@ -165,17 +165,17 @@ class Strategy:
 
         Args:
             model: compiled, with an optimizer that distribute returned.
-            batches_from: returns this rank's stream of batches, from a step of the run on.
+            batches_from: batches_from(step) is this rank's endless stream of batches, from that step of the run on.
             plan: the steps of the run.
             start_step: steps already done.
-            callbacks: all of them, in their order.
+            callbacks: all of them, in the order of calls.
             verbose: as in Keras's fit.
-            call_steps: chooses the steps in one call of the graph.
+            call_steps: chooses the number of steps in each call of the graph.
         """
         train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
-        """Returns the model's metrics over all ranks, and keeps their own state.
+        """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.
 
         The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their sums over the
         ranks are the state of one process on all the data, so the result is exact even if shards differ in size:
@@ -205,35 +205,35 @@ class Strategy:
         return results
 
     def guards(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks that prove that ranks train together; they come before all others. Not collective."""
+        """Returns callbacks that check that ranks train together, to put before other callbacks. Not collective."""
         return []
 
     def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks that stop all ranks if one requests it, to come after those that may. Not collective."""
+        """Returns callbacks that stop all ranks if one requests it, to put after those that may. Not collective."""
         return []
 
     def stop(self) -> None:
-        """Leaves the other ranks. Not collective, as report_failure."""
+        """Stops the watchdog and leaves the other ranks. Not collective."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this one fails, so that none waits for it; gives up after two seconds."""
+        """Tells the other ranks why this one fails, then stops; waits two seconds at most for that. Not collective."""
         self.watchdog.fail(error)
         stopping = threading.Thread(target=self.stop, daemon=True)
         stopping.start()
         stopping.join(timeout=2.0)
 
     def expect_restart(self) -> None:
-        """Prepares for restart; call it before start. Not collective."""
+        """Makes restart possible; call it before start. Not collective."""
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves and rejoins the other ranks, with new settings of the reduction."""
+        """Leaves and rejoins the other ranks, with new environment variables and a new bucket size."""
 
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
         return None
 
     def description(self) -> str:
-        """Names the means of communication, for the run's summary. Not collective."""
+        """Describes the communication, for the run's summary. Not collective."""
         return "one process"
 
 

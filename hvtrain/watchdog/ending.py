@@ -1,4 +1,4 @@
-"""How the watchdog ends its process: last messages and stacks, none of which may delay the end."""
+"""Ends a process for the watchdog, after a last message and Python stacks that may not delay the end for long."""
 
 import os
 import sys
@@ -14,44 +14,44 @@ from hvtrain.system import console
 T = TypeVar("T")
 
 STACKS_FOLDER = "stacks"
-# A hanging disk is a reason to end, so whatever touches one gets no more time.
+# A hanging disk may be the reason to end, so file access is abandoned after this time.
 SECONDS_FOR_FILES = 5.0
 
 
 def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """The action's result, or `otherwise` if it fails or takes longer; it is abandoned then."""
-    found = [otherwise]
+    """Returns the action's result, or `otherwise` if it fails or takes longer. A slow action is left to its thread."""
+    result = [otherwise]
 
     def act() -> None:
         with suppress(Exception):
-            found[0] = action()
+            result[0] = action()
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0]
+    return result[0]
 
 
-def how_to_go_on(folder: Path | None) -> str:
-    """The advice at the end of a message."""
+def resume_advice(folder: Path | None) -> str:
+    """Returns advice to close a message with: the command to run, and the checkpoint from which it resumes."""
     if folder is None:
         return "run the same command again"
 
     def newest() -> str:
         place = folder / "checkpoints"
-        # The folder lies on rank 0's host, which may be another one.
-        none = "the beginning, for there is no checkpoint yet" if place.is_dir() else "the newest checkpoint"
+        # Only rank 0 writes checkpoints, and it may be on another host.
+        fallback = "the beginning (there is no checkpoint yet)" if place.is_dir() else "the newest checkpoint"
         here = max((path.name for path in place.glob("step-*")), default="")
         note = notes.read(folder)
         there = f"step-{note.step:08d}" if note else ""
-        return f"{there} on {note.host}, or a newer one" if note and note.step and there > here else here or none
+        return f"{there} on {note.host}, or a newer one" if note and note.step and there > here else here or fallback
 
     where = within(SECONDS_FOR_FILES, newest, "the newest checkpoint")
     return f"run the same command with run.dir={folder} to resume from {where}"
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
-    """Writes one file per rank if the run folder is on this host. Returns where, for a message, or nothing."""
+    """Writes stacks, a file per rank, if the run folder is on this host. Returns where, as part of a message; or ""."""
     if folder is None or not stacks:
         return ""
 
@@ -61,7 +61,7 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
         place = folder / STACKS_FOLDER
         place.mkdir(exist_ok=True)
         if place.is_symlink():
-            return ""  # It may lead out of the run folder, as a link in it may.
+            return ""  # It may point outside the run folder. So may a linked file, which is replaced below.
         for rank, text in stacks.items():
             path = place / f"rank-{rank:04d}.txt"
             path.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
 
 
 def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:
-    """Writes one line to this rank's log and, after that time, to the error output."""
+    """Writes one line to this rank's log and, after wait_seconds or a signal, to stderr. culprit: the rank at fault."""
     within(wait_seconds + SECONDS_FOR_FILES, lambda: console.say_error(text, rank, wait_seconds, culprit=culprit), None)
 
 

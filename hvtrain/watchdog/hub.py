@@ -48,7 +48,7 @@ class Hub:
                     self._take(connection, message)
                 self._tick(time.monotonic())
         except Exception:
-            log.exception("the watchdog ended by a defect of its own; the run goes on without one")
+            log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all({"kind": "bye"})
         self._connections.close()
 
@@ -110,7 +110,7 @@ class Hub:
         if self._verdict or self._stalled:
             return
         if not verdict.is_failure:
-            verdict = replace(verdict, text=f"{verdict.text}; {ending.how_to_go_on(self._member.folder)}")
+            verdict = replace(verdict, text=f"{verdict.text}; {ending.resume_advice(self._member.folder)}")
         self._verdict = verdict
         self._connections.send_all({"kind": "verdict", "verdict": vars(verdict)})
 
@@ -141,7 +141,7 @@ class Hub:
         where = ending.write_stacks(folder, stacks)
         seconds = judge.stalled_seconds(ranks, when, rules.limit)
         how_long = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): " if seconds else ""
-        ending.say(f"{how_long}{who}; {where}{ending.how_to_go_on(folder)}", 0, culprit)
+        ending.say(f"{how_long}{who}; {where}{ending.resume_advice(folder)}", 0, culprit)
         for rank, connection in self._connections.ranks.items():
             if rank:
                 connection.send({"kind": "end"})

@@ -119,7 +119,8 @@ def _describe_one(state: RankState, now: float, rules: Rules, process: str) -> s
     if state.silent(now) > rules.silent_after:
         why = f", it is {process}" if process else ""
         when = wall_clock(state.silent(now))
-        return f"{state.name} does not answer since {when}{why}; last seen in {state.status.phase}, step {_step(state)}"
+        seen = f"last seen in {state.status.phase}, step {_step(state)}"
+        return f"{state.name} has not answered since {when}{why}; {seen}"
     return f"{state.name} hangs in {_since(state, now)}"
 
 

@@ -131,7 +131,7 @@ class Member(Watchdog):
                     next_beat = now + self.rules.beat_seconds
                     self._tick(now)
         except Exception:
-            log.exception("the watchdog of rank %d ended by a defect of its own; the run goes on", self._rank)
+            log.exception("the watchdog of rank %d failed, which is a bug; the run continues without it", self._rank)
             self._send({"kind": "bye"})
         if self._connection:
             self._connection.close()
@@ -172,7 +172,7 @@ class Member(Watchdog):
             self._decide(self._advise(f"rank 0 {CUT if kind == 'cut' else GONE}", 0, is_cut=kind == "cut"))
 
     def _advise(self, text: str, rank: int | None, is_cut: bool = False) -> Verdict:
-        return Verdict(f"{text}; {ending.how_to_go_on(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
+        return Verdict(f"{text}; {ending.resume_advice(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
 
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict is None:
@@ -211,7 +211,7 @@ class Member(Watchdog):
         self._is_ending = True
         hub = self._hub if self._hub and self._hub.is_here() else None
         state = hub.state() if hub else ""
-        text = f"rank 0 does not answer since {wall_clock(silent)}{f', it is {state}' if state else ''}"
+        text = f"rank 0 has not answered since {wall_clock(silent)}{f', it is {state}' if state else ''}"
         # The first thing that it reads when it wakes up.
         self._send({"kind": "lost", "text": text, "rank": 0})
         stacks = {self._rank: self.stacks.text()}

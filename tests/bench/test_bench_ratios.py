@@ -84,10 +84,10 @@ def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
     names = ("hvtrain-mpi", "loop-mpi")
     made = Session(WORKLOADS["cnn"], "synthetic", 2, 1, [CONTENDERS[name] for name in names], tmp_path, 10)
     for name, loss, seconds in zip(names, losses, (0.9, 1.0)):
-        made.found[name] = [
+        made.runs[name] = [
             Measured(seconds * scale, 128 / seconds, 9.0, 10**9, loss) for scale in (1, 2, 1, 2, 1, 2, 1)
         ]
-    made.again = [Measured(run.step_seconds * slower, 1, 1, 1, 1.0) for run in made.found[names[0]]]
+    made.repeats = [Measured(run.step_seconds * slower, 1, 1, 1, 1.0) for run in made.runs[names[0]]]
     return made
 
 

@@ -16,9 +16,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Rows of README's table of speed, and where docs/bench.md has the same.
 ROWS = {
-    "step time / hand-written Horovod loop's": "step time / hand-written loop",
-    "throughput / MultiWorkerMirroredStrategy's": "throughput / `multi-worker`",
-    "throughput / independent jobs' that never communicate": "throughput / `independent`",
+    "step time / that of a hand-written Horovod loop": "step time / hand-written loop",
+    "throughput / that of MultiWorkerMirroredStrategy": "throughput / `multi-worker`",
+    "throughput / that of independent jobs, which never communicate": "throughput / `independent`",
 }
 
 

@@ -129,12 +129,12 @@ def test_names(lab):
     assert rows == [
         (
             "s3",
-            "calls itself s1, as s1 does; Horovod would take them for one host",
+            "has the hostname s1, as s1 does; Horovod would treat them as one host",
             "on s3: hostnamectl set-hostname s3",
         ),
         (
             "s2",
-            "takes s2 for 127.0.1.1, where no other host reaches it",
+            "resolves s2 to 127.0.1.1, where no other host reaches it",
             "on s2: in /etc/hosts write '10.213.0.2 s2' in place of '127.0.1.1 s2'",
         ),
         ("s3", "has no address for s2", "on s3: echo '10.213.0.2 s2' >> /etc/hosts, or add it to DNS"),
@@ -153,14 +153,14 @@ def test_names_that_lead_elsewhere(lab):
         names("s3", *wrong),
     ):
         found = lab.failures()
-    assert "takes s3 for 10.213.0.33, and no interface of s3 has that address" in found["names", "s1"]
-    assert "takes s2 for 10.213.0.22; others for 10.213.0.2 (and 1 more)" in found["names", "s2"]
+    assert "resolves s3 to 10.213.0.33, but no interface of s3 has that address" in found["names", "s1"]
+    assert "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)" in found["names", "s2"]
     assert {check for check, _ in found} == {"names"}
 
 
 def test_interfaces(lab):
     found = lab.failures("--network-interfaces", "docker0")
-    assert found["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1: it leads nowhere"
+    assert found["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
     found = lab.failures("--network-interfaces", "ib0")
     assert "has no interface ib0; it has eth0 10.213.0.1" in found["interface", "s1"]
 
@@ -188,7 +188,7 @@ def test_closed_ports(lab):
     with lab.net("s2", "block", "1024-65534", back="unblock"):
         found = lab.failures()
     assert found.keys() == {("ports", "s2")}, found
-    assert "s1, s3 cannot reach port" in found["ports", "s2"]
+    assert "s1, s3 cannot reach its port" in found["ports", "s2"]
 
 
 CLOCK = r"""

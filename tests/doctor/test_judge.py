@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from hvtrain.doctor.judge_machine import clock_differences, files_needed, judge_clocks, judge_machines
-from hvtrain.doctor.judge_network import Way, judge_interfaces, judge_names, judge_ports
+from hvtrain.doctor.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.doctor.judge_software import judge_software
 from hvtrain.doctor.measure_links import judge_links
 from hvtrain.doctor.probe import MAX_ENTRIES, _entries, fingerprint
@@ -90,10 +90,10 @@ CASES = [
     ("gpus", {"gpus": {"driver": "535"}}, "driver 535; s1 has 550.1"),
     ("gpus", {"gpus": {"names": [], "error": "no driver"}}, "nvidia-smi fails: no driver"),
     ("gpus", {"cuda": {"nvidia-nccl-cu12": "2.30.0"}}, "nvidia-nccl-cu12 2.30.0; s1 has nvidia-nccl-cu12 2.32.3"),
-    ("names", {"hostname": "s1"}, "calls itself s1, as s1 does"),
-    ("names", {"addresses": {"s2": "127.0.1.1"}}, "takes s2 for 127.0.1.1, where no other host reaches it"),
+    ("names", {"hostname": "s1"}, "has the hostname s1, as s1 does"),
+    ("names", {"addresses": {"s2": "127.0.1.1"}}, "resolves s2 to 127.0.1.1, where no other host reaches it"),
     ("names", {"addresses": {"s3": None}}, "has no address for s3"),
-    ("names", {"addresses": {"s3": "10.0.0.9"}}, "takes s3 for 10.0.0.9; others for 10.0.0.3"),
+    ("names", {"addresses": {"s3": "10.0.0.9"}}, "resolves s3 to 10.0.0.9; others resolve it to 10.0.0.3"),
 ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_the_fix_of_a_loopback_name_is_the_line_to_write():
     cluster = healthy()
     cluster["s2"]["addresses"]["s2"] = "127.0.1.1"
     assert failures(judged(cluster))["names", "s2"].fix == (
-        "on s2: in /etc/hosts write '10.0.0.2 s2' in place of '127.0.1.1 s2'"
+        "on s2: in /etc/hosts replace '127.0.1.1 s2' with '10.0.0.2 s2'"
     )
 
 
@@ -124,7 +124,7 @@ def test_an_address_that_no_interface_has():
     for facts in cluster.values():
         facts["addresses"]["s3"] = "10.0.0.33"
     wrong = failures(judge_names(cluster, NAMES))
-    assert "takes s3 for 10.0.0.33, and no interface of s3 has that address" in wrong["names", "s1"].found
+    assert "resolves s3 to 10.0.0.33, but no interface of s3 has that address" in wrong["names", "s1"].found
 
 
 def test_interfaces():
@@ -133,11 +133,11 @@ def test_interfaces():
     wrong = failures(judge_interfaces(cluster, NAMES)[0])
     assert "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3" in wrong["interface", "s3"].found
     wrong = failures(judge_interfaces(healthy(), NAMES, "docker0")[0])
-    assert "docker0 has 172.17.0.1 here and on s1: it leads nowhere" in wrong["interface", "s2"].found
+    assert "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts" in wrong["interface", "s2"].found
     wrong = failures(judge_interfaces(healthy(), NAMES, "ib0")[0])
     assert "has no interface ib0; it has eth1 10.0.0.1" in wrong["interface", "s1"].found
-    rows, ways = judge_interfaces(healthy(), NAMES, "eth1,eth2,eth3")
-    assert not failures(rows) and ways["s3"] == Way("eth3", "10.0.0.3")
+    rows, endpoints = judge_interfaces(healthy(), NAMES, "eth1,eth2,eth3")
+    assert not failures(rows) and endpoints["s3"] == Endpoint("eth3", "10.0.0.3")
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_interfaces():
     ],
 )
 def test_closed_ports_name_the_host_that_failed_calls_share(missing, hosts):
-    ways = {name: Way("eth0", f"10.0.0.{name[1]}") for name in NAMES}
+    endpoints = {name: Endpoint("eth0", f"10.0.0.{name[1]}") for name in NAMES}
     answers = {host: {"missing": reasons} for host, reasons in missing.items()}
-    rows = judge_ports(answers, ways, dict.fromkeys(NAMES, 40000))
+    rows = judge_ports(answers, endpoints, dict.fromkeys(NAMES, 40000))
     assert [host for _, host in failures(rows)] == hosts
 
 

@@ -7,7 +7,7 @@ tests.plan.here starts it with the words of a workload; plain Keras fit does the
 from __future__ import annotations
 
 import hvtrain.keras as hvd
-from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.by_hand.common import make_setup
 from hvtrain.system import cores
 
 
@@ -15,8 +15,8 @@ def main() -> None:
     """Trains alone beside the others, and reports."""
     hvd.init()
     cores.pin(hvd.rank(), hvd.size())
-    todo = work(hvd.rank(), hvd.size())
-    todo.fit(todo.model(), todo.optimizer(), hvd.rank())
+    setup = make_setup(hvd.rank(), hvd.size())
+    setup.fit(setup.model(), setup.optimizer(), hvd.rank())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState, send_arrays
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
-from hvtrain.watchdog.ending import how_to_go_on
+from hvtrain.watchdog.ending import resume_advice
 
 META = {"num_ranks": 2, "batch_size": 32, "batch_sizes": [32, 32], "epoch": 1, "step_in_epoch": 2, "metrics": {}}
 OURS, OTHER = "0123456789ab", "ba9876543210"
@@ -151,7 +151,7 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     assert written == [notes.Note(16, "s2", OURS), None, notes.Note(16, "s2", OURS)]
     message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
     assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
-    assert how_to_go_on(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
+    assert resume_advice(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
     assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
     assert [found.step for found in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
 

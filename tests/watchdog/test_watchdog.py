@@ -98,7 +98,7 @@ def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank
     with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
         codes = ranks.codes()
     line = ranks.said()[0]
-    assert re.search(rf"rank {rank}( on h1)? does not answer since \d\d:\d\d:\d\d", line), ranks.said()
+    assert re.search(rf"rank {rank}( on h1)? has not answered since \d\d:\d\d:\d\d", line), ranks.said()
     assert ", it is stopped by a signal (SIGSTOP, Ctrl-Z); " in line
     assert f"{tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}" in line
     assert "in act" in ranks.stacks(rank), "where it was stopped"
@@ -110,7 +110,7 @@ def test_a_rank_that_holds_pythons_lock(tmp_path):
     with Ranks(tmp_path, 2, 2, [1, 30, "grip"]) as ranks:
         assert ranks.processes[0].wait(30) == 75
         line = ranks.said()[-1]
-        assert "rank 1 on h1 does not answer since " in line and "stopped" not in line
+        assert "rank 1 on h1 has not answered since " in line and "stopped" not in line
         assert "in act" in ranks.stacks(1)
 
 

@@ -78,7 +78,7 @@ def test_gloo_gives_up_before_the_watchdog(tmp_path):
     process = begin("gloo", tmp_path, HANGS % (1, "stop"))
     code, output, lines = done(process)
     assert code == 75, output
-    told = [line for line in lines if re.search(r"rank 1 on \S+ does not answer since .* it is stopped by a", line)]
+    told = [line for line in lines if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)]
     assert told and GOES_ON.format(run=tmp_path / "run") in told[0], output
     assert "on_train_batch_end" in stacks(tmp_path, 1)
     assert none_left(tmp_path)

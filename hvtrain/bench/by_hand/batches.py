@@ -2,20 +2,20 @@
 
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import pinned_job, work
+from hvtrain.bench.by_hand.common import make_setup, pinned_job
 from hvtrain.bench.contender_report import Stopwatch
 
 
 def main() -> None:
     """Reads as many batches as a training would, and reports."""
     stopwatch = Stopwatch()
-    job, todo = pinned_job(), work()
+    job, setup = pinned_job(), make_setup()
 
     @tf.function
     def take(images: tf.Tensor, labels: tf.Tensor) -> None:
         tf.debugging.assert_equal(tf.shape(images)[0], tf.shape(labels)[0])
 
-    for images, labels in todo.batches_from(0).take(todo.plan.num_steps):
+    for images, labels in setup.batches_from(0).take(setup.plan.num_steps):
         take(images, labels)
         stopwatch.step_ended()
     stopwatch.report(job, 0.0)

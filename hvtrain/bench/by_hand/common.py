@@ -1,4 +1,4 @@
-"""The runner's model, optimizer and batches for a hand-written contender, so that only the loop differs."""
+"""The runner's model, optimizer and batches, for all hand-written contenders: they differ only in the loop."""
 
 import os
 import sys
@@ -21,8 +21,8 @@ from hvtrain.training.run import training_batches
 
 
 @dataclass(frozen=True)
-class Work:
-    """The parts of a training on one rank. batches_from(step) is endless and starts at that step."""
+class Setup:
+    """The parts of a training on one rank. batches_from(step): an endless stream of (images, labels) from there on."""
 
     plan: StepPlan
     batches_from: Callable[[int], tf.data.Dataset]
@@ -45,8 +45,9 @@ class Work:
         return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
 
     def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
-        """Trains with Keras's fit over all steps, and reports."""
+        """Trains with Keras's fit for plan.num_steps. The callback Clock writes the report of this rank or job."""
         model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
+        # Whole epochs, then the remaining steps.
         epochs, rest = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
         clock = Clock(self.plan.num_steps, rank)
         for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
@@ -62,14 +63,14 @@ class Work:
 
 
 def pinned_job() -> int:
-    """This job's number among the independent jobs; pins the process to its share of the cores, as a rank is."""
+    """Pins this job to its share of the cores, as a rank would be; returns its number among the jobs, from 0."""
     number, _, jobs = os.environ[contender_report.JOB].partition(" of ")
     cores.pin(int(number), int(jobs))
     return int(number)
 
 
-def work(rank: int = 0, size: int = 1) -> Work:
-    """The training that the command line describes, for rank `rank` of `size` on one host."""
+def make_setup(rank: int = 0, size: int = 1) -> Setup:
+    """Sets up the training that the command line describes, for one rank of `size` on one host. Sets the seeds."""
     config = from_dict(compose(sys.argv[1:])[0])
     topology = Topology(rank, size, rank, size)
     keras.utils.set_random_seed(config.seed + rank)
@@ -78,7 +79,7 @@ def work(rank: int = 0, size: int = 1) -> Work:
     )
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
-    return Work(
+    return Setup(
         plan,
         lambda step: training_batches(source, plan, topology, config.seed, step),
         source.image_shape,

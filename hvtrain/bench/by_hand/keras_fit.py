@@ -5,7 +5,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
-from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.by_hand.common import make_setup
 from hvtrain.system import cores
 
 
@@ -24,11 +24,11 @@ def main() -> None:
     """Trains, and reports."""
     hvd.init()
     cores.pin(hvd.rank(), hvd.size())
-    todo = work(hvd.rank(), hvd.size())
-    model, optimizer = todo.model(), reducing(todo.optimizer())
+    setup = make_setup(hvd.rank(), hvd.size())
+    model, optimizer = setup.model(), reducing(setup.optimizer())
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
-    todo.fit(model, optimizer, hvd.rank())
+    setup.fit(model, optimizer, hvd.rank())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.by_hand.common import make_setup
 from hvtrain.bench.contender_report import Stopwatch
 from hvtrain.system import cores
 
@@ -14,12 +14,12 @@ def main() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
     cores.pin(rank, size)
-    todo = work(rank, size)
+    setup = make_setup(rank, size)
     keras.utils.set_random_seed(1)  # Every worker makes the same weights.
     with strategy.scope():
-        model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
+        model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
         optimizer.build(model.trainable_variables)
-        mean, accuracy = keras.metrics.Mean(), todo.accuracy()
+        mean, accuracy = keras.metrics.Mean(), setup.accuracy()
 
     @tf.function
     def step(iterator: tf.data.Iterator) -> None:
@@ -34,9 +34,9 @@ def main() -> None:
 
         strategy.run(on_replica, args=next(iterator))
 
-    batches = iter(strategy.distribute_datasets_from_function(lambda _: todo.batches_from(0)))
-    for number in range(todo.plan.num_steps):
-        if number % todo.plan.steps_per_epoch == 0:
+    batches = iter(strategy.distribute_datasets_from_function(lambda _: setup.batches_from(0)))
+    for number in range(setup.plan.num_steps):
+        if number % setup.plan.steps_per_epoch == 0:
             mean.reset_state()
             accuracy.reset_state()
         step(batches)

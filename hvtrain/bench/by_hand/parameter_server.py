@@ -7,7 +7,7 @@ server.
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.by_hand.common import make_setup
 from hvtrain.bench.contender_report import Stopwatch
 
 
@@ -24,11 +24,11 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
     """Hands steps to free workers. A joint step is one step for each worker."""
     stopwatch = Stopwatch()
     size = resolver.cluster_spec().num_tasks("worker")
-    todo = work(0, size)
+    setup = make_setup(0, size)
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
+        model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
         optimizer.build(model.trainable_variables)
         mean = keras.metrics.Mean()
 
@@ -44,13 +44,13 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
 
     @tf.function
     def dataset() -> tf.data.Dataset:
-        return strategy.distribute_datasets_from_function(lambda _: todo.batches_from(0))
+        return strategy.distribute_datasets_from_function(lambda _: setup.batches_from(0))
 
     batches = iter(coordinator.create_per_worker_dataset(dataset))
-    for number in range(todo.plan.num_steps):
+    for number in range(setup.plan.num_steps):
         for _ in range(size):
             coordinator.schedule(step, args=(batches,))
-        if number + 1 in (1, stopwatch.warmup, todo.plan.num_steps):
+        if number + 1 in (1, stopwatch.warmup, setup.plan.num_steps):
             coordinator.join()  # The clock needs finished steps, and schedule only queues them.
         stopwatch.step_ended()
     for rank in range(size):

@@ -1,12 +1,12 @@
 """Plain Keras: compile and fit on one process, no Horovod anywhere."""
 
-from hvtrain.bench.by_hand.common import pinned_job, work
+from hvtrain.bench.by_hand.common import make_setup, pinned_job
 
 
 def main() -> None:
     """Trains, and reports."""
-    job, todo = pinned_job(), work()
-    todo.fit(todo.model(), todo.optimizer(), job)
+    job, setup = pinned_job(), make_setup()
+    setup.fit(setup.model(), setup.optimizer(), job)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import work
+from hvtrain.bench.by_hand.common import make_setup
 from hvtrain.bench.contender_report import Stopwatch
 from hvtrain.system import cores
 
@@ -14,10 +14,10 @@ def main() -> None:
     stopwatch = Stopwatch()
     hvd.init()
     cores.pin(hvd.rank(), hvd.size())
-    todo = work(hvd.rank(), hvd.size())
-    model, optimizer, loss_of = todo.model(), todo.optimizer(), todo.loss()
+    setup = make_setup(hvd.rank(), hvd.size())
+    model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
     optimizer.build(model.trainable_variables)
-    mean, accuracy = keras.metrics.Mean(), todo.accuracy()
+    mean, accuracy = keras.metrics.Mean(), setup.accuracy()
 
     @tf.function
     def step(images: tf.Tensor, labels: tf.Tensor) -> None:
@@ -32,8 +32,8 @@ def main() -> None:
         accuracy.update_state(labels, logits)
 
     hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
-    for number, (images, labels) in enumerate(todo.batches_from(0).take(todo.plan.num_steps)):
-        if number % todo.plan.steps_per_epoch == 0:
+    for number, (images, labels) in enumerate(setup.batches_from(0).take(setup.plan.num_steps)):
+        if number % setup.plan.steps_per_epoch == 0:
             mean.reset_state()
             accuracy.reset_state()
         step(images, labels)
