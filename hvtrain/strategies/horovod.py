@@ -17,7 +17,7 @@ from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.strategies.base import Comm, Strategy, Timeline
-from hvtrain.watchdog.ending import how_to_go_on
+from hvtrain.watchdog.ending import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
@@ -143,7 +143,7 @@ class HorovodStrategy(Strategy):
         if verdict is None:
             # All ranks are there, so it was the network between them, and a restart may help.
             said = _NCCL_FAILED.search(str(error))
-            advice = how_to_go_on(self.watchdog.folder)
+            advice = resume_advice(self.watchdog.folder)
             return LostRankError(f"NCCL lost the connection between ranks ({said[0]}); {advice}") if said else None
         cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
         cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
