@@ -1,7 +1,7 @@
 """Checks of gradients: whether ranks are about to reduce the same ones, and whether the result is finite.
 
 Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past the end of a buffer,
-and a gradient that one rank lacks makes the others wait for ever.
+and a gradient that one rank lacks makes the others wait forever.
 """
 
 import hashlib

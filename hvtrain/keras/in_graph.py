@@ -40,7 +40,7 @@ def new_counter() -> tf.Variable:
 class SharedFlag:
     """Like threading.Event, over all ranks, without a message of its own; every rank holds one.
 
-    A rank that leaves the training loop alone makes the others wait for ever. So it only sets its flag, which travels
+    A rank that leaves the training loop alone makes the others wait forever. So it only sets its flag, which travels
     in one message with the next gradients, and every rank reads the same result after the same step.
     """
 

@@ -15,7 +15,7 @@ from hvtrain.errors import BusyError
 LOCK_FILE = ".lock"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks; the run goes on without one.
+# Errors of file systems without locks; the run continues without one.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 

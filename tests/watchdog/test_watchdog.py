@@ -278,7 +278,7 @@ def test_no_watch_no_port(tmp_path):
 
 
 def test_an_elastic_job_goes_on_without_a_lost_rank(tmp_path):
-    """Nobody is ended for it; here the others then wait for ever, which is a hang like any other."""
+    """Nobody is ended for it; here the others then wait forever, which is a hang like any other."""
     with Ranks(tmp_path, 3, 3, [1, 30, "die"], more=["survives"]) as ranks:
         assert ranks.codes() == [75, -9, 75]
     assert "stopped because" not in str(ranks.said())

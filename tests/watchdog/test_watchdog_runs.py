@@ -57,7 +57,7 @@ def stacks(tmp_path, rank):
 
 @pytest.mark.nightly
 def test_a_rank_that_hangs_in_its_data(tmp_path):
-    """Open MPI's ranks would wait for ever."""
+    """Open MPI's ranks would wait forever."""
     process = begin(
         "mpirun", tmp_path, "dataset=stuck", "dataset.rank=1", "dataset.batch=26", "watchdog.abort_seconds=5"
     )

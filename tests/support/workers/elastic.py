@@ -183,7 +183,7 @@ def static():
     }
 
 
-# None of them means a lost rank. In the second, the word is in a path; the third would be met again for ever.
+# None of them means a lost rank. In the second, the word is in a path; the third would be met again forever.
 OTHERS = [
     tf.errors.InvalidArgumentError(None, None, "Expected image (JPEG, PNG, or GIF), got unknown format"),
     tf.errors.UnknownError(None, None, "RuntimeError: out of leaves, in /home/me/horovod/data.py"),
