@@ -64,7 +64,7 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
             chosen.append(view.local_rank % len(view.gpus))
         else:
             raise RankError(
-                f"host {view.host} has {len(view.gpus)} visible GPU(s) for {len(on_host)} ranks; "
+                f"host {view.host} has {len(view.gpus)} visible GPU(s) for {max(len(on_host), view.local_rank + 1)} ranks; "
                 "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
             )
     (host, gpu), num_ranks = _most_used(views, chosen)
@@ -98,8 +98,13 @@ def _device(view: View, index: int | None, views: list[View]) -> str:
     return f"{view.host} GPU {view.gpus[index] if len(same) == 1 else view.keys[index]}"
 
 
-def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True) -> list[str]:
+def pin_gpu(
+    host: str | None = None, share: bool = False, pin_cores: bool = True, by_local_rank: bool = False
+) -> list[str]:
     """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
+
+    With by_local_rank it asks no other rank, so it is not collective, and returns this rank's device alone. A rank that
+    joins an elastic job needs that: the others are training. Every rank must see all GPUs of its host then.
 
     On a host without GPUs the rank keeps memory of freed tensors for new ones, and with pin_cores it stays on its share
     of the cores (system/cores.py). Call it after init and before TensorFlow initializes a device. A device reads
@@ -118,9 +123,10 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
-    views: list[View] = _gather(View(host or socket.gethostname(), hvd.local_rank(), names, _uuids(len(names))))
+    own = View(host or socket.gethostname(), hvd.local_rank(), names, _uuids(len(names)))
+    views = [own] if by_local_rank else _gather(own)
     chosen = choose_gpus(views, share)
-    index = chosen[hvd.rank()]
+    index = chosen[0 if by_local_rank else hvd.rank()]
     if index is not None:
         try:
             tf.config.set_visible_devices(gpus[index], "GPU")
@@ -133,7 +139,7 @@ def pin_gpu(host: str | None = None, share: bool = False, pin_cores: bool = True
     if _most_used(views, chosen)[1] > 1:
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    return [_device(view, own, views) for view, own in zip(views, chosen)]
+    return [_device(view, gpu, views) for view, gpu in zip(views, chosen)]
 
 
 def _uuids(count: int) -> tuple[str, ...]:

@@ -158,6 +158,17 @@ def test_a_list_of_its_own_for_each_rank(monkeypatch):
     assert fake.told == pinned_to(fake, 0)
 
 
+def test_a_rank_that_joins_asks_no_other(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake = FakeTensorFlow(monkeypatch, count=2, rank=1, views=host("s1", "01", 4))
+    monkeypatch.setattr(devices, "_gather", lambda view: pytest.fail("the others are training"))
+    assert pin_gpu("s1", by_local_rank=True) == ["s1 GPU 1"]
+    assert fake.told == pinned_to(fake, 1)
+    monkeypatch.setattr(devices.hvd, "local_rank", lambda: 3)
+    with pytest.raises(RankError, match=r"host s1 has 2 visible GPU\(s\) for 4 ranks; start fewer ranks"):
+        pin_gpu("s1", by_local_rank=True)
+
+
 def test_gpus_of_one_number_are_told_apart(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     views = [View("s1", 0, ("0",), ("GPU-a1b2",)), View("s1", 1, ("0",), ("GPU-c3d4",))]
