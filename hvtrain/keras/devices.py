@@ -63,8 +63,9 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
+            num_ranks = max(len(on_host), view.local_rank + 1)
             raise RankError(
-                f"host {view.host} has {len(view.gpus)} visible GPU(s) for {max(len(on_host), view.local_rank + 1)} ranks; "
+                f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
                 "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
             )
     (host, gpu), num_ranks = _most_used(views, chosen)
@@ -128,18 +129,26 @@ def pin_gpu(
     chosen = choose_gpus(views, share)
     index = chosen[0 if by_local_rank else hvd.rank()]
     if index is not None:
-        try:
-            tf.config.set_visible_devices(gpus[index], "GPU")
-            tf.config.experimental.set_memory_growth(gpus[index], True)
-        except RuntimeError as error:
-            raise RankError(
-                f"cannot pin a GPU: TensorFlow has initialized all of them already ({error}); "
-                "call pin_gpu right after init, before anything makes a tensor or a model"
-            ) from error
+        use_only(gpus[index])
     if _most_used(views, chosen)[1] > 1:
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [_device(view, gpu, views) for view, gpu in zip(views, chosen)]
+
+
+def use_only(gpu: tf.config.PhysicalDevice) -> None:
+    """Hides the other GPUs from this process, which takes memory of this one only as it needs it.
+
+    Raises RankError if TensorFlow has initialized its devices already.
+    """
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise RankError(
+            f"cannot pin a GPU: TensorFlow has initialized all of them already ({error}); "
+            "call pin_gpu right after init, before anything makes a tensor or a model"
+        ) from error
 
 
 def _uuids(count: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
+from hvtrain.keras.devices import use_only
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.watchdog import Watchdog
@@ -132,6 +133,8 @@ class Strategy:
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
         self.marks = StepMarks()
+        if gpus := tf.config.list_physical_devices("GPU"):
+            use_only(gpus[0])
         return self.topology
 
     def start_watchdog(self, abort_seconds: float) -> None:

@@ -16,6 +16,7 @@ from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
+from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Comm, Strategy, Timeline
 from hvtrain.watchdog.ending import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
@@ -86,7 +87,8 @@ class HorovodStrategy(Strategy):
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
-        return super().start()
+        self.marks = StepMarks()
+        return self.topology
 
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvtrain.errors import RankError
 from hvtrain.keras import devices
 from hvtrain.keras.devices import View, choose_gpus, pin_gpu, visible_names
+from hvtrain.strategies.base import Strategy
 from launching import WORKERS, run
 
 
@@ -167,6 +168,12 @@ def test_a_rank_that_joins_asks_no_other(monkeypatch):
     monkeypatch.setattr(devices.hvd, "local_rank", lambda: 3)
     with pytest.raises(RankError, match=r"host s1 has 2 visible GPU\(s\) for 4 ranks; start fewer ranks"):
         pin_gpu("s1", by_local_rank=True)
+
+
+def test_a_single_process_takes_one_gpu_too(monkeypatch):
+    fake = FakeTensorFlow(monkeypatch, count=2, rank=0, views=host("s1", "01", 1))
+    Strategy().start()
+    assert fake.told == pinned_to(fake, 0)
 
 
 def test_gpus_of_one_number_are_told_apart(monkeypatch):
