@@ -21,7 +21,7 @@ from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.records import read_history, write_history
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.resume import ResumePoint, RunState, send_arrays
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 
 Arrays = dict[str, np.ndarray]

@@ -12,7 +12,7 @@ from hvtrain.config.validate import flatten
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, shown
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.base import Comm, Strategy
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.versions import versions
 

@@ -17,7 +17,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState, send_arrays
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.watchdog.ending import resume_advice
 

@@ -4,7 +4,7 @@ import logging
 
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import RunState
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 
 # What a checkpoint must say of its run.
 META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0}

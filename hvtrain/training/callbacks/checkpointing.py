@@ -12,7 +12,7 @@ import numpy as np
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epoch_metrics import Validation
 from hvtrain.training.callbacks.position import RunCallback
