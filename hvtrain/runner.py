@@ -15,13 +15,12 @@ from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
-from hvtrain.system.versions import versions
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.run import Run, summary
+from hvtrain.training.run import Run, summary, versions
 from hvtrain.training.saved_model import export
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
 

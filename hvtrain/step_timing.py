@@ -4,8 +4,6 @@ The watchdog's thread reads the counts; the record of a run has the times. The g
 Python sees neither the wait for a batch nor the wait for other ranks. loop and the reducer set the marks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +22,10 @@ class StepTimes(NamedTuple):
     compute: float
     communication: float
 
-    def __sub__(self, other: StepTimes) -> StepTimes:
+    def __sub__(self, other: "StepTimes") -> "StepTimes":
         return StepTimes(*(mine - its for mine, its in zip(self, other)))
 
-    def each(self) -> StepTimes:
+    def each(self) -> "StepTimes":
         """Mean times of one step."""
         return StepTimes(*(total / max(self.steps, 1.0) for total in self))
 

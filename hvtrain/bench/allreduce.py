@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
 from hvtrain.bench.processes import launch_and_report
-from hvtrain.bench.rounds import in_turns, progress, ratio
+from hvtrain.bench.rounds import BLUE, GREY, ORANGE, in_turns, picture, progress, ratio
 from hvtrain.doctor.rows import human_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

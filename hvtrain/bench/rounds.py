@@ -1,4 +1,4 @@
-"""Rounds of measurements taken in turns, and the ratios between them.
+"""Rounds of measurements taken in turns, the ratios between them, and what their pictures have in common.
 
 A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the same round are
 compared.
@@ -6,12 +6,15 @@ compared.
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+BLUE, ORANGE, GREY = "#1f6fb4", "#e07b39", "#8a949c"
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,20 @@ def progress(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, in inches, which is saved as `path` at the end."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # No display is needed.
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+    for one in figure.axes:
+        one.grid(alpha=0.3)
+        one.spines[["top", "right"]].set_visible(False)
+    yield figure, axes
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

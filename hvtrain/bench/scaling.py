@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from hvtrain.bench.contenders import CONTENDERS, measure
-from hvtrain.bench.plots import BLUE, GREY, ORANGE, picture
-from hvtrain.bench.rounds import in_turns, progress, ratio
+from hvtrain.bench.rounds import BLUE, GREY, ORANGE, in_turns, picture, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import ConfigError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from hvtrain.bench.contenders import Contender, Measured, measure
-from hvtrain.bench.plots import BLUE, picture
-from hvtrain.bench.rounds import Ratio, in_turns, progress, ratio
+from hvtrain.bench.rounds import BLUE, Ratio, in_turns, picture, progress, ratio
 from hvtrain.bench.workloads import Workload
 from hvtrain.errors import RankError
 

@@ -1,7 +1,5 @@
 """Arithmetic of a run: batches, steps, peak learning rate. Pure. planning makes a StepPlan; everyone else reads it."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
@@ -131,7 +129,7 @@ class StepPlan:
             touched.update((bisect_right(offsets, begin) - 1, bisect_left(offsets, end) - 1))
         return range(min(touched), max(touched) + 1)
 
-    def on(self, size: int) -> StepPlan:
+    def on(self, size: int) -> "StepPlan":
         """This plan on another number of ranks. Raises ConfigError if a rank would have no example in a step."""
         last = self.steps_per_epoch - 1  # Shares have full batches first, so this step is the smallest.
         smallest = self.share_offsets(last)[-1]
@@ -142,12 +140,12 @@ class StepPlan:
             )
         return replace(self, size=size)
 
-    def until_epoch_end(self, step: int) -> StepPlan:
+    def until_epoch_end(self, step: int) -> "StepPlan":
         """This plan, cut short at the end of the epoch that a step of the run is in."""
         left = -self.position(step)[1] % self.steps_per_epoch
         return replace(self, num_steps=min(step + left, self.num_steps))
 
-    def from_position(self, step: int, epoch: int, step_in_epoch: int) -> StepPlan:
+    def from_position(self, step: int, epoch: int, step_in_epoch: int) -> "StepPlan":
         """This plan for a run that reached this position after `step` steps, maybe with another plan."""
         shift = step - epoch * self.steps_per_epoch - step_in_epoch
         return replace(self, num_steps=max(step, self.scheduled_steps + shift), shift=shift)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras.gradients import compare_structure, map_values
 from hvtrain.keras.in_graph import SharedFlag, new_counter
+from hvtrain.keras.sparse import sum_rows
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -217,45 +218,13 @@ class Reducer:
     def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         if self.op not in (hvd.Average, hvd.Sum):
             raise ValueError("only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops")
-        own, rows = tf.unique(slices.indices)
-        own_values = tf.math.unsorted_segment_sum(slices.values, rows, tf.size(own))
-        with tf.device(self.device_sparse):
-            options = {"process_set": self.process_set, "ignore_name_scope": True}
-            values = hvd.allgather(own_values, name=f"{name}_values", **options)
-            indices = hvd.allgather(own, name=f"{name}_indices", **options)
-            counts = hvd.allgather(tf.size(own)[tf.newaxis], name=f"{name}_counts", **options)
-        indices, rows = tf.unique(indices)
+        summed = sum_rows(slices, name, self.device_sparse, self.process_set)
         factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
-        return tf.IndexedSlices(
-            _sum_by_rank(values, rows, counts, tf.size(indices)) * factor, indices, slices.dense_shape
-        )
+        return tf.IndexedSlices(summed.values * factor, summed.indices, summed.dense_shape)
 
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
-def _sum_by_rank(values: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-    """Adds values[i] to row rows[i] of the result, one rank's after the other's; a rank has each row at most once.
-
-    GPUs add values of one row in any order, and so would make the ranks' sums differ by rounding. Here each addition
-    is of different rows, so its order does not matter.
-
-    Args:
-        values: the gathered values of all ranks, [n, ...].
-        rows: their row in the result, [n].
-        counts: number of values of each rank, by rank.
-        num_rows: rows of the result.
-    """
-    ends = tf.cumsum(counts)
-    total = tf.zeros(tf.concat([[num_rows], tf.shape(values)[1:]], 0), values.dtype)
-
-    def add(rank: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        part = slice(ends[rank] - counts[rank], ends[rank])
-        return rank + 1, tf.tensor_scatter_nd_add(total, rows[part, tf.newaxis], values[part])
-
-    shapes = tf.TensorShape([]), tf.TensorShape([None, *values.shape[1:]])
-    return tf.while_loop(lambda rank, _: rank < tf.size(counts), add, (tf.constant(0), total), shapes)[1]
 
 
 def variable_id(variable: Any) -> int:

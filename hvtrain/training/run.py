@@ -1,13 +1,16 @@
 """A run as a value: everything that is decided before its model is built; and its summary before the first step."""
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvtrain import __version__
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
@@ -15,7 +18,6 @@ from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
-from hvtrain.system.versions import versions
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,14 @@ def device_map(devices: Sequence[str]) -> str:
     for rank, device in enumerate(devices):
         ranks.setdefault(device, []).append(str(rank))
     return ", ".join(f"{'-'.join(dict.fromkeys([own[0], own[-1]]))} {device}" for device, own in ranks.items())
+
+
+def versions() -> dict[str, str]:
+    """Versions of this process's software, for the header, records and checkpoints."""
+    return {
+        "hvtrain": __version__,
+        "horovod": version("horovod"),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "python": platform.python_version(),
+    }

@@ -20,7 +20,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
-from hvtrain.system.versions import versions
+from hvtrain.training.run import versions
 
 
 def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:

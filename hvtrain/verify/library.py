@@ -15,8 +15,7 @@ from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
-from hvtrain.system.versions import versions
-from hvtrain.training.run import device_map
+from hvtrain.training.run import device_map, versions
 from hvtrain.verify.joint_batch import CASES, Case, compare
 
 BATCH, STEPS = 16, 8

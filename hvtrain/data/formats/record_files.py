@@ -3,8 +3,6 @@
 Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC uint32.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import time
@@ -21,7 +19,7 @@ PIECE_RECORDS = 64
 CORRUPTED = "corrupted record"
 
 
-def scan_records(path: Path, check_lengths: bool = False) -> tuple[array[int], str | None]:
+def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]", str | None]:
     """Offset of each record, and the defect that keeps the rest of the file from being read, if there is one.
 
     The CRCs of the records' data are not checked. check_lengths: stop at a length whose CRC is wrong, since the bytes

@@ -1,7 +1,5 @@
 """TFRecord files of encoded images, dealt to the ranks by file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Speed of a run: images per second, and the time of a step split into data, compute and communication."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class Split:
     median_seconds: float
 
     @classmethod
-    def of(cls, ranks: list[tuple[StepTimes, str]]) -> Split:
+    def of(cls, ranks: list[tuple[StepTimes, str]]) -> "Split":
         """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
