@@ -13,7 +13,6 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
-from hvtrain.keras.devices import use_only
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
@@ -79,6 +78,8 @@ class Strategy:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
         self.marks = StepMarks()
         if gpus := tf.config.list_physical_devices("GPU"):
+            from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.
+
             use_only(gpus[0])
         return self.topology
 
