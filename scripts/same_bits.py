@@ -1,4 +1,4 @@
-"""Records what ten trainings come to, bit by bit, and compares two such records: the rule forevery refactoring.
+"""Records what ten trainings come to, bit by bit, and compares two such records: the rule for every refactoring.
 
     ./scripts/run python scripts/same_bits.py record before.json
     ./scripts/run python scripts/same_bits.py record after.json       # on the changed code

@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvtrain.errors import RankError
 from hvtrain.system import cores, interfaces
 
-# Set forevery rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
+# Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 # Open MPI's default for two ranks allocates as much memory as it sums, each time; segments stay in the cache.

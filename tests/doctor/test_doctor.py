@@ -303,7 +303,7 @@ def test_the_slow_link_is_named(lab):
 
 @pytest.mark.nightly
 def test_ranks_that_do_not_start(lab):
-    """s2 has too little memory for TensorFlow, and enough foreverything else."""
+    """s2 has too little memory for TensorFlow, and enough for everything else."""
     with lab.changed(login("s2", "ulimit -v 600000")):
         report = lab.report(*HOSTS)
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]

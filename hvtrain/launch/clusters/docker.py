@@ -1,6 +1,6 @@
 """Settings and checks of `docker run` on hosts with GPUs, and of a trial with Compose on one machine. Pure.
 
-conf/cluster/docker-run.sh.j2 is one script forevery host: given that host's name, it starts there either the ranks or
+conf/cluster/docker-run.sh.j2 is one script for every host: given that host's name, it starts there either the ranks or
 an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one machine, no GPU and no key: its two containers make
 a key pair themselves.
 """

@@ -18,7 +18,7 @@ from hvtrain.training.callbacks.epoch_metrics import Validation
 from hvtrain.training.callbacks.position import RunCallback
 from hvtrain.training.run import Run
 
-# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow forevery step.
+# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
