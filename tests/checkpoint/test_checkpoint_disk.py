@@ -76,8 +76,13 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
     assert (run / "result.json").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("ranks", "on_error", "code"), [(("gloo", 2), "stop", 2), ((None, 1), "warn", 0)])
+@pytest.mark.parametrize(
+    ("ranks", "on_error", "code"),
+    [
+        pytest.param(("gloo", 2), "stop", 2, marks=pytest.mark.nightly),
+        pytest.param((None, 1), "warn", 0, marks=pytest.mark.release),
+    ],
+)
 def test_a_disk_that_becomes_read_only(ranks, on_error, code, tmp_path):
     run = tmp_path / "run"
     words = ["train.epochs=12", *WORDS[1:], f"checkpoint.on_error={on_error}", f"run.dir={run}"]
@@ -114,8 +119,13 @@ def test_a_quota_on_the_size_of_files(tmp_path):
     assert said(output)[0].startswith("hvtrain: checkpoint step-00000044 was not written: File too large (6"), output
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("ranks", "on_error"), [(("mpirun", 2), "stop"), ((None, 1), "warn")])
+@pytest.mark.parametrize(
+    ("ranks", "on_error"),
+    [
+        pytest.param(("mpirun", 2), "stop", marks=pytest.mark.nightly),
+        pytest.param((None, 1), "warn", marks=pytest.mark.release),
+    ],
+)
 def test_no_room_for_logs_and_results(ranks, on_error, tmp_path):
     """The rows of epochs, and at last the model, cannot be written: one line, and the other rank ends too."""
     run = tmp_path / "run"

@@ -73,9 +73,12 @@ def test_what_cannot_heal_is_not_started_again(tmp_path, what):
 
 
 @needs_lab
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("hosts", "options", "then"), [("s1:1,s2:1,s3:1", (), "s1:1,s3:1"), ("s1:1,s2:1", ("--min-np", "1"), "s1:1")]
+    ("hosts", "options", "then"),
+    [
+        pytest.param("s1:1,s2:1,s3:1", (), "s1:1,s3:1", marks=pytest.mark.nightly),
+        pytest.param("s1:1,s2:1", ("--min-np", "1"), "s1:1", marks=pytest.mark.release),
+    ],
 )
 def test_a_lost_host_is_left_out(tmp_path, hosts, options, then):
     """Where another one has room, or fewer ranks are enough."""
@@ -170,7 +173,7 @@ def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
 
 
 @needs_lab
-@pytest.mark.nightly
+@pytest.mark.release
 def test_the_host_that_has_the_checkpoints_fails_twice():
     """Without it the run does not begin anew; with it, in whatever order, it goes on to the bits of a whole run."""
     words = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]

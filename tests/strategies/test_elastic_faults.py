@@ -165,7 +165,7 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     assert newest() == {stale: "step-00000088", second: "step-00000066"}
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_the_last_rank_goes_on_alone(tmp_path):
     """The watch of two ranks knows that rank 0 is gone, and must not end rank 1, which trains on, some time later."""
     words = ["strategy.commit_steps=5", "train.epochs=300", "watchdog.abort_seconds=4"]
