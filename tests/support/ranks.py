@@ -68,20 +68,20 @@ def wait_until_gone(mark: str, timeout: float) -> dict[int, str]:
 def shared_memory() -> set[str]:
     """What lies in shared memory and in Open MPI's session folders and no live process uses: what ranks left there.
 
-    Of the session folders it knows the user only by the process id in their name, pid.N.
+    Of the session folders it knows the user only by the process id in their name, pid.N. Semaphores of Python's
+    multiprocessing are the launchers', also those of other jobs on this machine.
     """
+    left = [path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")]
+    sessions = Path("/tmp").glob(f"ompi.{os.uname().nodename}.*/*")
+    left += [path for path in sessions if not Path("/proc", path.suffix[1:]).exists()]
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
         except OSError:
             continue
-    sessions = [
-        path
-        for path in Path("/tmp").glob(f"ompi.{os.uname().nodename}.*/*")
-        if not Path("/proc", path.suffix[1:]).exists()
-    ]
-    return {str(path) for path in (*Path("/dev/shm").iterdir(), *sessions)} - used
+    # What another job has removed meanwhile is not left.
+    return {str(path) for path in left if path.exists()} - used
 
 
 def say(text: str) -> None:
