@@ -112,15 +112,51 @@ def test_what_is_not_asked_for_stays_out():
 def test_commands_of_another_kind_and_a_run_folder_of_ones_own_are_kept():
     own = text(Job(("python", "my_script.py", "a b"), 2))
     assert "python my_script.py 'a b' &" in own and "run.dir" not in own
-    assert "slurm-$SLURM_JOB_ID" not in text(Job((*RUN, "run.dir=/shared/a"), 2))
+    named = text(Job((*RUN, "run.dir=/shared/a b"), 2))
+    assert "runs/slurm-" not in named and "find '/shared/a b'/checkpoints" in named
+
+
+STARTED = """#!/bin/bash
+echo start >>starts
+step="$(wc -l <starts)"
+[[ $SAVES != yes ]] || mkdir -p "runs/slurm-7/checkpoints/step-0000000$step"
+exit 75
+"""
+
+
+@pytest.mark.parametrize("saves", ["no", "yes"])
+def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
+    """The batch file as Slurm would run it, again for each requeue, with a launcher that always asks for a restart."""
+    requeue = "#!/bin/bash\n[[ $1 == requeue ]] && echo s1 >>requeues || echo s1\n"
+    (tmp_path / "bin").mkdir()
+    for name, body in {"python": STARTED, "scontrol": requeue, "job": text(Job(RUN, 2), idle_requeues=2)}.items():
+        (tmp_path / "bin" / name).write_text(body)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm_sets = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "s1", "SLURM_NTASKS": "2", "SAVES": saves}
+    environment = {**os.environ, **slurm_sets, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    found = [
+        subprocess.run(
+            [tmp_path / "bin/job"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        for _ in range(4)
+    ]
+    requeues = (tmp_path / "requeues").read_text().count("s1")
+    if saves == "yes":
+        assert requeues == 4 and [done.returncode for done in found] == [75] * 4
+        assert "(it has saved step-00000004)" in found[3].stdout
+    else:
+        assert [done.returncode for done in found] == [75, 75, 1, 75] and requeues == 3
+        assert "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)" in found[1].stdout
+        assert "is not started again: 3 starts in a row ended without a newer checkpoint" in found[2].stderr
 
 
 def test_shellcheck_finds_nothing(tmp_path):
     shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
     (tmp_path / "job").write_text(text(Job((*RUN, *WORDS), 2, environment=VALUES), setup="true", workdir="a b"))
+    (tmp_path / "own").write_text(text(Job(("python", "script.py"), 2)))
     # SC2016: words that hold a dollar are meant to.
     found = subprocess.run(
-        [shellcheck, "-e", "SC2016", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [shellcheck, "-e", "SC2016", "job", "own"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stdout
 

@@ -1,11 +1,12 @@
 """Settings and checks of the batch file for Slurm (conf/cluster/hvtrain.sbatch.j2). Pure.
 
 The file starts `python -m hvtrain.launch` on the first host of the allocation. Shortly before the time limit Slurm
-signals the batch shell; the launcher has all ranks save and ends with RESTART_HELPS; the file then requeues the job.
-Slurm keeps the job's number, so the run folder is the same.
+signals the batch shell; the launcher has all ranks save and ends with RESTART_HELPS; the file then requeues the job,
+without a newer checkpoint only a few times. Slurm keeps the job's number, so the run folder is the same.
 """
 
 import re
+import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,7 @@ class Settings:
     workdir: str | None = setting(None, "folder on all hosts in which ranks run; null: where sbatch was called")
     setup: str | None = setting(None, "shell line run first, on the first host: source .venv/bin/activate")
     signal_seconds: int = setting(120, "seconds before the time limit at which the run saves and is requeued", low=1)
+    idle_requeues: int = setting(3, "times in a row that a job without a newer checkpoint is started again", low=0)
 
 
 def values(job: Job, settings: Settings) -> dict[str, Any]:
@@ -58,13 +60,15 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
     check_texts(settings, ("name", "partition", "account", "qos", "output"), r"[\w./%+@:,=~-]+", names)
     # The launcher checks the settings of a run once more; it takes any other command as it is.
     is_run = job.command[:3] == ("python", "-m", "hvtrain")
+    trains = ("-m", "hvtrain") in pairwise(job.command)
+    named = next((m[1] for word in job.command if (m := re.match(r"\+{0,2}run\.dir=(.+)", word))), None)
     return {
         "nodes": nodes,
         "ranks_per_node": ranks_per_node,
         "words": job.command[3:] if is_run else job.command,
         # A training that names no run folder would not find at its next start what it saved.
-        "needs_run_folder": ("-m", "hvtrain") in pairwise(job.command)
-        and not any(re.match(r"\+{0,2}run\.dir=", word) for word in job.command),
+        "needs_run_folder": trains and not named,
+        "run_folder": (shlex.quote(named) if named else '"runs/slurm-$SLURM_JOB_ID"') if trains else None,
         "resumes": is_run and not any(word.startswith("resume=") for word in job.command),
         "restart_code": RESTART_HELPS,
     }
