@@ -11,6 +11,7 @@ from typing import Any
 
 from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
+from hvtrain.system.secrets import redacted
 
 GROUPS = ("model", "dataset", "optimizer", "schedule", "strategy")
 RENAMED = {
@@ -176,9 +177,9 @@ def default_run_dir(config: RunConfig) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Turns a RunConfig (or a section) into a plain nested dictionary, for records and checkpoints."""
+    """Turns a RunConfig (or a section) into a plain nested dictionary, for records and checkpoints, without secrets."""
     return {
-        item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else value
+        item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else redacted(value, item.name)
         for item in fields(config)
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
+from hvtrain.system.secrets import SECRET, WITH_PASSWORD
 
 # They let a rank find its code, and tune the libraries under it.
 _ALLOWED = re.compile(
@@ -17,15 +18,12 @@ _ALLOWED = re.compile(
 _LEFT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
-_SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_", re.IGNORECASE)
 # Needed by programs on this host, such as ssh; another host has its own.
 _OF_THIS_HOST = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
 )
 # More names for horovodrun to let travel, separated by commas.
 MORE = "HVTRAIN_ENV"
-# An address with a password in it: postgres://me:secret@host/.
-_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
@@ -70,4 +68,4 @@ def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[s
 def travels(name: str, environ: Mapping[str, str]) -> bool:
     """True for a variable that other hosts may have: it is allowed, and neither its name nor its value looks secret."""
     is_known = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
-    return is_known and not _SECRET.search(name) and not _WITH_PASSWORD.search(environ.get(name, ""))
+    return is_known and not SECRET.search(name) and not WITH_PASSWORD.search(environ.get(name, ""))

@@ -31,6 +31,15 @@ def test_to_dict_and_back():
     assert flatten(to_dict(made))["train.epochs"] == 3
 
 
+def test_records_hold_no_secret():
+    """A callback of one's own with a key to some service, and a data set behind a password."""
+    own = {"_target_": "own.Notifies", "api_key": "hunter2", "urls": ["https://me:hunter2@host/"], "patience": 2}
+    made = config(callbacks={"own": own})
+    assert made.callbacks["own"]["api_key"] == "hunter2"
+    kept = to_dict(made)["callbacks"]["own"]
+    assert kept == {"_target_": "own.Notifies", "api_key": "***", "urls": ["***"], "patience": 2}
+
+
 def test_whole_learning_rate_becomes_a_float():
     made = config(optimizer={"_target_": "keras.optimizers.SGD", "learning_rate": 1})
     assert isinstance(made.optimizer["learning_rate"], float), "Keras 3 refuses an integer rate"
