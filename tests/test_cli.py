@@ -23,6 +23,10 @@ def hvtrain(*words, cwd):
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (["trian.epochs=3"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'?"),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
+        (["dataset.dir=x"], "dataset.dir is a setting of dataset=cifar10, fashion_mnist, image_folder, "),
+        (["callbacks=[early_stoping]"], "callbacks=early_stoping is not one of early_stopping, reduce_lr_on_plateau"),
+        (["model=mlp,cnn"], "model=mlp,cnn has several values; give one, a list (model=[mlp,cnn]), or quote it"),
+        (["train.max_time=5"], "train.max_time=5 is not a duration; write it as 11h50m, 45m or 90s"),
         (
             ["optimizer.learningrate=3"],
             "unknown setting 'optimizer.learningrate'; did you mean 'optimizer.learning_rate'?",

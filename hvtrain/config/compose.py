@@ -68,14 +68,25 @@ def _in_one_line(error: Exception) -> str:
     if unknown and unknown[1] in RENAMED:
         return f"{unknown[1]}: this setting is now {RENAMED[unknown[1]]}"
     if unknown:
-        group = unknown[1].partition(".")[0]
-        keys = [f"{group}.{key}" for path in _choices(group, sys.argv) for key in cast("dict", OmegaConf.load(path))]
+        group, _, setting = unknown[1].partition(".")
+        of_choices = {path.stem: [*cast("dict", OmegaConf.load(path))] for path in _choices(group, sys.argv)}
+        if others := [name for name, own in of_choices.items() if setting in own]:
+            return (
+                f"{unknown[1]} is a setting of {group}={', '.join(others)} alone; choose one of these, or leave it out"
+            )
+        keys = [f"{group}.{key}" for own in of_choices.values() for key in own]
         known = [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
-    option = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    option = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text)
     if option:
         choices = sorted(path.stem for path in _choices(option[1], sys.argv))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
+    several = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
+    if several:
+        name, value = several.groups()
+        return (
+            f"{name}={value} has several values; give one, a list ({name}=[{value}]), or quote it: \"{name}='{value}'\""
+        )
     # Hydra's message does not name the word that its grammar refuses.
     for word in sys.argv[1:]:
         name, _, value = word.partition("=")

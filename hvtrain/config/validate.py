@@ -52,6 +52,8 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         with suppress(OverflowError):
             value = float(value)
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # As run.dir=2026 has it.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         or_null = " or null" if type(None) in options else ""

@@ -84,5 +84,7 @@ def check_first_batches(comm: Comm, source: Source, batches: tf.data.Dataset) ->
 
 
 def _differences(first: dict[str, Any], other: dict[str, Any]) -> str:
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    names = [
+        name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))
+    ]  # NaN is not equal to itself.
     return "; ".join(f"{name} is {first.get(name)} and {other.get(name)}" for name in names[:5])
