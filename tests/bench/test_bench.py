@@ -19,7 +19,7 @@ BENCH = [sys.executable, "-m", "hvtrain.bench"]
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["hvtrain-mpi", "loop-gloo", "multi-worker", "keras"], marks=nightly),
+        pytest.param(["hvtrain-mpi", "multi-worker", "keras"], marks=nightly),
         pytest.param([name for name, contender in CONTENDERS.items() if contender.trains], marks=release),
     ],
     ids=["some", "all"],
@@ -33,7 +33,7 @@ def test_contenders_do_the_same_work(names, tmp_path):
     runs = {row["contender"]: row for row in found["runs"]}
     assert set(runs) - {"hvtrain-mpi again"} == set(names)
     joint = [runs[name]["loss"] for name in names if CONTENDERS[name].is_one_job]
-    assert len(joint) >= 3 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
+    assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
     assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
     assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
     assert any(line.startswith("images_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))

@@ -79,7 +79,7 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "on_error", "code"),
     [
-        pytest.param(("gloo", 2), "stop", 2, marks=pytest.mark.nightly),
+        pytest.param(("gloo", 2), "stop", 2, marks=pytest.mark.release),
         pytest.param((None, 1), "warn", 0, marks=pytest.mark.release),
     ],
 )

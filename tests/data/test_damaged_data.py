@@ -67,7 +67,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(tmp_path):
     check_end(code, output, f"{culprit}: ", tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_an_image_of_the_test_data_that_one_rank_cannot_read_ends_all(tmp_path):
     write_images(tmp_path / "data" / "train", NUM_TRAIN)
     culprit = write_images(tmp_path / "data" / "test", 10)[3]

@@ -149,7 +149,7 @@ def said(output):
     return sorted(re.findall(r"rank (\d) sum (\d) local (\d) host (s\d)", output))
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_interfaces_of_other_names(lab):
     """eth0 here, ens5 there; and docker0, with the same address on each, is left out."""
     rename = "ip link set eth0 down; ip link set eth0 name ens5; ip link set ens5 up"

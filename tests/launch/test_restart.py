@@ -150,7 +150,7 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
 
 
 @needs_lab
-@pytest.mark.nightly
+@pytest.mark.release
 def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
     """On one rank instead of two: the weights of a run that nothing happened to, up to the order of additions."""
     words = ["model=mlp", "train.epochs=60", "checkpoint.every_steps=7", "checkpoint.keep=500", "schedule=cosine"]

@@ -66,7 +66,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     assert cluster.field(job_id, "Restarts") == "1"
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_its_second_start(cluster):
