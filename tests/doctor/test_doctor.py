@@ -135,7 +135,7 @@ def test_names(lab):
         (
             "s2",
             "resolves s2 to 127.0.1.1, where no other host reaches it",
-            "on s2: in /etc/hosts write '10.213.0.2 s2' in place of '127.0.1.1 s2'",
+            "on s2: in /etc/hosts replace '127.0.1.1 s2' with '10.213.0.2 s2'",
         ),
         ("s3", "has no address for s2", "on s3: echo '10.213.0.2 s2' >> /etc/hosts, or add it to DNS"),
     ]
