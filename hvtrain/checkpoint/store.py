@@ -5,8 +5,6 @@ SHA256SUMS over both, as the command sha256sum writes it; writer.py writes it. T
 is executed or instantiated, no link is followed, no name in it is used as a path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -66,7 +64,7 @@ class Checkpoint:
 
 
 def snapshot(
-    model: keras.Model, rank_states: list[dict[str, np.ndarray]], more: dict[str, np.ndarray] | None = None
+    model: "keras.Model", rank_states: list[dict[str, np.ndarray]], more: dict[str, np.ndarray] | None = None
 ) -> dict[str, np.ndarray]:
     """Copies of the arrays of a checkpoint, which further training does not change."""
     arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
@@ -165,7 +163,7 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
     return f"{reason}{kept}; {folder_name(taken_step)} is taken, {lost:,} step{' is' if lost == 1 else 's are'} lost"
 
 
-def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
+def restore(checkpoint: Checkpoint, model: "keras.Model") -> None:
     """Sets weights and optimizer, which must be built. Raises CheckpointError that names the first difference."""
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(("model/", "optimizer/")))
     wanted = sorted(_variables(model).items())
@@ -177,13 +175,13 @@ def restore(checkpoint: Checkpoint, model: keras.Model) -> None:
         variable.assign(array)
 
 
-def rank_state(model: keras.Model) -> dict[str, np.ndarray]:
+def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:
     """State of one rank: seeds of dropout and the like, metrics of the current epoch, the learning rate's factor."""
     metrics = {f"metric/{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
     return {name: variable.numpy() for name, variable in {**_rank_variables(model), **metrics}.items()}
 
 
-def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
+def restore_rank(state: dict[str, np.ndarray], model: "keras.Model") -> None:
     """Sets the seeds and the learning rate's factor that rank_state saved; seeds that were not saved stay."""
     for name, variable in _rank_variables(model).items():
         if name in state:
@@ -192,19 +190,19 @@ def restore_rank(state: dict[str, np.ndarray], model: keras.Model) -> None:
             variable.assign(state[name])
 
 
-def _variables(model: keras.Model) -> dict[str, Any]:
+def _variables(model: "keras.Model") -> dict[str, Any]:
     groups = {"model": model.weights, "optimizer": model.optimizer.variables}
     return {f"{name}/{i:04d}/{v.path}": v for name, group in groups.items() for i, v in enumerate(group)}
 
 
-def _rank_variables(model: keras.Model) -> dict[str, Any]:
+def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     weights, factor = {id(variable) for variable in model.weights}, rate_factor(model)
     seeds = [variable for variable in model.variables if id(variable) not in weights]
     found = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}
     return found if factor is None else {**found, "rate/factor": factor}  # It is no variable of the optimizer.
 
 
-def rate_factor(model: keras.Model) -> Any:
+def rate_factor(model: "keras.Model") -> Any:
     """The variable with which callbacks scale the scheduled rate, if the optimizer's rate has one."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return getattr(optimizer._learning_rate, "factor", None)

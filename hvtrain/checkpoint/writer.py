@@ -4,8 +4,6 @@ Files are flushed to the disk under a temporary name and appear by a rename; old
 deleted. So step-NNNNNNNN is complete at any moment, and `sweep` finds what a killed process left by its name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -131,7 +129,7 @@ def sweep(folder: Path) -> None:
                 remove(path)
 
 
-def save_model(model: keras.Model, path: Path) -> None:
+def save_model(model: "keras.Model", path: Path) -> None:
     """Saves the model as a Keras file, completely or not at all. Raises StorageError."""
     temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
     with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
@@ -184,7 +182,7 @@ class Writer:
         if self._unsaved:
             log.warning("the last state is not saved: %s", self._unsaved)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:

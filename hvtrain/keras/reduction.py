@@ -15,7 +15,6 @@ import tensorflow as tf
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras.gradients import compare_structure, map_values
 from hvtrain.keras.in_graph import SharedFlag, new_counter
-from hvtrain.keras.sparse import sum_rows
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -218,9 +217,12 @@ class Reducer:
     def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         if self.op not in (hvd.Average, hvd.Sum):
             raise ValueError("only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops")
-        summed = sum_rows(slices, name, self.device_sparse, self.process_set)
+        with tf.device(self.device_sparse):
+            options = {"process_set": self.process_set, "ignore_name_scope": True}
+            values = hvd.allgather(slices.values, name=f"{name}_values", **options)
+            indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
         factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
-        return tf.IndexedSlices(summed.values * factor, summed.indices, summed.dense_shape)
+        return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
 
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)

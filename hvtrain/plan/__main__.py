@@ -1,7 +1,5 @@
 """`python -m hvtrain.plan`: what a run on many ranks will be, without them: batch, steps, memory and speed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -85,7 +83,7 @@ def plan() -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace, run: Forecast) -> float | None:
+def _measured(options: argparse.Namespace, run: "Forecast") -> float | None:
     if not options.measure:
         return None
     words = list(options.words)

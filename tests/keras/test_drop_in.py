@@ -96,13 +96,6 @@ def test_tapes_reduce_dense_and_sparse_gradients(ranks):
         assert tapes["local"] == [[rank + 1, rank + 1]] and tapes["shared"] == 0
 
 
-def test_sums_of_rows_do_not_depend_on_the_order_of_their_addition(ranks):
-    """Or embeddings would drift apart on GPUs, which add rows of one index in any order."""
-    sums = [found["sums_of_rows"] for found in ranks]
-    assert len({found["bits"] for found in sums}) == 1
-    assert sums[0]["error"] < 1e-5
-
-
 def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
     for found in ranks:
         assert found["finite"] == {"told": True, "ranks": [len(ranks) - 1], "weights": [-1.0, -1.0]}

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from unittest import mock
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.process import launched_size
-from hvtrain.keras.reduction import Reducer
 
 # Rank 0 and the last one; with two ranks that would be all of them.
 ENDS = hvd.ProcessSet([0, 2]) if (launched_size() or 1) > 2 else None
@@ -152,27 +150,6 @@ def tapes():
         "local": [gradient.numpy().tolist() for _, gradient in local],
         "shared": len(shared),
     }
-
-
-def sums_of_rows():
-    """Rows with few different indices. The last rank adds them in reverse, as the threads of a GPU may."""
-    generator = np.random.default_rng(RANK)
-    values, indices = generator.normal(size=(64, 8)).astype("float32"), generator.integers(0, 5, 64)
-    add, scatter = tf.math.unsorted_segment_sum, tf.tensor_scatter_nd_add
-    order = -1 if LAST else 1
-    with (
-        mock.patch.object(tf.math, "unsorted_segment_sum", lambda x, i, n: add(x[::order], i[::order], n)),
-        mock.patch.object(tf, "tensor_scatter_nd_add", lambda to, i, x: scatter(to, i[::order], x[::order])),
-    ):
-        (reduced,) = Reducer()([tf.IndexedSlices(tf.constant(values), tf.constant(indices), [5, 8])])
-        # An optimizer adds them up in the same way.
-        dense = tf.math.unsorted_segment_sum(reduced.values, reduced.indices, 5).numpy()
-    everything = np.zeros((5, 8))
-    for rank in range(SIZE):
-        generator = np.random.default_rng(rank)
-        values, indices = generator.normal(size=(64, 8)).astype("float32"), generator.integers(0, 5, 64)
-        np.add.at(everything, indices, values / SIZE)
-    return {"bits": dense.tobytes().hex(), "error": float(np.max(np.abs(dense - everything)))}
 
 
 def finite():
@@ -347,7 +324,7 @@ def a_script_for_horovod():
 
 
 WORK = (
-    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, sums_of_rows, finite,
+    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite,
     stopping_and_drifting, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
 found = {work.__name__: work() for work in WORK}
