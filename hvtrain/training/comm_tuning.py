@@ -75,9 +75,7 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     if best is None:
         began = time.monotonic()
         best, default, seconds = _search(run, build, default)
-        gain = (
-            f"{seconds[default] / seconds[best]:.2f} times as fast as {default}" if best != default else "the defaults"
-        )
+        gain = "the default" if best == default else f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
         log.info("comm.tune: %s, %s (%d tried in %.0f s)\n", best, gain, len(seconds), time.monotonic() - began)
         tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
         content = json.dumps({"comm": asdict(best), "hosts": hosts, "tried": tried}, indent=1)
