@@ -61,8 +61,7 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
 )
 def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
     words = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
-                 "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run",
-                 "+callbacks.x={_target_: keras.callbacks.RemoteMonitor, headers: {api_key: hunter9}}")  # fmt: skip
+                 "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip
     code, output = lab.run("s1", *SET, *words)
     assert code == 0 and "hunter" not in output, output
     code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain.doctor", "-H", "s1,s2", "--no-links", "--json")
