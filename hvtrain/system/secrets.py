@@ -3,19 +3,21 @@
 import re
 from typing import Any
 
-SECRET = re.compile(r"SECRET|TOKEN(?!IZ)|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_", re.IGNORECASE)
+SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_", re.IGNORECASE)
+# Settings that only sound like one: dataset.image_key names a feature of a record.
+_HARMLESS = re.compile(r"TOKENIZ|(IMAGE|LABEL)_KEY", re.IGNORECASE)
 WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def redacted(value: Any, name: str = "") -> Any:
     """A copy of a setting, or of a tree of settings, with *** in place of each text that is a secret.
 
-    >>> redacted({"api_key": "hunter2", "backward_passes": 2, "url": "https://me:hunter2@host/"})
-    {'api_key': '***', 'backward_passes': 2, 'url': '***'}
+    >>> redacted({"api_key": "hunter2", "image_key": "image", "backward_passes": 2, "url": "https://me:hunter2@host/"})
+    {'api_key': '***', 'image_key': 'image', 'backward_passes': 2, 'url': '***'}
     """
     if isinstance(value, dict):
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    is_secret = isinstance(value, str) and (SECRET.search(name) or WITH_PASSWORD.search(value))
-    return "***" if is_secret else value
+    sounds_secret = SECRET.search(name) and not _HARMLESS.search(name)
+    return "***" if isinstance(value, str) and (sounds_secret or WITH_PASSWORD.search(value)) else value
