@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from hvtrain.errors import ConfigError, FailedRankError, UserError
 from hvtrain.system import console
 
-SECONDS_TO_EXIT = 4.0
+SECONDS_TO_EXIT = 2.0
 RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
 
 

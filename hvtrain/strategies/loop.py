@@ -106,7 +106,7 @@ def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[
     shapes = tf.nest.map_structure(lambda output: output.shape, outputs)
     blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
 
-    @tf.function
+    @tf.function(autograph=False)
     def several(iterator: Any, number: tf.Tensor) -> Any:
         def step(done: tf.Tensor, _: Any) -> tuple[tf.Tensor, Any]:
             began = marks.now()

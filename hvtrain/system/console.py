@@ -16,7 +16,7 @@ from hvtrain.system import verdict
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-SECONDS_FOR_ANOTHER_RANK = 5.0
+SECONDS_FOR_ANOTHER_RANK = 10.0
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
 _signal_came = threading.Event()
 
@@ -36,14 +36,14 @@ def quiet_import(verbose: bool) -> Iterator[None]:
     """For the first import of TensorFlow and Keras. Their notes are shown if verbose, or if the block fails.
 
     TensorFlow writes its first notes before it reads its log level, so no variable can silence them. Keras imports
-    scikit-learn and pyplot for wrappers and galleries that no rank uses, in a third of that time; here they look to it
-    as if they were not installed.
+    scikit-learn and Matplotlib for wrappers and galleries that no rank uses, in a third of that time; here they look to
+    it as if they were not installed.
     """
     if not verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
-    left_out = {"sklearn", "matplotlib.pyplot"} - set(sys.modules)
+    left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
     sys.stderr.flush()
     console = os.dup(2)

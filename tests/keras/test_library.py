@@ -40,7 +40,7 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("gloo", 2), id="gloo-2"), pytest.param(("mpirun", 3), marks=pytest.mark.release, id="mpi-3")],
+    params=[pytest.param(("mpirun", 2), id="mpi-2"), pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3")],
 )
 def library(request, tmp_path_factory):
     launcher, num_ranks = request.param

@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    found, output = many_runs("gloo", 2, CASES, folder)
+    found, output = many_runs("mpirun", 2, CASES, folder)
     (folder / "output.txt").write_text(output)
     return found
 

@@ -28,6 +28,9 @@ ORDER, AUGMENT, BLOCK = range(3)
 
 FOREVER = 2**62
 
+# For functions without conditions on tensors: AutoGraph would spend up to 0.1 s on each.
+unconverted = tf.autograph.experimental.do_not_convert
+
 
 def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
     """Seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
@@ -115,6 +118,7 @@ class StreamedSource(Source):
         return batches.map(lambda step, batch: then(step, *read(batch)), num_parallel_calls=tf.data.AUTOTUNE)
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
+        @unconverted
         def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images = self.transform.augment(images, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
             return self.transform.normalize(images), labels
@@ -123,6 +127,7 @@ class StreamedSource(Source):
         return finish(self.load(batches, "train", request.topology, augment), request.topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+        @unconverted
         def normalize(_: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self.transform.normalize(images), labels
 
@@ -138,6 +143,7 @@ class IndexedSource(StreamedSource):
         share = request.share_of(num_local)
         first_epoch, steps_done = request.position
 
+        @unconverted
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
             order = tf.random.experimental.stateless_shuffle(
                 tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)

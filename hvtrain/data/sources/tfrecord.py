@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.record_files import CORRUPTED, find_damage, find_record, scan_records, walk
-from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed
+from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed, unconverted
 from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
 from hvtrain.data.sources.file_source import DealtSource, Example
@@ -80,6 +80,7 @@ class TFRecords(DealtSource):
         first_epoch, steps_done = request.position
         sizes = tf.constant([share.begin(step + 1) - share.begin(step) for step in range(share.steps)], tf.int64)
 
+        @unconverted
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
             records = self._shuffled(list(counts), request, epoch).take(share.num_examples)
             # Without this the search for records in files that were emptied meanwhile would never end.

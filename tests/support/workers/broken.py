@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
+import fast_keras  # noqa: F401
 from leaves import ForgetsToReduce
 
 import hvtrain.keras as hvd

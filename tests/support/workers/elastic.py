@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import fast_keras  # noqa: F401
 import keras
 import numpy as np
 import tensorflow as tf

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 
+import fast_keras  # noqa: F401
 import tensorflow as tf
 from tensorflow.python.eager import context
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import fast_keras  # noqa: F401
 import keras
 from own_steps import Delegates, Normalized, OwnApply, OwnApplyGradients, OwnBackendStep, multi
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import fast_keras  # noqa: F401
 import tensorflow as tf
 
 import hvtrain.keras as hvd

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 
+import fast_keras  # noqa: F401
 import numpy as np
 
 import hvtrain.keras as hvd

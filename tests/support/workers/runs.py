@@ -13,6 +13,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+import fast_keras  # noqa: F401
 import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore

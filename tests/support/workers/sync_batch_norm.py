@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import fast_keras  # noqa: F401
 import keras
 import numpy as np
 import tensorflow as tf
