@@ -3,6 +3,7 @@
 import os
 import sys
 
+from hvtrain import __version__
 from hvtrain.cli import Parser, enter
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
@@ -41,6 +42,9 @@ def compose_and_run() -> int:
         raise ConfigError("--multirun asks for several runs in one process; use one command for each run instead")
     for tree in compose():
         config = from_dict(tree)
+        if console.launched_rank() == 0:
+            # horovodrun has printed nothing yet, and this takes seconds.
+            print(f"hvtrain {__version__}: loading TensorFlow ...", flush=True)
         with console.quiet_import(config.verbose):
             from hvtrain.runner import train
         train(config)

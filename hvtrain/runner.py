@@ -9,20 +9,22 @@ import keras
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
-from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
-from hvtrain.errors import Preempted
+from hvtrain.core.records import RunRecord
+from hvtrain.errors import Preempted, UserError
+from hvtrain.restore.changes import with_changes
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
 from hvtrain.training import comm_tuning
-from hvtrain.training.callbacks.guard import explain_errors, proof_in_words
+from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.outcome import write_outcome
 from hvtrain.training.run import Run, summary, versions
-from hvtrain.training.saved_model import export
-from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_run_folder, seed_everything
+from hvtrain.training.run_folder import open_run_folder, remove_if_empty
+from hvtrain.training.setup import build_model, checkpoint_meta, open_data, seed_everything
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +55,13 @@ def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
     """Repeats attempts until one finishes (every rank). Raises Preempted after a signal, with the run saved."""
     state, record = RunState(time.monotonic()), None
     with state.lock:
-        while record is None:
-            record = strategy.membership.run_with_restarts(lambda: attempt(config, strategy, state))
+        try:
+            while record is None:
+                record = strategy.membership.run_with_restarts(lambda: attempt(config, strategy, state))
+        except UserError:
+            if config.run.dir is None and state.folder and strategy.comm.topology.is_chief:
+                remove_if_empty(state.folder)
+            raise
     return record
 
 
@@ -83,8 +90,11 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
 
     seed_everything(config, topology.rank)
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
-    source, plan, topology = open_data(config, comm, saved.meta if saved else None)
-    meta = checkpoint_meta(config, plan, check_same_data(comm, source, config.guard.data), state.run_id)
+    before = saved.meta if saved else None
+    changes = with_changes(before, saved.step if saved else 0, config)
+    source, plan, topology = open_data(config, comm, before)
+    data = check_same_data(comm, source, config.guard.data)
+    meta = checkpoint_meta(config, plan, data, state.run_id, changes)
     return Run(config, strategy, topology, source, plan, folder, meta, state), saved
 
 
@@ -137,7 +147,7 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         advice = f"run the same command with run.dir={run.folder} to continue"
         log.info("stopped by %s after step %s; %s", cut_short, done, advice)
     else:
-        strategy.comm.on_chief(lambda: write_outcome(run, model, record))
+        record = write_outcome(run, model, record)
         if monitors.throughput.split:
             log.info("%s", monitors.throughput.split.in_words(run.topology.size))
     strategy.stop()
@@ -167,20 +177,5 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         config=to_dict(run.config),
         split=asdict(throughput.split) if throughput.split else None,
         skipped_examples=monitors.skipped.num_examples,
+        changes=run.meta["changes"],
     )
-
-
-def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> None:
-    """Writes result.json, and the model for plain Keras (chief only).
-
-    The optimizer's state is in the last checkpoint. A run that was complete already keeps its results, for their speed.
-    """
-    was_complete = record.first_step == record.num_steps and (run.folder / RESULT_FILE).exists()
-    if not was_complete:
-        export(model, run.source, run.topology, run.folder)
-        write_result(run.folder, record)
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-    speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
-    log.info("test: %s", metrics or "no test data")
-    log.info("proof: %s", proof_in_words(record.proof))
-    log.info("%s%.1f s in all; results in %s", speed, record.seconds, run.folder)

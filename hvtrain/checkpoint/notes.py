@@ -55,6 +55,12 @@ def read(folder: Path) -> Note | None:
     return Note(step, host, run_id) if is_note else None
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint in a run folder on this host; None without any."""
+    names = [path.name for path in folder.glob("checkpoints/step-*")]
+    return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)
+
+
 def forget(folder: Path, run_id: str | None) -> None:
     """Removes the note of a run folder unless it is of this run; None: removes any."""
     note = read(folder)

@@ -163,10 +163,11 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
     return f"{reason}{kept}; {folder_name(taken_step)} is taken, {lost:,} step{' is' if lost == 1 else 's are'} lost"
 
 
-def restore(checkpoint: Checkpoint, model: "keras.Model") -> None:
+def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")) -> None:
     """Sets weights and optimizer, which must be built. Raises CheckpointError that names the first difference."""
-    saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(("model/", "optimizer/")))
-    wanted = sorted(_variables(model).items())
+    prefixes = tuple(f"{part}/" for part in parts)
+    saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
+    wanted = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
     for (ours, variable), (theirs, array) in zip_longest(wanted, saved, fillvalue=(None, None)):
         if ours != theirs or tuple(variable.shape) != tuple(array.shape):  # type: ignore[union-attr]
             what = f"checkpoint {checkpoint.path.name} is of another model or optimizer: it"

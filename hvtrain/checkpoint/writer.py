@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints
+from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.records import TEMPORARY, flush, remove, write_atomic, writing
 from hvtrain.errors import CheckpointError, UserError
@@ -105,9 +105,12 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     return best if "host" in best or (folder / name).is_dir() else None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints and the best one."""
-    best, paths = read_best(folder), list_checkpoints(folder)
+def prune(folder: Path, keep: int, written_step: int) -> None:
+    """Deletes all but the `keep` newest checkpoints and the best one.
+
+    Those after written_step are left alone and do not count: they were damaged and could not be set aside.
+    """
+    best, paths = read_best(folder), [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
     kept = {path.name for path in paths[-keep:]} | {folder_name(best["step"]) if best else ""}
     for path in paths:
         if path.name not in kept:
@@ -198,7 +201,7 @@ class Writer:
             is_best = best is None or best["metric"] != name or sign * value > sign * best["value"]
             if math.isfinite(value) and is_best:
                 mark_best(self._folder, step, name, value)
-            prune(self._folder, self._config.keep)
+            prune(self._folder, self._config.keep, step)
             self._unsaved, self.whole_step = "", step
         except UserError as error:
             if self._config.on_error == "stop":

@@ -35,13 +35,21 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
     ConfigStore.instance().store("hvtrain_schema", schema())
     trees: list[Any] = []
 
-    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
+    # The folder of a run has all settings of that run in one file, and no groups.
+    of_run = [folder.absolute() for folder in own_folders(sys.argv) if (folder / "checkpoints").is_dir()]
+
+    @hydra.main(version_base="1.3", config_path=str((of_run or [CONFIGS])[0]), config_name="config")
     def job(tree: DictConfig) -> None:
+        choices = HydraConfig.get().runtime.choices
+        if tree.run.name is None:
+            name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
+            tree.run.name = name.replace("/", "-")
         trees.append(OmegaConf.to_container(tree, resolve=True))
 
     try:

@@ -86,7 +86,8 @@ class ProfileConfig:
 class RunFolderConfig:
     """Place of the results."""
 
-    dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-MODEL-DATASET, the same on all ranks")
+    dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME, the same on all ranks")
+    name: str | None = setting(None, "end of the default folder's name; default: MODEL-DATASET, as chosen")
 
 
 @dataclass
@@ -171,9 +172,8 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 
 
 def default_run_dir(config: RunConfig) -> str:
-    """The run folder if run.dir is not set: runs/DATE_TIME-MODEL-DATASET, with the present time."""
-    names = [str(group["_target_"]).split(".")[-1] for group in (config.model, config.dataset)]
-    return "/".join(["runs", "-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *names])])
+    """The run folder if run.dir is not set: runs/DATE_TIME-NAME, with the present time."""
+    return f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class RunRecord:
     """The final numbers of a run, in result.json.
 
     images_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
-    step over the same steps; both are None if every step was warm-up. num_steps counts the whole run.
+    step over the same steps; both are None if every step was warm-up. num_steps counts the whole run. The metrics are
+    those of the last step.
     """
 
     test_accuracy: float | None
@@ -58,6 +59,10 @@ class RunRecord:
     """Seconds of a step by purpose, and the slowest rank (callbacks/speed.py)."""
     skipped_examples: int = 0
     """Over all ranks, with data.on_error=skip; since this start of the run."""
+    best: dict[str, Any] | None = None
+    """Of the best checkpoint: its step, the metric and value that made it the best, and the test metrics."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Settings that changed when the run was resumed (restore/changes.py); config has the last ones."""
 
 
 @contextmanager
@@ -99,7 +104,8 @@ def write_atomic(path: Path, text: str) -> None:
     """Replaces a file, or raises StorageError: readers see the old text or the new one, even after a crash."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path, temporary, len(text.encode())):
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:  # Not into what a link leads to.
+            file.write(text)
         flush(temporary)
         temporary.replace(path)
 

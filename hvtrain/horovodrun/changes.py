@@ -14,6 +14,7 @@ import base64
 import io
 import os
 import pickle
+import re
 import shlex
 import signal
 import subprocess
@@ -26,11 +27,12 @@ from typing import Any
 from horovod.runner import gloo_run, mpi_run
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import safe_shell_exec
-from horovod.runner.elastic import rendezvous
+from horovod.runner.elastic import discovery, rendezvous
 from horovod.runner.http import http_server
 from horovod.runner.util import network, remote
 
 from hvtrain.launch.environment import MORE, travels
+from hvtrain.launch.job import HOST_NAME
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
 
@@ -51,6 +53,8 @@ def make() -> None:
         gloo_run.launch_gloo_elastic,
         on=lambda command, execute, settings, *_: network.get_driver_ip(settings.nics) if settings.nics else None,
     )
+    find = discovery.HostDiscoveryScript.find_available_hosts_and_slots
+    discovery.HostDiscoveryScript.find_available_hosts_and_slots = lambda script: _with_plain_names(find(script))
     http_server.RendezvousHTTPServer.handle_error = _report_sender
     gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
 
@@ -65,6 +69,14 @@ def make_in_every_process() -> None:
             end(process)
 
     safe_shell_exec.terminate_executor_shell_and_children = end_quietly
+
+
+def _with_plain_names(slots: dict[str, int]) -> dict[str, int]:
+    """The hosts without those whose names Horovod's shell lines or ssh would take for something else."""
+    for name in [name for name in slots if not re.fullmatch(HOST_NAME, name)]:
+        sys.stderr.write(f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n")
+        del slots[name]
+    return slots
 
 
 def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:

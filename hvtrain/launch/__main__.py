@@ -170,6 +170,8 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if not options.logs and default.is_symlink():
+        raise ConfigError(f"{default} is a symbolic link, and may lead out of the run folder; give a place with --logs")
     return restart.run(job, way, Path(options.logs or default), run_dir, options.max_restarts, options.min_np)
 
 
@@ -179,8 +181,10 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
     values = shlex.join(f"{name}={value}" for name, value in job.environment.items())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/usr/bin/env bash\nexec env -i {own} {values} \\\n  {shlex.join(line)}\n", encoding="utf-8")
-        path.chmod(0o700)
+        path.unlink(missing_ok=True)
+        # Nobody else can read it at any moment.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as file:
+            file.write(f"#!/usr/bin/env bash\nexec env -i {own} {values} \\\n  {shlex.join(line)}\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place with --output") from error
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hvtrain.errors import ConfigError
 
+HOST_NAME = r"\w[\w.-]*"  # ssh would take a dash in front for an option.
+
 
 @dataclass(frozen=True)
 class Host:
@@ -48,7 +50,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
-        found = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
+        found = re.fullmatch(rf"({HOST_NAME})(?::(\d+))?", part.strip())
         if not found or found[2] == "0":
             raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
         hosts.append(Host(found[1], int(found[2] or 1)))

@@ -1,7 +1,6 @@
 """Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
 
 import os
-import re
 import signal
 import socket
 import tempfile
@@ -42,7 +41,7 @@ def run(
             seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
             about = f"restart {attempt} of {max_restarts}"
             if found:
-                step = _newest_step_here(run_dir)
+                step = notes.newest_step(Path(run_dir)) if run_dir else None
                 # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
                 here = "" if step is None else f" (here: step-{step:08d})"
                 note = {} if step is None else notes.to_ranks(step, socket.gethostname())
@@ -101,9 +100,3 @@ def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
         if not ending.failure.is_shown:
             console.say_error(str(ending.failure), 0)
     return ending
-
-
-def _newest_step_here(run_dir: str | None) -> int | None:
-    """The step of the newest checkpoint on this host, which usually is rank 0's; None without any."""
-    names = [path.name for path in Path(run_dir).glob("checkpoints/step-*")] if run_dir else []
-    return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)

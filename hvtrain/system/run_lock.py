@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -10,12 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from hvtrain.errors import BusyError
 
-LOCK_FILE = ".lock"
+log = logging.getLogger(__name__)
+
+LOCK_FILE, CLAIM_FILE = ".lock", ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks; the run continues without one.
+# Errors of file systems without locks, where a file that only one process can create takes their place.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -24,6 +29,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
+        self._claim: Path | None = None
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -39,13 +45,16 @@ class RunLock(AbstractContextManager["RunLock"]):
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
         deadline = time.monotonic() + wait_seconds
-        while not _lock(file):
+        while not self._lock(file, folder / CLAIM_FILE):
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = file.read(200).strip() or "another process"
                 file.close()
+                claim = folder / CLAIM_FILE
+                gone = f", remove {claim} if it is gone," if claim.exists() else ","
                 raise BusyError(
-                    f"run.dir={folder} is in use by another run ({holder}); wait for its end, or choose another run.dir"
+                    f"run.dir={folder} is in use by another run ({holder}); wait for its end{gone} or choose another "
+                    "run.dir"
                 )
             time.sleep(0.2)
         file.truncate(0)
@@ -56,17 +65,37 @@ class RunLock(AbstractContextManager["RunLock"]):
         self._file = file
 
     def release(self) -> None:
+        if self._claim:
+            self._claim.unlink(missing_ok=True)
         if self._file:
             self._file.close()
-            self._file = None
+        self._file = self._claim = None
+
+    def _lock(self, file: IO[str], claim: Path) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if not _create(claim):
+                return False
+            log.warning("%s has no locks; %s keeps other runs out, and stays behind after kill -9", claim.parent, claim)
+            self._claim = claim
+        return True
 
 
-def _lock(file: IO[str]) -> bool:
+def _create(claim: Path) -> bool:
+    """Creates the file with this process and host; False if another process has. One gone from this host counts not."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with claim.open("x", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {socket.gethostname()}")
+        return True
+    except FileExistsError:
+        with suppress(OSError, ValueError):
+            process, host = claim.read_text("utf-8")[:300].split()
+            if host == socket.gethostname() and not psutil.pid_exists(int(process)):
+                claim.unlink()
+                return _create(claim)
         return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True

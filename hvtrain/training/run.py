@@ -112,8 +112,17 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
     }
     if start.name:
         lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
+        if start.step > plan.num_steps:
+            lines["resumed"] += "; nothing is left to train, raise train.epochs or train.steps to train longer"
+        lines["changed"] = changed_now(run.meta["changes"], start.step)
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
+
+
+def changed_now(changes: list[dict[str, Any]], step: int) -> str:
+    """The settings that changed at this step; empty if none did."""
+    found = [change["changed"] for change in changes if change["step"] == step]
+    return "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found[-1].items()) if found else ""
 
 
 def resized(start: Start, plan: StepPlan) -> str:

@@ -1,4 +1,4 @@
-"""The saved model of a run: model.keras and model.json, which need nothing but Keras.
+"""The saved models of a run: model.keras, best.keras and model.json, which need nothing but Keras.
 
 The saved model takes examples as they are in the user's arrays or files. It contains the preprocessing of the input
 pipeline as Keras's own layers; see Source.preprocessing.
@@ -21,22 +21,27 @@ from hvtrain.training.setup import compile_model
 
 log = logging.getLogger(__name__)
 
-MODEL_FILE = "model.keras"
+MODEL_FILE, BEST_FILE = "model.keras", "best.keras"
 DESCRIPTION_FILE = "model.json"
 NUM_CHECKED = 4
 
 
 def export(model: keras.Model, source: Source, topology: Topology, folder: Path) -> None:
-    """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only).
-
-    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain.
-    """
+    """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only)."""
     preprocessing = source.preprocessing()
     difference = check_preprocessing(preprocessing, source, topology)
     if difference:
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
-    save_model(with_preprocessing(model, preprocessing), folder / MODEL_FILE)
+    save(model, preprocessing, folder / MODEL_FILE)
     write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, preprocessing), indent=2) + "\n")
+
+
+def save(model: keras.Model, preprocessing: Preprocessing, path: Path) -> None:
+    """Saves the model with its preprocessing.
+
+    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain.
+    """
+    save_model(with_preprocessing(model, preprocessing), path)
 
 
 def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> keras.Model:

@@ -1,17 +1,14 @@
-"""Setup of a run: its folder, seeds, data, plan and model."""
+"""Setup of a run: its seeds, data, plan and model."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvtrain.checkpoint import store, writer
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
+from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
-from hvtrain.core.records import TEMPORARY
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
@@ -19,38 +16,9 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
-from hvtrain.system.run_lock import RunLock
 from hvtrain.training.run import versions
 
-
-def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
-    """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
-
-    begun is the folder in which an earlier attempt of this run began. Raises ConfigError if the folder cannot be
-    written or another run uses it.
-    """
-    folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
-    checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink():
-        raise ConfigError(
-            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or set run.dir "
-            "to the folder that it leads to"
-        )
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        lock.take(folder)
-        for place in (folder, checkpoints):
-            writer.sweep(place)
-            probe = place / f"{TEMPORARY}probe"
-            probe.touch()
-            probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
-    if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
-        raise ConfigError(
-            f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
-        )
-    return folder
+METRICS = ("loss", "accuracy")
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
@@ -181,11 +149,11 @@ def compile_model(
 
 
 def checkpoint_meta(
-    config: RunConfig, plan: StepPlan, data: dict[str, Any], run_id: str | None = None
+    config: RunConfig, plan: StepPlan, data: dict[str, Any], run_id: str | None, changes: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Facts about the run in each of its checkpoints: sharding of the data, number of ranks, settings.
 
-    data is the data set's manifest; run_id is the same for all starts of a run.
+    data is the data set's manifest; run_id is the same for all starts of a run; changes are those of its settings.
     """
     return {
         "num_ranks": len(plan.shares),
@@ -198,4 +166,5 @@ def checkpoint_meta(
         "run_id": run_id,
         "versions": versions(),
         "config": to_dict(config),
+        "changes": changes,
     }

@@ -145,10 +145,10 @@ class Connections:
             accepted, _ = self._listener.accept()
         except OSError:
             return
-        # Keep room for ranks that have not joined yet.
+        # Whoever connected last may be a rank, and ranks join at once.
         if len(self._all) >= MAX_STRANGERS + self._size:
-            accepted.close()
-            return
+            strangers = [found for found in self._all.values() if not found.state]
+            self.close_one(min(strangers, key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)
         connection = Connection(accepted, secrets.token_hex(16), time.monotonic())

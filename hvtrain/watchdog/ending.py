@@ -38,13 +38,14 @@ def resume_advice(folder: Path | None) -> str:
         return "run the same command again"
 
     def newest() -> str:
-        place = folder / "checkpoints"
+        here, note = notes.newest_step(folder), notes.read(folder)
+        if note and note.step > (here or 0):
+            return f"step-{note.step:08d} on {note.host}, or a newer one"
+        if here is not None:
+            return f"step-{here:08d}"
         # Only rank 0 writes checkpoints, and it may be on another host.
-        fallback = "the beginning (there is no checkpoint yet)" if place.is_dir() else "the newest checkpoint"
-        here = max((path.name for path in place.glob("step-*")), default="")
-        note = notes.read(folder)
-        there = f"step-{note.step:08d}" if note else ""
-        return f"{there} on {note.host}, or a newer one" if note and note.step and there > here else here or fallback
+        is_here = (folder / "checkpoints").is_dir()
+        return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"
 
     where = within(SECONDS_FOR_FILES, newest, "the newest checkpoint")
     return f"run the same command with run.dir={folder} to resume from {where}"

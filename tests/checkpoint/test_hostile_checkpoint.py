@@ -22,11 +22,12 @@ import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.data.sources import keras_cache
 from hvtrain.data.sources.cifar10 import cifar10
 from hvtrain.data.sources.mnist import mnist
 from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.system.run_lock import RunLock
-from hvtrain.training import setup
+from hvtrain.training import run_folder
 from launching import ROOT, train
 from newest_checkpoint import META, newest
 
@@ -102,7 +103,7 @@ def test_names_that_lead_elsewhere(folder, outside):
     (folder / "best.json").write_text(json.dumps({"step": "../../outside", "metric": "loss", "value": 0}))
     assert taken(folder)[0] == 10
     assert writer.read_best(folder) is None
-    writer.prune(folder, keep=1)
+    writer.prune(folder, keep=1, written_step=20)
     put(folder, 30, good("../../outside/step-00000020"))
     assert taken(folder)[0] == 10
     assert (outside / "precious").exists()
@@ -115,7 +116,7 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_never_followed(folder, outsi
     assert "step-00000020 is damaged: it is a symbolic link, and may lead out of the run folder" in reason
     for name in ("step-00000020", "step-00000005", ".tmp-step-00000020", ".tmp-old-step-00000030", ".tmp-gone-x"):
         (folder / name).symlink_to(outside)
-    writer.prune(folder, keep=1)
+    writer.prune(folder, keep=1, written_step=20)
     writer.write(folder, 20, ARRAYS, {})
     writer.mark_best(folder, 20, "loss", 0.5)
     writer.sweep(folder)
@@ -143,7 +144,7 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
     (run / "checkpoints").symlink_to(outside)
     config = from_dict(compose([f"run.dir={run}"])[0])
     with pytest.raises(ConfigError, match=r"checkpoints is a symbolic link, and may lead out of the run folder"):
-        setup.open_run_folder(config, RunLock())
+        run_folder.open_run_folder(config, RunLock())
     assert is_untouched(outside)
 
 
@@ -217,6 +218,21 @@ def test_a_harmful_cache_of_keras(dataset, tmp_path, monkeypatch):
     assert not list(tmp_path.parent.rglob("slipped"))
 
 
+def test_links_in_the_cache_of_keras_are_not_followed(tmp_path, monkeypatch):
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    monkeypatch.setattr(keras_cache, "FALLBACK", tmp_path / "fallback")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    (tmp_path / "fallback" / "datasets").mkdir(parents=True)
+    (tmp_path / "fallback" / "datasets" / ".hvtrain.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        mnist().num_examples("train")
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(DataError, match="fallback is not a folder of this user; set KERAS_HOME to one that is"):
+        mnist().num_examples("train")
+    assert precious.read_text() == "data"
+
+
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_a_run_in_a_hostile_folder(tmp_path, outside):
@@ -236,6 +252,8 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     put(folder, 99, {**files, store.ARRAYS: pickle.dumps(Payload(marker))})
     (folder / "step-00000098").symlink_to(outside / "step-00000020")
     (run / ".tmp-model").symlink_to(outside)
+    (run / ".tmp-config.yaml").symlink_to(outside / "precious")
+    (run / "profile").symlink_to(outside)
     (run / ".tmp-history.csv").symlink_to(outside / "precious")
     (folder / ".tmp-gone-step-00000010").symlink_to(outside)
     for name in ("logs/rank-0000.log", "history.csv", "result.json", "model.keras", "model.json"):
@@ -249,6 +267,14 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     assert not marker.exists()
     assert is_untouched(outside) and not (outside / "nothing").exists()
     assert (run / "model.keras").is_file() and not (run / "model.keras").is_symlink()
+    words = ["strategy=single", f"run.dir={run}", "profile.timeline=true", "profile.first_step=1", "train.epochs=3"]
+    code, output = train(None, 1, *words, cwd=tmp_path)
+    assert code == 2 and "profile is a symbolic link, and may lead out of the run folder; remove it" in output
+    assert is_untouched(outside)
+    (run / "launch").symlink_to(outside)
+    line = [sys.executable, "-m", "hvtrain.launch", "-np", "2", "--", f"run.dir={run}"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "launch is a symbolic link, and may lead out of the run folder" in done.stderr
     assert list(run.rglob(".tmp-*")) == []
 
 

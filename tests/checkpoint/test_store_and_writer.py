@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
     (tmp_path / "step-00000020" / "meta.json").write_bytes(b"")
     assert newest(tmp_path)[0].step == 10
     written(tmp_path, 15, net=net)
-    writer.prune(tmp_path, keep=1)
+    writer.prune(tmp_path, keep=1, written_step=15)
     assert newest(tmp_path)[0].step == 15
 
 
@@ -236,9 +236,18 @@ def test_keep_and_best(tmp_path):
     writer.mark_best(tmp_path, 10, "val_accuracy", 0.9)
     for step in (20, 30, 40):
         written(tmp_path, step, net=net)
-        writer.prune(tmp_path, keep=2)
+        writer.prune(tmp_path, keep=2, written_step=step)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000030", "step-00000040"]
     assert writer.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
+
+
+def test_a_damaged_newer_checkpoint_does_not_cost_the_new_one(tmp_path):
+    """It could not be set aside, on a disk that refuses renames for example."""
+    net = written(tmp_path, 10, 99)
+    (tmp_path / "step-00000099" / "meta.json").write_text("{")
+    written(tmp_path, 20, net=net)
+    writer.prune(tmp_path, keep=1, written_step=20)
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-00000020", "step-00000099"]
 
 
 def test_a_write_over_an_old_checkpoint_of_the_same_step(tmp_path):

@@ -53,6 +53,18 @@ def test_layouts_that_are_refused(tmp_path):
         ImageFolder(str(tmp_path), image_shape=[8, 8])
 
 
+def test_hidden_folders_are_no_classes_and_other_files_are_reported(tmp_path, caplog):
+    write_folder(tmp_path / "train", *random_images(6))
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    for name in ("._0000.png", "a.webp", "b.webp", "notes"):
+        (tmp_path / "train" / "class_0" / name).touch()
+    (tmp_path / "train" / "class_1" / "more").mkdir()
+    source = ImageFolder(str(tmp_path), SHAPE)
+    assert source.class_names == ["class_0", "class_1", "class_2"] and source.num_examples("train") == 6
+    (message,) = caplog.messages
+    assert message.endswith("left out what is not .jpg, .jpeg, .png, .gif, .bmp: 2 x .webp, 1 x notes, 1 x folder")
+
+
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\xff\xd8\xff\xe0 cut off"])
 def test_a_file_that_is_no_image_is_named(content, tmp_path):
     write_folder(tmp_path / "train", *random_images(6))

@@ -171,7 +171,7 @@ def test_an_elastic_job_may_start_small_and_grow():
 def test_the_discovery_names_only_hosts_that_answer(tmp_path):
     """The line runs as the launcher runs it, by sh, with the operator's script in a folder of the test's own."""
     script = tmp_path / "discover_hosts.sh"
-    script.write_text("#!/bin/sh\necho 127.0.0.1\necho no-such-host.invalid\n")
+    script.write_text(f"#!/bin/sh\necho 127.0.0.1\necho no-such-host.invalid\necho 'x; touch {tmp_path}/run;'\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -182,6 +182,7 @@ def test_the_discovery_names_only_hosts_that_answer(tmp_path):
         open_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
     closed_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
     assert (open_port, closed_port) == ("127.0.0.1:2\n", "")
+    assert not (tmp_path / "run").exists(), "a host's name is not run"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,13 +52,15 @@ def uninterrupted(lab):
 def test_a_run_on_two_hosts(lab, uninterrupted):
     """What rank 0 says, clean; results on s1 alone; the other host has its log, and a note of where they are."""
     lines = uninterrupted.splitlines()
-    assert lines[0].startswith("versions"), lines[0]
+    assert lines[0].startswith("hvtrain ") and lines[0].endswith(": loading TensorFlow ..."), lines[0]
+    assert lines[1].startswith("versions"), lines[1]
     assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", uninterrupted, re.MULTILINE)
     assert "weights equal on 2/2 ranks" in uninterrupted
     assert "stdout>" not in uninterrupted
     run = lab.of("s1") / "whole"
     assert {path.name for path in run.iterdir()} == {
-        ".lock", "checkpoints", "history.csv", "launch", "logs", "model.json", "model.keras", "result.json"
+        ".lock", "README.md", "checkpoints", "config.yaml", "history.csv", "launch", "logs", "model.json",
+        "model.keras", "result.json",
     }  # fmt: skip
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-0000.log"]
     assert sorted(path.name for path in (run / "launch").iterdir()) == ["rank-0000-s1.log", "rank-0001-s2.log"]

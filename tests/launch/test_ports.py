@@ -53,7 +53,7 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
 def test_the_rendezvous_of_an_elastic_job(tmp_path):
     """Horovod's own unpickles what anybody puts there as a worker's address (CVE-2024-10190)."""
     script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.write_text("#!/bin/sh\necho localhost:2\necho 'x;touch executed:1'\necho -oProxyCommand=x:1\n")
     script.chmod(0o755)
     launched = start(
         None, 1, "horovodrun", "--gloo", "-np", "2", "--min-np", "2", "--host-discovery-script", str(script),
@@ -68,6 +68,8 @@ def test_the_rendezvous_of_an_elastic_job(tmp_path):
     output = finish(launched, 60)
     assert launched.returncode == 0, output
     assert not (tmp_path / "executed").exists()
+    for name in ("x;touch executed", "-oProxyCommand=x"):
+        assert f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name" in output
 
 
 @needs_lab

@@ -155,7 +155,7 @@ def test_without_a_command_it_explains_itself(words):
     code, output, _ = entry(*words)
     assert code == 0
     assert output.startswith("The image takes, after its name:\n")
-    assert "worker [PORT]" in output and "train.epochs" in output, "and then what a run takes"
+    assert "worker [PORT [ADDRESS]]" in output and "train.epochs" in output, "and then what a run takes"
 
 
 def test_an_unknown_word_is_one_line():

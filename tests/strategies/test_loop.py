@@ -186,8 +186,8 @@ def test_split_names_the_rank_that_others_wait_for():
     split = speed.Split.of(ranks)
     assert split.efficiency == 0.75 and (split.slowest_rank, split.slowest_host) == (1, "s2")
     assert split.in_words(2) == (
-        "a step: data 1.00 ms, compute 14.00 ms, communication 5.00 ms; efficiency 75%; slowest rank 1 on s2 "
-        "(19.00 ms of its own, median 15.00)"
+        "a step: 20.00 ms = data 1.00, compute 14.00, communication 5.00 (efficiency 75%); slowest: rank 1 on s2, "
+        "19.00 ms without communication"
     )
 
 

@@ -5,13 +5,14 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from hvtrain.errors import BusyError
-from hvtrain.system.run_lock import LOCK_FILE, RunLock
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 from launching import HASTY, finish, run, start
 
 HOLD = """
@@ -76,7 +77,19 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    RunLock().take(tmp_path)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        with pytest.raises(BusyError, match=rf"in use by another run .*, remove {tmp_path}/{CLAIM_FILE} if it is gone"):
+            RunLock().take(tmp_path, wait_seconds=0)
+    with RunLock() as lock:
+        lock.take(tmp_path, wait_seconds=0)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / CLAIM_FILE).write_text(f"{int(ended.stdout)} {socket.gethostname()}")
+    with RunLock() as lock:
+        lock.take(tmp_path, wait_seconds=0)  # The process that claimed it was killed.
+    (tmp_path / CLAIM_FILE).write_text("1 another-host")
+    with pytest.raises(BusyError):
+        RunLock().take(tmp_path, wait_seconds=0)
 
 
 @pytest.mark.nightly

@@ -5,12 +5,15 @@ Many runs share one start of the ranks, see workers/runs.py; each rank reports w
 
 import csv
 import json
+import re
 
+import keras
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import many_runs
+from hvtrain.core.topology import Topology
+from launching import ROOT, many_runs
 
 pytestmark = pytest.mark.distributed
 
@@ -22,6 +25,8 @@ CASES = {
     "plain": ["train.epochs=2", "guard.every=5"],
     "plain/batch": ["train.epochs=3", "train.batch_size=16"],
     "plain/model": ["train.epochs=3", "model.units=9"],
+    "plain/seed": ["train.epochs=2", "seed=9"],
+    "plain/fewer": ["train.epochs=1", "optimizer.learning_rate=0.5"],
     "few": ["dataset.num_examples=1"],
     "blind": ["callbacks=early_stopping"],
     "off": ["train.epochs=1", "guard.every=0", "guard.finite=false", "guard.batches=false"],
@@ -45,7 +50,8 @@ CASES = {
     "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}"],
     "stops/again": ["train.epochs=3"],
     "early": ["train.epochs=8", DISAGREES, f"+callbacks.stop={EARLY}"],
-    "plateau": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "plateau": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}", "checkpoint.best=my_loss"],
+    "misspelt": ["checkpoint.best=val_acc"],
     "halves": ["train.epochs=2", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
     "halves/again": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
     "soon": ["train.max_time=0.001s"],
@@ -232,11 +238,54 @@ def test_the_learning_rate_is_reduced_on_all_ranks_or_none(ranks, folder):
     assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, rates[0] / 4])
 
 
+def test_the_best_checkpoint_is_tested_and_saved_too(ranks, folder, monkeypatch):
+    """By rank 0's number the first epoch was the best. Plain Keras finds the same figures."""
+    monkeypatch.syspath_prepend(ROOT / "tests/support/own")
+    from leaves import leaves
+
+    record = records(ranks, "plateau")
+    best = record["best"]
+    assert (best["step"], best["metric"], best["value"], record["num_steps"]) == (6, "my_loss", 0.0, 24)
+    assert best["metrics"]["test_loss"] > record["test_loss"]
+    assert all(rank["plateau"]["record"]["best"] == best for rank in ranks)
+    source = leaves()
+    images = np.stack(source.raw_examples("test", Topology(), 51))
+    labels = np.concatenate([y for _, y in source.evaluation("test", Topology(), 51).as_numpy_iterator()])
+    for name, expected in (("best.keras", best["metrics"]), ("model.keras", record["metrics"])):
+        found = keras.models.load_model(folder / "plateau" / name).evaluate(images, labels, verbose=0, return_dict=True)
+        assert {f"test_{key}": pytest.approx(value, abs=1e-6) for key, value in found.items()} == expected
+    assert json.loads((folder / "plateau" / "result.json").read_text())["best"] == best
+    assert records(ranks, "plain")["best"] is None
+
+
+def test_a_best_metric_that_the_run_lacks_is_refused(ranks):
+    assert "checkpoint.best=val_acc is not a metric of this run; did you mean 'val_accuracy'?" in error(
+        ranks, "misspelt"
+    )
+
+
 def test_what_callbacks_know_survives_a_resume(ranks, folder):
     records(ranks, "halves/again")
     assert history(folder, "halves")[-1]["learning_rate"] == history(folder, "plateau")[-1]["learning_rate"]
     ours, theirs = state(folder, "halves", 24), state(folder, "plateau", 24)
     assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_settings_that_a_resume_changes_are_said_and_recorded(ranks, folder):
+    output = (folder / "output.txt").read_text()
+    assert records(ranks, "halves/again")["changes"] == [{"step": 12, "changed": {"train.epochs": [2, 4]}}]
+    assert re.search(r"changed +train\.epochs 2 -> 4\n", output)
+    assert "seed=9, but the run in this folder began with 1, which cannot change; set seed=1" in error(
+        ranks, "plain/seed"
+    )
+
+
+def test_a_finished_run_is_not_trained_again(ranks, folder):
+    output = (folder / "output.txt").read_text()
+    assert records(ranks, "plain/fewer")["reductions"] == 0
+    assert "12 of 6 steps were done; nothing is left to train, raise train.epochs or train.steps" in output
+    assert "optimizer.learning_rate 0.01 -> 0.5; train.epochs 2 -> 1" in output
+    assert f"finished already and has been tested again; its results in {folder / 'plain'} stay as they are" in output
 
 
 def test_time_that_is_over_at_once_saves_at_the_first_chance(ranks, folder):

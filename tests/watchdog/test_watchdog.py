@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hvtrain.watchdog import connections
+
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "watched.py"
 
 
@@ -241,6 +243,23 @@ def test_strangers_at_the_port(tmp_path):
             connection.close()
     assert not marker.exists()
     assert ranks.said() == []
+
+
+def test_idle_connections_do_not_keep_a_rank_out():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = connections.Connections(listener, "token", 1, {})
+        idle = []
+        for _ in range(connections.MAX_STRANGERS + 1):
+            idle.append(socket.create_connection(listener.getsockname()))
+            assert list(found.messages(5)) == []
+        with socket.create_connection(listener.getsockname()) as rank:
+            assert list(found.messages(5)) == []
+            assert b"challenge" in rank.recv(1000)
+        assert [len(connection.recv(1000)) > 0 for connection in idle] == [True] * len(idle)
+        assert idle[0].recv(1000) == b"", "the oldest made room"
+        found.close()
+        for connection in idle:
+            connection.close()
 
 
 def listening(pid):

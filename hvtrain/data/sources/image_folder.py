@@ -1,5 +1,7 @@
 """Image files in DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/: one folder per class."""
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -15,6 +17,8 @@ from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.arrays import SPLIT_SEED
 from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 CACHE_BATCH = 32
@@ -130,22 +134,37 @@ class ImageFolder(FileSource, IndexedSource):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the class folders."""
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    """Sorted names of the class folders, without hidden ones."""
+    names = sorted(path.name for path in _visible(folder) if path.is_dir()) if folder.is_dir() else []
     if not names:
         raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
     return names
 
 
 def list_files(folder: Path, class_names: list[str]) -> Files:
-    """All images below folder, sorted by class and name. An empty class is an error."""
+    """All images below folder, sorted by class and name. An empty class is an error; other files are reported."""
     files: Files = []
+    others: Counter[str] = Counter()
     for label, class_name in enumerate(class_names):
-        found = sorted(str(path) for path in (folder / class_name).iterdir() if path.suffix.lower() in SUFFIXES)
+        entries = _visible(folder / class_name)
+        found = sorted(str(path) for path in entries if path.suffix.lower() in SUFFIXES)
         if not found:
             raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
         files += [(path, label) for path in found]
+        others.update(
+            "folder" if path.is_dir() else path.suffix or path.name
+            for path in entries
+            if path.suffix.lower() not in SUFFIXES
+        )
+    if others:
+        kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
+        log.warning("%s: left out what is not %s: %s", folder, ", ".join(SUFFIXES), kinds)
     return files
+
+
+def _visible(folder: Path) -> list[Path]:
+    """The entries of a folder without hidden ones, such as .ipynb_checkpoints or macOS's ._NAME."""
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def split_off(files: Files, fraction: float) -> tuple[Files, Files]:

@@ -19,13 +19,20 @@ import keras
 from hvtrain.errors import DataError
 
 PROBE_SECONDS = 5
+FALLBACK = Path("/tmp/.keras")  # Keras's own.
 
 
 def cache_folder() -> Path:
-    """The folder where keras.utils.get_file keeps data sets: KERAS_HOME or ~/.keras, or /tmp if that is read-only."""
+    """The folder where keras.utils.get_file keeps data sets: KERAS_HOME or ~/.keras, or /tmp if that is read-only.
+
+    Raises DataError if another user made the one in /tmp.
+    """
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     if not os.access(home, os.W_OK):
-        home = Path("/tmp/.keras")
+        home = FALLBACK
+        # Anybody can make that folder first, with links in it that lead to files of this user.
+        if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
+            raise DataError(f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written")
     return home / "datasets"
 
 
@@ -72,9 +79,12 @@ class KerasFiles:
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".hvtrain.lock").open("w") as lock:
+    lock = os.open(folder / ".hvtrain.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def answers(host: str) -> bool:

@@ -6,6 +6,7 @@ from keras.callbacks import LambdaCallback
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
+from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.restore.resume import Start
@@ -25,6 +26,7 @@ from hvtrain.training.callbacks.recording import Progress, Recording, Skipped, v
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run
+from hvtrain.training.setup import METRICS
 from hvtrain.watchdog.progress import EXCHANGE
 
 
@@ -108,6 +110,9 @@ _WRITERS = (
 def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
     """The user's callbacks by name, on every rank; those of Keras that only write are on the chief alone."""
     built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
+    best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in METRICS]
+    if best not in metrics and not built:  # Callbacks may add metrics.
+        raise ConfigError(f"checkpoint.best={best} is not a metric of this run; {nearest(best, metrics)}")
     for name, callback in built.items():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")

@@ -1,6 +1,5 @@
 """Speed of a run: images per second, and the time of a step split into data, compute and communication."""
 
-import logging
 import time
 from dataclasses import dataclass
 from statistics import mean, median
@@ -8,8 +7,6 @@ from typing import Any
 
 from hvtrain.step_timing import StepTimes
 from hvtrain.training.callbacks.position import RunCallback
-
-log = logging.getLogger(__name__)
 
 # The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
 WARMUP_STEPS = 10
@@ -55,10 +52,11 @@ class Split:
         if num_ranks > 1:
             parts["communication"] = self.communication_seconds
             more = (
-                f"; efficiency {self.efficiency:.0%}; slowest rank {self.slowest_rank} on {self.slowest_host} "
-                f"({1000 * self.slowest_seconds:.2f} ms of its own, median {1000 * self.median_seconds:.2f})"
+                f" (efficiency {self.efficiency:.0%}); slowest: rank {self.slowest_rank} on {self.slowest_host}, "
+                f"{1000 * self.slowest_seconds:.2f} ms without communication"
             )
-        return "a step: " + ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in parts.items()) + more
+        each = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
+        return f"a step: {1000 * sum(parts.values()):.2f} ms = {each}{more}"
 
 
 class Throughput(RunCallback):
@@ -121,7 +119,4 @@ class Throughput(RunCallback):
         times = marks.times()
         if self._warm is None or times.steps == self._warm.steps or not marks.timed:
             return  # The same on all ranks.
-        is_first = self.split is None
         self.split = Split.of(self.comm.gather(((times - self._warm).each(), topology.host)))
-        if is_first and topology.size > 1:
-            log.info("%s", self.split.in_words(topology.size))

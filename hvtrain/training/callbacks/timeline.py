@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvtrain.core.records import remove
+from hvtrain.errors import StorageError
 from hvtrain.training.callbacks.position import RunCallback
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class TimelineTrace(RunCallback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._begin is None and self.position.step >= self.first:
             self._begin = self.position.step
-            self.comm.on_chief(lambda: self.folder.mkdir(exist_ok=True))
+            self.comm.on_chief(self._make_folder)
             self.run.strategy.timeline.start(self.folder / REDUCTIONS)
             if self.run.topology.is_chief:
                 # Level 3 includes single operations.
@@ -56,6 +58,12 @@ class TimelineTrace(RunCallback):
         if self._begin is None:
             log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first + 1:,}")
         self._end()
+
+    def _make_folder(self) -> None:
+        if self.folder.is_symlink():
+            raise StorageError(f"{self.folder} is a symbolic link, and may lead out of the run folder; remove it")
+        self.folder.mkdir(exist_ok=True)
+        remove(self.folder / REDUCTIONS)
 
     def _end(self) -> None:
         if self._begin is None or self._ended:

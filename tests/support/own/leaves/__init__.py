@@ -136,7 +136,7 @@ class Disagrees(keras.callbacks.Callback):
     """Logs a number on which the ranks disagree: it gets worse on rank 0 and better on the others."""
 
     def on_epoch_end(self, epoch, logs=None):
-        logs["mine"] = float(epoch if _rank() == 0 else -epoch)
+        logs["mine"] = logs["my_loss"] = float(epoch if _rank() == 0 else -epoch)
 
 
 class ForgetsToReduce(HorovodStrategy):

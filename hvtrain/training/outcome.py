@@ -1,0 +1,88 @@
+"""What a finished run leaves: its results, the trained model, and the model of its best checkpoint."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import keras
+
+from hvtrain.checkpoint import store, writer
+from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
+from hvtrain.errors import UserError
+from hvtrain.training.callbacks.guard import proof_in_words
+from hvtrain.training.run import Run
+from hvtrain.training.saved_model import BEST_FILE, export, save
+
+log = logging.getLogger(__name__)
+
+
+def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
+    """Writes result.json, model.keras and best.keras; returns the record with the best checkpoint's (every rank).
+
+    Of the models only the weights are kept; the optimizer's state is in the checkpoints. A run that was complete
+    already keeps its results, for their speed.
+    """
+    comm, folder = run.strategy.comm, run.folder
+    if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
+        log.info("test: %s", _in_words(record.metrics))
+        log.info("this run was finished already and has been tested again; its results in %s stay as they are", folder)
+        return record
+    last = model.get_weights()
+    record = replace(record, best=_test_best(run, model, record))
+    model.set_weights(last)
+
+    def write() -> None:
+        export(model, run.source, run.topology, folder)
+        write_result(folder, record)
+
+    comm.on_chief(write)
+    log.info("test: %s", _in_words(record.metrics))
+    if record.best and record.best["step"] != record.num_steps:
+        why = "step {step:,} ({metric} {value:.4f})".format(**record.best)
+        log.info("best: %s, in %s; %s", why, BEST_FILE, _in_words(record.best["metrics"]))
+    log.info("proof: %s", proof_in_words(record.proof))
+    speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
+    log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
+    return record
+
+
+def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
+    """Tests the best checkpoint and saves it as best.keras; None if this run has none (every rank).
+
+    Leaves the model with its weights.
+    """
+    comm = run.strategy.comm
+    best = comm.on_chief(lambda: _load_best(run, model, record.num_steps))
+    if best is None:
+        return None
+    metrics = record.metrics
+    if best["step"] != record.num_steps:
+        comm.broadcast_model(model)
+        test = run.evaluation_data("test")
+        found = run.strategy.evaluate(model, test) if test is not None else {}
+        metrics = {f"test_{name}": value for name, value in found.items()}
+    comm.on_chief(lambda: save(model, run.source.preprocessing(), run.folder / BEST_FILE))
+    return {**best, "metrics": metrics}
+
+
+def _load_best(run: Run, model: keras.Model, last_step: int) -> dict[str, Any] | None:
+    """Takes the weights of the best checkpoint, unless it is of the last step; its step, metric and value (chief only).
+
+    None if there is no best checkpoint on this host, or if it cannot be read: a finished run does not fail for it.
+    """
+    folder = run.folder / "checkpoints"
+    best = writer.read_best(folder)
+    if best is None or best["step"] == last_step:
+        return best
+    try:
+        if "host" in best:
+            raise UserError(f"it is on host {best['host']}")
+        store.restore(store.read(folder / store.folder_name(best["step"])), model, ("model",))
+    except UserError as error:
+        log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
+        return None
+    return best
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "no test data"

@@ -1,0 +1,79 @@
+"""The folder of a run: made or opened again, locked, swept, and described for whoever finds it later."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hvtrain import __version__
+from hvtrain.checkpoint import store, writer
+from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
+from hvtrain.core.records import TEMPORARY, write_atomic
+from hvtrain.errors import ConfigError
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
+
+CONFIG_FILE, README_FILE = "config.yaml", "README.md"
+CONFIG_HEADER = """\
+# All settings of this run. The same run once more, in a new folder, with any of them changed:
+#   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
+defaults:
+  - _self_
+  - override hydra/job_logging: none
+  - override hydra/hydra_logging: none
+hydra:
+  run:
+    dir: .
+  output_subdir: null
+"""
+README = """\
+A training run of hvtrain {version}. result.json has its figures, history.csv those of each epoch.
+`keras.models.load_model("model.keras")` loads the trained model, and best.keras that of the best checkpoint.
+To resume it, run the same command with run.dir={folder}; to repeat it, see config.yaml.
+"""
+
+
+def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
+    """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
+
+    begun is the folder in which an earlier attempt of this run began. Raises ConfigError if the folder cannot be
+    written or another run uses it.
+    """
+    folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink():
+        raise ConfigError(
+            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or set run.dir "
+            "to the folder that it leads to"
+        )
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        lock.take(folder)
+        for place in (folder, checkpoints):
+            writer.sweep(place)
+            probe = place / f"{TEMPORARY}probe"
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
+    if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
+        raise ConfigError(
+            f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
+        )
+    write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))))
+    write_atomic(folder / README_FILE, README.format(version=__version__, folder=folder))
+    return folder
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes the folder of a run that failed before there was anything but logs to keep (chief only)."""
+    ours = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
+    if not any(path.is_file() and path.name not in ours and path.parent.name != "logs" for path in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def reusable(config: RunConfig) -> dict[str, Any]:
+    """The settings for another run: without the folder, and without secrets."""
+    tree = to_dict(config)
+    tree["run"]["dir"] = None
+    return tree
