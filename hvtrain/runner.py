@@ -11,7 +11,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RunRecord
 from hvtrain.errors import Preempted, UserError
-from hvtrain.restore.changes import with_changes
+from hvtrain.restore.changed_settings import with_changes
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics

@@ -62,7 +62,7 @@ class RunRecord:
     best: dict[str, Any] | None = None
     """Of the best checkpoint: its step, the metric and value that made it the best, and the test metrics."""
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that changed when the run was resumed (restore/changes.py); config has the last ones."""
+    """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
 
 
 @contextmanager

@@ -112,8 +112,8 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
     }
     if start.name:
         lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
-        if start.step > plan.num_steps:
-            lines["resumed"] += "; nothing is left to train, raise train.epochs or train.steps to train longer"
+        if start.ended or start.step >= plan.num_steps:
+            lines["resumed"] += "; nothing is left to train"
         lines["changed"] = changed_now(run.meta["changes"], start.step)
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
@@ -122,7 +122,8 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
 def changed_now(changes: list[dict[str, Any]], step: int) -> str:
     """The settings that changed at this step; empty if none did."""
     found = [change["changed"] for change in changes if change["step"] == step]
-    return "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found[-1].items()) if found else ""
+    changed = found[-1].items() if found else ()
+    return "; ".join(f"{name} {old} -> {new}" for name, (old, new) in changed).replace("None", "null")
 
 
 def resized(start: Start, plan: StepPlan) -> str:

@@ -289,7 +289,7 @@ def test_a_healthy_cluster_and_its_links(lab, data):
     assert len(report["facts"]["links"]["pairs"]) == 3
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_the_slow_link_is_named(lab):
     with lab.net("s3", "rate", "50mbit", back="clear"):
         done = lab.attempt(*HOSTS)

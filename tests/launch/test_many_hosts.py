@@ -295,7 +295,7 @@ def test_a_host_without_this_environment(lab):
     assert f"host s2 has no {PYTHON}; put hvtrain there, at the same path as here" in output
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same command resumes."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]

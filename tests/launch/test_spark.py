@@ -109,18 +109,13 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
 
 @on_spark
 @pytest.mark.distributed
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "code", "first"),
     [
-        pytest.param(
-            *(["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
-            marks=pytest.mark.release,
-        ),
-        pytest.param(
-            *(["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
-            marks=pytest.mark.nightly,
-        ),
+        (["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
+        (["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
     ],
 )
 def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_path, spark_conf):

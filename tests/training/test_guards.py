@@ -283,8 +283,8 @@ def test_settings_that_a_resume_changes_are_said_and_recorded(ranks, folder):
 def test_a_finished_run_is_not_trained_again(ranks, folder):
     output = (folder / "output.txt").read_text()
     assert records(ranks, "plain/fewer")["reductions"] == 0
-    assert "12 of 6 steps were done; nothing is left to train, raise train.epochs or train.steps" in output
-    assert "optimizer.learning_rate 0.01 -> 0.5; train.epochs 2 -> 1" in output
+    assert "step-00000012: 12 of 12 steps were done; nothing is left to train\n" in output
+    assert "optimizer.learning_rate 0.001 -> 0.5; train.epochs 2 -> 1\n" in output
     assert f"finished already and has been tested again; its results in {folder / 'plain'} stay as they are" in output
 
 

@@ -22,8 +22,17 @@ GOES_ON = "run the same command with run.dir={run} to resume from step-00000022"
 HANGS = "+callbacks.acts={_target_: stuck.Acts, rank: %d, step: 30, what: %s}"
 
 
-def begin(launcher, tmp_path, *words, size=2, **extra):
-    line = ["python", "-m", "hvtrain", "--config-dir", str(OWN / "conf"), f"run.dir={tmp_path / 'run'}", *words]
+def begin(launcher, tmp_path, *words, size=2, options=(), **extra):
+    line = [
+        *options,
+        "python",
+        "-m",
+        "hvtrain",
+        "--config-dir",
+        str(OWN / "conf"),
+        f"run.dir={tmp_path / 'run'}",
+        *words,
+    ]
     return start(launcher, size, *line, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
 
 
@@ -74,8 +83,8 @@ def test_a_rank_that_hangs_in_its_data(tmp_path):
 
 @pytest.mark.nightly
 def test_gloo_gives_up_before_the_watchdog(tmp_path):
-    """Gloo waits 30 s for a message; then the watchdog is asked, and knows who is stopped."""
-    process = begin("gloo", tmp_path, HANGS % (1, "stop"))
+    """Gloo waits 30 s for a message, here 8; then the watchdog is asked, and knows who is stopped."""
+    process = begin("gloo", tmp_path, HANGS % (1, "stop"), options=["--gloo-timeout-seconds", "8"])
     code, output, lines = done(process)
     assert code == 75, output
     told = [line for line in lines if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)]

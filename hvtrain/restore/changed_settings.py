@@ -9,7 +9,10 @@ from hvtrain.errors import ConfigError
 # A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own.
 FIXED = ("seed", "optimizer._target_")
 # They do not change what is learned.
-_IRRELEVANT = ("run.", "resume", "verbose", "debug", "checkpoint.", "watchdog.", "profile.", "comm.", "strategy.")
+_IRRELEVANT = (
+    *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
+    *("train.max_time", "train.evaluation_batch_size", "train.steps_per_execution"),
+)
 
 
 def with_changes(meta: dict[str, Any] | None, step: int, config: RunConfig) -> list[dict[str, Any]]:
