@@ -28,7 +28,7 @@ def with_changes(meta: dict[str, Any] | None, step: int, config: RunConfig) -> l
             then, now = changed[name]
             raise ConfigError(
                 f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
-                f"set {name}={then} or choose another run.dir"
+                "start with the same, or choose another run.dir"
             )
     return [*changes, {"step": step, "changed": changed}] if changed else changes
 

@@ -275,9 +275,7 @@ def test_settings_that_a_resume_changes_are_said_and_recorded(ranks, folder):
     output = (folder / "output.txt").read_text()
     assert records(ranks, "halves/again")["changes"] == [{"step": 12, "changed": {"train.epochs": [2, 4]}}]
     assert re.search(r"changed +train\.epochs 2 -> 4\n", output)
-    assert "seed=9, but the run in this folder began with 1, which cannot change; set seed=1" in error(
-        ranks, "plain/seed"
-    )
+    assert "seed=9, but the run in this folder began with 1, which cannot change" in error(ranks, "plain/seed")
 
 
 def test_a_finished_run_is_not_trained_again(ranks, folder):
