@@ -19,11 +19,6 @@ from hvtrain.errors import ConfigError
 DATA = ("synthetic", "fashion_mnist")
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(bench)
-
-
 def bench() -> int:
     """Runs rounds of one kind of measurement; prints a table and writes it to files."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
@@ -144,4 +139,4 @@ def _counts(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    enter(bench)

@@ -20,13 +20,7 @@ SECONDS_FOR_A_RUN = 900.0
 
 
 def launch_and_report(
-    way: str,
-    module: str,
-    words: Sequence[str],
-    size: int,
-    folder: Path,
-    threads: int,
-    more: Mapping[str, str],
+    way: str, module: str, words: Sequence[str], size: int, folder: Path, threads: int, more: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Runs `python -m module words` in `size` processes and returns their reports.
 
@@ -37,16 +31,14 @@ def launch_and_report(
         **os.environ,
         **more,
         contender_report.FILE: str(folder / "report"),
-        "TF_NUM_INTRAOP_THREADS": str(threads),
-        "TF_NUM_INTEROP_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
+        **dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), str(threads)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if way == "servers":
         del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
     log = folder / "output.txt"
+    commands = _commands(way, [sys.executable, "-m", module, *words], size)
     with log.open("wb") as output:
-        commands = _commands(way, [sys.executable, "-m", module, *words], size)
         processes = [
             subprocess.Popen(
                 command,

@@ -49,11 +49,6 @@ checks:
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(diagnose)
-
-
 def diagnose() -> int:
     """0 when no check failed, 1 otherwise. Raises ConfigError."""
     options = _parser().parse_with_words(sys.argv[1:])
@@ -188,4 +183,4 @@ def _try_ports(
 
 
 if __name__ == "__main__":
-    main()
+    enter(diagnose)

@@ -28,11 +28,6 @@ a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of
   cluster=ssh        hosts that are reached by ssh"""
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(launch)
-
-
 def launch() -> int:
     """Makes the job of the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
@@ -186,4 +181,4 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    enter(launch)

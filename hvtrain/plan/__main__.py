@@ -37,11 +37,6 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(plan)
-
-
 def plan() -> int:
     """Composes the run, then prints, draws and writes its plan."""
     options = _parser().parse_with_words(sys.argv[1:])
@@ -154,4 +149,4 @@ Nothing is trained or reduced.""",
 
 
 if __name__ == "__main__":
-    main()
+    enter(plan)
