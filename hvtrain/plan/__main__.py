@@ -72,7 +72,7 @@ def plan() -> int:
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
     report.draw(run, costs, folder / "plan.png")
-    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, machine)
+    content = report.as_json(run, options, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
     return 0

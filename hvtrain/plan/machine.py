@@ -109,11 +109,11 @@ def machine_of(
     per_host = options.ranks_per_host
     inside = Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share)
     between = Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share)
+    share = f"{options.link_share:.1%} of the speed is used"
     said = {
-        "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us",
-        "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us",
+        "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us; {share}",
+        "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
-    said = {name: f"{text}; {options.link_share:.1%} of the speed is used" for name, text in said.items()}
     machine = Machine(inside, between, per_host)
     groups: dict[str, list[Measured]] = {}
     for measured in files:
@@ -124,8 +124,8 @@ def machine_of(
         if latency_seconds is None:
             latency_seconds = getattr(machine, name).latency_seconds
             # The fitted start includes the latency of the steps.
-            steps = 2 * (measured[0].num_ranks - 1)
-            found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * latency_seconds))
+            in_steps = 2 * (measured[0].num_ranks - 1) * latency_seconds
+            found = replace(found, start_seconds=max(0.0, found.start_seconds - in_steps))
         start_seconds = max(machine.start_seconds, found.start_seconds)
         changes: dict[str, Any] = {name: Link(latency_seconds, found.bytes_per_second), "start_seconds": start_seconds}
         machine = replace(machine, **changes)
@@ -151,8 +151,6 @@ def read(path: Path) -> list[Measured]:
         return [Measured(num_ranks, int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not what bench allreduce writes ({type(error).__name__}: {error})"
-        if isinstance(error, OSError):
-            what = f"cannot be read: {error.strerror}"
-        raise ConfigError(
-            f"--calibrate {path} {what}; give the allreduce.json of python -m hvtrain.bench allreduce"
-        ) from None
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
+        advice = "give the allreduce.json of python -m hvtrain.bench allreduce"
+        raise ConfigError(f"--calibrate {path} {what}; {advice}") from None
