@@ -70,9 +70,8 @@ def _code(cluster: Cluster) -> list[Row]:
         if folder is None:
             rows.append(fail("code", host, "has no hvtrain that its Python finds", f"on {host}: scripts/run"))
         elif other := unlike(here["files"], files):
-            rows.append(
-                fail("code", host, f"{other} on {host} and on {first}", copy_to(here["folder"] or folder, first, host))
-            )
+            fix = copy_to(here["folder"] or folder, first, host)
+            rows.append(fail("code", host, f"{other} on {host} and on {first}", fix))
     return all_or(rows, "code", f"{len(here['files'])} files of {here['folder']}, the same")
 
 

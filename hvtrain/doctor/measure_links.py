@@ -130,7 +130,4 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
             rows.append(fail("links", one, f"{speed:.2f} Gbit/s to {other}; {needed}", fix))
     slowest = min(speeds, key=lambda pair: speeds[pair])
     found = f"{len(speeds)} between hosts, from {speeds[slowest]:.2f} Gbit/s ({'-'.join(slowest)})"
-    return [
-        Row("allreduce", "PASS", together),
-        *all_or(rows, "links", f"{found} to {max(speeds.values()):.2f}"),
-    ]
+    return [Row("allreduce", "PASS", together), *all_or(rows, "links", f"{found} to {max(speeds.values()):.2f}")]
