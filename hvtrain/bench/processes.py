@@ -66,9 +66,8 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
         launcher = [sys.executable, "-m", "hvtrain.horovodrun", f"--{way.partition('-')[2]}", "-np", str(size)]
         return [([*launcher, *line], {})]
     if way in ("workers", "servers"):
-        roles = [("worker", index) for index in range(size)]
-        if way == "servers":
-            roles = [("chief", 0), ("ps", 0), *roles]
+        servers = [("chief", 0), ("ps", 0)] if way == "servers" else []
+        roles = [*servers, *(("worker", index) for index in range(size))]
         cluster: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:  # All are open at once, so no port comes twice.
             for role, _ in roles:

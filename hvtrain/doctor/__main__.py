@@ -78,9 +78,7 @@ def diagnose() -> int:
     facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
     table.add(_reached(answers))
     if cluster:
-        table.add(judge_software(cluster))
-        table.add(judge_machines(cluster, slots))
-        table.add(judge_names(cluster, names))
+        table.add([*judge_software(cluster), *judge_machines(cluster, slots), *judge_names(cluster, names)])
         rows, endpoints = judge_interfaces(cluster, names, chosen)
         table.add(rows)
         if len(endpoints) < 2:
@@ -157,8 +155,7 @@ def _reached(answers: Mapping[str, Answer]) -> list[Row]:
     rows = []
     for host, answer in answers.items():
         if answer.facts is None:
-            found, _, fix = answer.trouble.partition("; ")
-            found = found.removeprefix(f"host {host} ")
+            found, _, fix = answer.trouble.removeprefix(f"host {host} ").partition("; ")
             rows += [fail("ssh", host, found, fix), skip("all other", "nothing more is known of this host", host)]
     return rows or [Row("ssh", "PASS", f"reached: {', '.join(answers)}")]
 

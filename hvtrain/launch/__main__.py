@@ -37,10 +37,9 @@ def launch() -> int:
     if end == len(line):
         raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
     cluster = choose(options.settings, own_folders(words))
-    found = _command(words, cluster)
-    if found is None:
+    command, run_dir = _command(words, cluster)
+    if not command:
         return 0
-    command, run_dir = found
     job = _job(options, cluster, command)
     if cluster.kind == "ssh":
         return _by_ssh(options, job, run_dir)
@@ -78,9 +77,8 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     hosts = ranks.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
     hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4")
-    hosts.add_argument(
-        "--host-discovery-script", metavar="FILE", help="prints the hosts of an elastic job whenever it is asked"
-    )
+    script = "prints the hosts of an elastic job whenever it is asked"
+    hosts.add_argument("--host-discovery-script", metavar="FILE", help=script)
     fewest = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
     ranks.add_argument("--min-np", type=at_least(1), metavar="N", help=fewest)
     ranks.add_argument("--max-np", type=at_least(1), metavar="N", help="most ranks of an elastic job")
@@ -107,46 +105,48 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
 def _clusters_help() -> str:
     lines = [CLUSTERS]
     for name, kind in KINDS.items():
-        lines += [f"  cluster={name:<10} {kind.about}", *(f"  {line}" for line in settings(kind.settings, "cluster."))]
+        lines += [
+            f"  cluster={name:<10} {kind.about}",
+            *(f"  {line}" for line in settings(kind.module.Settings, "cluster.")),
+        ]
     return "\n".join([*lines, ""])
 
 
-def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None] | None:
-    """The command of each rank, and its run folder; None when the words only asked to see the composed run."""
+def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None]:
+    """The command of each rank, and its run folder; no command when the words only asked to see the composed run."""
     if words and Path(words[0]).name.startswith("python"):
         return tuple(words), None
     if words and "=" not in words[0] and not words[0].startswith("-"):
         raise ConfigError(f"{words[0]!r} is not a run setting; a command of your own begins with python")
     trees = compose(words)
     if not trees:
-        return None
+        return (), None
     config = from_dict(trees[0])
+    run_dir = config.run.dir
     # A restart must find the folder again. On Slurm the job's number, which a requeue keeps, names it.
-    if config.run.dir or cluster.kind == "slurm":
-        return ("python", "-m", "hvtrain", *words), config.run.dir
-    run_dir = default_run_dir(config)
-    return ("python", "-m", "hvtrain", *words, f"run.dir={run_dir}"), run_dir
+    if not run_dir and cluster.kind != "slurm":
+        run_dir = default_run_dir(config)
+        words = [*words, f"run.dir={run_dir}"]
+    return ("python", "-m", "hvtrain", *words), run_dir
 
 
 def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]) -> Job:
-    hosts = parse_hosts(options.hosts) if options.hosts else ()
-    if options.hostfile:
-        hosts = parse_hostfile(Path(options.hostfile))
+    hosts = parse_hostfile(Path(options.hostfile)) if options.hostfile else ()
+    hosts = parse_hosts(options.hosts) if options.hosts else hosts
     num_ranks = (sum(host.slots for host in hosts) or 1) if options.np is None else options.np
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
     elastic = (options.min_np and not options.max_restarts) or options.max_np or options.host_discovery_script
     if elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
+    # A cluster's file runs elsewhere, in an environment of its own: it gets only the variables of --env.
+    variables = environment.for_ranks if cluster.kind == "ssh" else environment.asked_for
     return Job(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
         controller="gloo" if elastic or options.how == "gloo" else "mpi",
-        # A cluster's file runs elsewhere, in an environment of its own: it gets only the variables of --env.
-        environment=(environment.for_ranks if cluster.kind == "ssh" else environment.asked_for)(
-            os.environ, options.env
-        ),
+        environment=variables(os.environ, options.env),
         min_ranks=(options.min_np or num_ranks) if elastic else None,
         max_ranks=options.max_np,
     )
@@ -159,8 +159,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     way = Way(ssh, options.how == "mpirun", options.network_interfaces, options.host_discovery_script)
     if options.dry_run:
         paths = reach.check([host.name for host in job.hosts], ssh) if way.mpirun else None
-        line = start_line(job, way, paths)
-        path = Path(options.output or "launch/ssh") / "launch.sh"
+        line, path = start_line(job, way, paths), Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0

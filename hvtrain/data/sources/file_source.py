@@ -159,9 +159,7 @@ def read_batches(
         return either.map(lambda images, labels: then(step, images, labels))
 
     threads = cores.each(topology.local_size)
-    return batches.interleave(
-        whole_or_repaired, cycle_length=threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-    )
+    return batches.interleave(whole_or_repaired, threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 class DealtSource(FileSource):

@@ -1,6 +1,7 @@
 """Image files in DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/: one folder per class."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -58,8 +59,7 @@ class ImageFolder(FileSource, IndexedSource):
         for split, fraction in fractions.items():
             folder = self.folder / split
             if folder.is_dir():
-                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
-                if differing:
+                if differing := sorted(set(class_folders(folder)) ^ set(self.class_names)):
                     raise DataError(
                         f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}; "
                         "every split needs the same class folders"
@@ -100,14 +100,10 @@ class ImageFolder(FileSource, IndexedSource):
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        channels = self.image_shape[-1]
-        return [
-            tf.io.decode_image(tf.io.read_file(path), channels, expand_animations=False).numpy()
-            for path in paths[:number]
-        ]
+        read = partial(tf.io.decode_image, channels=self.image_shape[-1], expand_animations=False)
+        return [read(tf.io.read_file(path)).numpy() for path in paths[:number]]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """This rank's paths and labels."""
         files = self._files.get(split, [])
         mine = [files[index] for index in topology.share(len(files))]
         with tf.device("CPU:0"):

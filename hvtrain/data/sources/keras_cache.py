@@ -10,7 +10,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,15 +85,11 @@ def answers(host: str) -> bool:
     outcome: list[bool] = []
 
     def probe() -> None:
-        try:
-            urllib.request.urlopen(
-                urllib.request.Request(f"https://{host}/", method="HEAD"), timeout=PROBE_SECONDS
-            ).close()
+        request = urllib.request.Request(f"https://{host}/", method="HEAD")
+        with suppress(OSError):
+            with suppress(urllib.request.HTTPError):  # An error is an answer, too.
+                urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
             outcome.append(True)
-        except urllib.request.HTTPError:
-            outcome.append(True)  # An error is an answer, too.
-        except OSError:
-            pass
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

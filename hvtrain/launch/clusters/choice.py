@@ -6,7 +6,7 @@ import subprocess
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ class Kind:
 
     Args:
         about: one line of help.
-        settings: the dataclass of cluster.SETTING=VALUE.
-        values: what the templates need besides `job` and `cluster`; raises ConfigError for what cannot start.
+        module: Settings, the dataclass of cluster.SETTING=VALUE, and values(), what the templates need besides `job`
+            and `cluster`; it raises ConfigError for what cannot start.
         files: each is rendered from its template, conf/cluster/FILE.j2.
         submit: the command that submits the files; {} stands for their folder.
         fixed: why it takes no --min-np, and what to do instead; empty: it does.
@@ -37,8 +37,7 @@ class Kind:
     """
 
     about: str
-    settings: type
-    values: Callable[[Job, Any], dict[str, Any]]
+    module: types.ModuleType
     files: tuple[str, ...]
     submit: str
     fixed: str = ""
@@ -51,8 +50,7 @@ _BY_KUBERNETES = "Kubernetes chooses the hosts: set cluster.ranks_per_worker ins
 KINDS = {
     "slurm": Kind(
         "a batch file for Slurm, which requeues the job at its time limit",
-        slurm.Settings,
-        slurm.values,
+        slurm,
         ("hvtrain.sbatch",),
         "sbatch {}/hvtrain.sbatch",
         fixed="an allocation keeps its size: leave --min-np out",
@@ -60,16 +58,14 @@ KINDS = {
     ),
     "mpijob": Kind(
         "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1",
-        kubernetes.Settings,
-        kubernetes.values,
+        kubernetes,
         ("mpijob.yaml",),
         "kubectl create -f {}/mpijob.yaml",
         chosen=_BY_KUBERNETES,
     ),
     "trainjob": Kind(
         "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1",
-        kubernetes.Settings,
-        kubernetes.values,
+        kubernetes,
         ("trainjob.yaml",),
         "kubectl create -f {}/trainjob.yaml",
         fixed="a TrainJob keeps its size: leave it out or use cluster=mpijob",
@@ -77,16 +73,14 @@ KINDS = {
     ),
     "docker": Kind(
         "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine",
-        docker.Settings,
-        docker.values,
+        docker,
         ("docker-run.sh", "compose.yaml"),
         "docker compose --file {}/compose.yaml up --exit-code-from s1",
         fixed="its hosts are fixed: leave --min-np out",
     ),
     "spark": Kind(
         "the executors of a Spark cluster, YARN or standalone, by spark-submit",
-        spark.Settings,
-        spark.values,
+        spark,
         ("spark-submit.sh", "hvtrain_on_spark.py"),
         "bash {}/spark-submit.sh",
         fixed="its ranks are fixed: leave --min-np out",
@@ -110,7 +104,7 @@ class Cluster:
         for option, given, why in (("-H", job.hosts, kind.chosen), ("--min-np", job.is_elastic, kind.fixed)):
             if given and why:
                 raise ConfigError(f"cluster={self.kind} came with {option}; {why}")
-        values = {"job": job, "cluster": self.settings, **kind.values(job, self.settings)}
+        values = {"job": job, "cluster": self.settings, **kind.module.values(job, self.settings)}
         return {name: _render(name, self.folders, values) for name in kind.files}
 
     def write(self, job: Job, folder: Path) -> list[Path]:
@@ -132,11 +126,10 @@ class Cluster:
         """Runs the command; its exit code. Raises ConfigError if it is not installed here."""
         command = self.command(folder)
         program = KINDS[self.kind].program or command[0]
-        if shutil.which(program) is None:
-            raise ConfigError(
-                f"{program} is not installed here; copy the files to a host that has it, or write them with --dry-run"
-            )
-        return subprocess.call(command)
+        if shutil.which(program):
+            return subprocess.call(command)
+        advice = "copy the files to a host that has it, or write them with --dry-run"
+        raise ConfigError(f"{program} is not installed here; {advice}")
 
 
 def choose(words: list[str], folders: list[Path]) -> Cluster:
@@ -152,8 +145,7 @@ def choose(words: list[str], folders: list[Path]) -> Cluster:
         given[name] = value
     kind = given.pop("cluster", "ssh")
     tree: dict[str, Any] = {}
-    own = next((file for folder in folders if (file := folder / "cluster" / f"{kind}.yaml").is_file()), None)
-    if own:
+    if own := next((file for folder in folders if (file := folder / "cluster" / f"{kind}.yaml").is_file()), None):
         tree = dict(_yaml(own.read_text(encoding="utf-8"), str(own)) or {})
         kind = str(tree.pop("kind", "?"))
     if kind == "ssh":
@@ -162,7 +154,7 @@ def choose(words: list[str], folders: list[Path]) -> Cluster:
         return Cluster("ssh")
     if kind not in KINDS:
         raise ConfigError(f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}")
-    schema = KINDS[kind].settings
+    schema = KINDS[kind].module.Settings
     hints = typing.get_type_hints(schema)
     for name, text in given.items():
         key = name.removeprefix("cluster.")
@@ -200,10 +192,8 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
     try:
         return environment.get_template(f"{name}.j2").render(values)
     except Exception as error:  # A template is the user's input and can fail in any way.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"template {place.filename}, line {place.lineno}: {' '.join(str(error).split())}; fix the template"
-        ) from error
+        place, said = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+        raise ConfigError(f"template {place.filename}, line {place.lineno}: {said}; fix the template") from error
 
 
 def quote(words: str | Sequence[str]) -> str:

@@ -39,9 +39,8 @@ class Settings:
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the templates need. Raises ConfigError for what the cluster would refuse, or what could not start there."""
     if not settings.image:
-        raise ConfigError(
-            "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
-        )
+        advice = "give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
+        raise ConfigError(f"cluster.image is not set; {advice}")
     # A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
     short = "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first"
     check_texts(settings, ["name"], r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", short)
