@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,33 +102,33 @@ def diagnose() -> int:
     return 1 if table.failed() else 0
 
 
+@dataclass
 class Table:
     """Prints rows as they come, or keeps them for one JSON object."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._began = time.monotonic()
-        self._as_json = as_json
-        self._rows: list[Row] = []
+    as_json: bool
+    rows: list[Row] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def failed(self) -> list[str]:
         """The failed checks, each once."""
-        return list(dict.fromkeys(row.check for row in self._rows if row.status == "FAIL"))
+        return list(dict.fromkeys(row.check for row in self.rows if row.status == "FAIL"))
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._rows.append(row)
-            if not self._as_json:
+            self.rows.append(row)
+            if not self.as_json:
                 print(row.text(), flush=True)
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """Prints the last line, or all of the JSON."""
         failed = self.failed()
-        if self._as_json:
-            print(json.dumps({"passed": not failed, "rows": [asdict(row) for row in self._rows], "facts": facts}))
+        if self.as_json:
+            print(json.dumps({"passed": not failed, "rows": [asdict(row) for row in self.rows], "facts": facts}))
             return
-        checks = {row.check for row in self._rows if row.status != "SKIP"}
+        checks = {row.check for row in self.rows if row.status != "SKIP"}
         outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed"
-        print(f"{outcome} in {time.monotonic() - self._began:.0f} s", flush=True)
+        print(f"{outcome} in {time.monotonic() - self.began:.0f} s", flush=True)
 
 
 def _parser() -> Parser:

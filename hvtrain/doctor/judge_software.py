@@ -29,8 +29,7 @@ def _folder(cluster: Cluster) -> list[Row]:
 
 def _python(cluster: Cluster) -> list[Row]:
     rows = []
-    able = [host for host, facts in cluster.items() if facts["python"]["is_wanted"]]
-    first = able[0] if able else next(iter(cluster))
+    first = next((host for host, facts in cluster.items() if facts["python"]["is_wanted"]), next(iter(cluster)))
     here = cluster[first]["python"]
     for host, facts in cluster.items():
         python = facts["python"]

@@ -115,17 +115,14 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
         for name, version in versions[first].items():
             other = versions[host].get(name)
             if other != version:
-                raise RankError(
-                    f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
-                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
-                )
+                differs = f"has {name} {other or 'none'} in {sys.prefix} and host {first} has {version or 'none'}"
+                fix = "recreate the environment there from this folder: scripts/run true"
+                raise RankError(f"host {host} {differs}; {fix}")
     mine = {interfaces.interface_of(_address_towards(host)) for host in others}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
-        raise RankError(
-            f"different interfaces ({listed}) lead to the hosts; give the one that joins them all with "
-            "--network-interfaces NAME"
-        )
+        fix = "give the one that joins them all with --network-interfaces NAME"
+        raise RankError(f"different interfaces ({listed}) lead to the hosts; {fix}")
     interface = str(mine.pop())
     names = tuple(sorted({interface, *(facts["interface"] for facts in found.values())}))
     kills = {host: facts["oom_kills"] for host, facts in found.items()}

@@ -101,10 +101,9 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         return source
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
-        raise ConfigError(
-            f"--examples was given and {name} has no setting image_shape, which the model needs; leave --examples out, "
-            f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
-        )
+        found = f"--examples was given and {name} has no setting image_shape, which the model needs"
+        fix = f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
+        raise ConfigError(f"{found}; leave --examples out, {fix}")
     num_classes = classes or config.dataset.get("num_classes") or 1000
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name

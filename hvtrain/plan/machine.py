@@ -51,10 +51,8 @@ def fit(found: Sequence[Measured]) -> Fit:
     """
     ranks = np.array([one.num_ranks for one in found])
     if len({one.num_bytes for one in found}) < 2 or ranks.min() < 2:
-        raise ConfigError(
-            f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
-            "ranks or more: run python -m hvtrain.bench allreduce"
-        )
+        fix = "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain.bench allreduce"
+        raise ConfigError(f"{len(found)} measured allreduces cannot give latency and bandwidth; {fix}")
     sizes, seconds = (np.array([getattr(one, name) for one in found], float) for name in ("num_bytes", "seconds"))
     # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
     terms = np.stack([np.ones(len(found)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
@@ -131,10 +129,8 @@ def machine_of(
         machine = replace(machine, **changes)
         ranks = ", ".join(map(str, sorted({one.num_ranks for one in measured})))
         latency = "" if found.latency_seconds is None else f", {1e6 * latency_seconds:.3g} us a step"
-        said[name] = (
-            f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured "
-            f"on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
-        )
+        said[name] = f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; "
+        said[name] += f"measured on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
     for measured in groups.values():
         machine = corrected(machine, measured, algorithms)
     slowest = machine.slowest(options.np)

@@ -72,9 +72,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
     dropped = plan.num_examples - plan.examples_per_epoch
     left_out = f"; {dropped:,} examples of an epoch are left out" if dropped else ""
     kept, checkpoint = config.checkpoint.keep + 1, forecast.footprint.checkpoint_bytes
-    parts = ", ".join(
-        f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size
-    )
+    parts = (f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size)
     known = "activations" in bytes_of
     epochs = f"{plan.num_epochs} epoch{'s' * (plan.num_epochs > 1)}"
     lines = [
@@ -87,7 +85,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
         ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
         (
             "memory",
-            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {parts}"
+            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {', '.join(parts)}"
             f" ({'an estimate' if known else 'without activations: the shape of a layer is unknown'})",
         ),
         ("checkpoint", f"{amount(checkpoint)}; {kept} of them are kept: {amount(kept * checkpoint)}"),
@@ -120,10 +118,8 @@ def of_the_step(
     steps, seconds = forecast.plan.num_steps, costs[-1].step_seconds
     lines += ["", f"{steps:,} steps of {1000 * seconds:,.1f} ms: {duration(steps * seconds)}"]
     if faster:
-        lines.append(
-            f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {1000 * faster:,.1f} ms, "
-            f"{step_seconds / faster:.1%}"
-        )
+        found = f"{1000 * faster:,.1f} ms, {step_seconds / faster:.1%}"
+        lines.append(f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {found}")
     return lines
 
 

@@ -56,14 +56,9 @@ class Setup:
         clock = Clock(self.plan.num_steps, rank)
         for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
             if last > first and steps:
-                model.fit(
-                    self.batches_from(first * self.plan.steps_per_epoch),
-                    initial_epoch=first,
-                    epochs=last,
-                    steps_per_epoch=steps,
-                    callbacks=[clock],
-                    verbose=2,
-                )
+                span = {"initial_epoch": first, "epochs": last, "steps_per_epoch": steps}
+                batches = self.batches_from(first * self.plan.steps_per_epoch)
+                model.fit(batches, **span, callbacks=[clock], verbose=2)
 
 
 def pinned_job() -> int:

@@ -36,10 +36,8 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
                 end = offset + HEADER_BYTES + length + FOOTER_BYTES
                 place = f"record {len(offsets)} at byte {offset}"
                 if end > file_bytes:
-                    return offsets, (
-                        f"{place} should end at byte {end}, but the file has {file_bytes} bytes: "
-                        "it is truncated or damaged"
-                    )
+                    found = f"should end at byte {end}, but the file has {file_bytes} bytes"
+                    return offsets, f"{place} {found}: it is truncated or damaged"
                 if check_lengths and header[8:] != masked_crc(header[:8]):
                     return offsets, f"{place} has a length whose CRC is wrong: it is damaged"
                 offsets.append(offset)

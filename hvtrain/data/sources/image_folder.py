@@ -50,20 +50,16 @@ class ImageFolder(FileSource, IndexedSource):
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
-            raise ConfigError(
-                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: "
-                "each must be 0 or more, their sum less than 1"
-            )
+            given = f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}"
+            raise ConfigError(f"{given}: each must be 0 or more, their sum less than 1")
         train = list_files(self.folder / "train", self.class_names)
         self._files: dict[str, Files] = {}
         for split, fraction in fractions.items():
             folder = self.folder / split
             if folder.is_dir():
                 if differing := sorted(set(class_folders(folder)) ^ set(self.class_names)):
-                    raise DataError(
-                        f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}; "
-                        "every split needs the same class folders"
-                    )
+                    found = f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}"
+                    raise DataError(f"{found}; every split needs the same class folders")
                 self._files[split] = list_files(folder, self.class_names)
             elif fraction:
                 train, self._files[split] = split_off(train, fraction)

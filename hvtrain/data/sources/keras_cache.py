@@ -60,10 +60,8 @@ class KerasFiles:
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()
             except Exception as error:
-                raise DataError(
-                    f"{self.name}: Keras could not read or fetch it ({error}); remove "
-                    f"{', '.join(str(folder / name) for name in self.cached)} and try again, or {self.advice}"
-                ) from error
+                fix = f"remove {', '.join(str(folder / name) for name in self.cached)} and try again, or {self.advice}"
+                raise DataError(f"{self.name}: Keras could not read or fetch it ({error}); {fix}") from error
             finally:
                 socket.setdefaulttimeout(timeout)
         return {"train": train, "test": test}

@@ -154,10 +154,7 @@ class TFRecords(DealtSource):
             return explained
         if not (isinstance(error, tf.errors.DataLossError) or CHANGED in said or any(p in said for p in self._opened)):
             return error
-        found = find_damage(self._opened, said, self.skips, time.monotonic() + SEARCH_SECONDS)
-        if found:
-            return DataError(f"{found}; write or fetch the file again, {LEAVE_OUT}")
-        return DataError(
-            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
-            f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
-        )
+        if damage := find_damage(self._opened, said, self.skips, time.monotonic() + SEARCH_SECONDS):
+            return DataError(f"{damage}; write or fetch the file again, {LEAVE_OUT}")
+        found = f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files"
+        return DataError(f"{found}; it was not found in {SEARCH_SECONDS:.0f} s, but data.on_error=skip names it")

@@ -51,9 +51,7 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
     check_texts(settings, ["data_path"], r"/[^:]*", "a place to mount data; give an absolute path without a colon")
     max_ranks, ranks = max(job.num_ranks, job.max_ranks or 0), settings.ranks_per_worker
     if max_ranks % ranks:
-        raise ConfigError(
-            f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}; "
-            f"choose a number that divides {max_ranks}"
-        )
+        found = f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}"
+        raise ConfigError(f"{found}; choose a number that divides {max_ranks}")
     memory = re.sub(r"\d+", lambda amount: str(ranks * int(amount[0])), settings.memory_per_rank)
     return {"max_ranks": max_ranks, "num_workers": max_ranks // ranks, "worker_memory": memory}
