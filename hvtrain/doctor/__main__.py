@@ -65,8 +65,7 @@ def diagnose() -> int:
         "dataset": None,
     }
     if options.words:
-        trees = compose(options.words)
-        if not trees:
+        if not (trees := compose(options.words)):
             return 0
         config = from_dict(trees[0])
         places = (config.dataset.get(name) for name in ("dir", "path"))  # A user's own data set may have a `path`.
@@ -92,8 +91,7 @@ def diagnose() -> int:
         wrong = [check for check in table.failed() if check in _BEFORE_LINKS]
         obstacles = {"one host": len(names) < 2, "--no-links": not options.links}
         obstacles[f"fix this first: {', '.join(wrong)}"] = bool(wrong)
-        why_not = next((why for why, holds in obstacles.items() if holds), None)
-        if why_not:
+        if why_not := next((why for why, holds in obstacles.items() if holds), None):
             table.add([skip("allreduce", why_not), skip("links", why_not)])
         else:
             facts["links"], rows = measure(names, ssh, chosen)

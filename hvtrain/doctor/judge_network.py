@@ -122,11 +122,8 @@ def judge_ports(
     """
     rows = [skip("ports", "did not answer", host) for host, answer in answers.items() if answer is None]
     # (the host that connects, the host that listens): why the connection failed.
-    missing = {
-        (caller, called): reason
-        for caller, answer in answers.items()
-        for called, reason in (answer["missing"] if answer else {}).items()
-    }
+    by_caller = {caller: answer["missing"] for caller, answer in answers.items() if answer}
+    missing = {(caller, called): why for caller, found in by_caller.items() for called, why in found.items()}
     while missing:
         # The host in most of the failed connections; of two with equally many, the one that was called more often.
         counts, asked = Counter(host for pair in missing for host in pair), Counter(host for _, host in missing)

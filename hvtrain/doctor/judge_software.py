@@ -82,13 +82,12 @@ def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 def _horovod(cluster: Cluster) -> list[Row]:
-    there = [host for host, facts in cluster.items() if facts["horovod"]["library"]]
-    first = there[0] if there else next(iter(cluster))
+    first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), next(iter(cluster)))
     here = cluster[first]["horovod"]["built_with"]
     rows = []
     for host, facts in cluster.items():
         built = facts["horovod"]["built_with"]
-        if host not in there:
+        if not facts["horovod"]["library"]:
             rows.append(fail("horovod", host, "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"))
         elif facts["gpus"]["names"] and "NCCL" not in built:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
@@ -106,8 +105,7 @@ def _no_data(data: Mapping[str, Any]) -> str:
 
 def _dataset(cluster: Cluster) -> list[Row]:
     first = next(iter(cluster))
-    here = cluster[first]["dataset"]
-    if here is None:
+    if (here := cluster[first]["dataset"]) is None:
         return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
     rows, unread = [], []
     for host, facts in cluster.items():

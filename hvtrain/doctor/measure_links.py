@@ -102,10 +102,9 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     algorithm, bus = bandwidths(times["bytes"], times["seconds"], len(hosts))
     together = f"{human_bytes(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: "
     together += f"{algorithm:.2f} Gbit/s, {bus:.2f} on the bus; 4 KiB in {times['latency_seconds'] * 1e3:.1f} ms"
-    speeds = {
-        (hosts[one], hosts[other]): bandwidths(pair["bytes"], pair["seconds"], 2)[1]
-        for one, other, pair in measured["pairs"]
-    }
+    speeds = {}
+    for one, other, pair in measured["pairs"]:
+        speeds[hosts[one], hosts[other]] = bandwidths(pair["bytes"], pair["seconds"], 2)[1]
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
     usual = median(best.values())
     bound = max(FLOOR_GBITS, usual * SLOW_SHARE)

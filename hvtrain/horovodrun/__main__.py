@@ -94,8 +94,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
     hosts = used_hosts(places)
     args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
-    paths = reach.check([host.name for host in hosts], ssh)
-    if paths is None:
+    if (paths := reach.check([host.name for host in hosts], ssh)) is None:
         return Reached(places)
     # Ranks on other hosts start with the same options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])

@@ -103,8 +103,7 @@ def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> 
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    code = child.wait()
-    if code < 0:
+    if (code := child.wait()) < 0:
         # End by the same signal as mpirun, so that the parent sees the cause.
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
@@ -116,8 +115,7 @@ def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) 
     """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
 
     def launch(*arguments: Any) -> None:
-        address = on(*arguments)
-        if address:
+        if address := on(*arguments):
             http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
         launch_gloo(*arguments)
 

@@ -47,8 +47,7 @@ def launch() -> int:
     given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
     given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
     given |= {"--mpirun": options.how == "mpirun", "--max-restarts": options.max_restarts}
-    wrong = next((name for name, value in given.items() if value), None)
-    if wrong:
+    if wrong := next((name for name, value in given.items() if value), None):
         raise ConfigError(f"{wrong} came with cluster={cluster.kind}, which cannot use it; leave it out")
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster.write(job, folder)
@@ -118,8 +117,7 @@ def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str |
         return tuple(words), None
     if words and "=" not in words[0] and not words[0].startswith("-"):
         raise ConfigError(f"{words[0]!r} is not a run setting; a command of your own begins with python")
-    trees = compose(words)
-    if not trees:
+    if not (trees := compose(words)):
         return (), None
     config = from_dict(trees[0])
     run_dir = config.run.dir

@@ -113,8 +113,7 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
     first, *rest = versions
     for host in rest:
         for name, version in versions[first].items():
-            other = versions[host].get(name)
-            if other != version:
+            if (other := versions[host].get(name)) != version:
                 differs = f"has {name} {other or 'none'} in {sys.prefix} and host {first} has {version or 'none'}"
                 fix = "recreate the environment there from this folder: scripts/run true"
                 raise RankError(f"host {host} {differs}; {fix}")

@@ -40,8 +40,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 def plan() -> int:
     """Composes the run, then prints, draws and writes its plan."""
     options = _parser().parse_with_words(sys.argv[1:])
-    trees = compose(options.words)
-    if not trees:
+    if not (trees := compose(options.words)):
         return 0
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
@@ -57,7 +56,7 @@ def plan() -> int:
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
     print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
-    step_seconds = options.step_seconds or _measured(options, run)
+    step_seconds = _measured(options, run) if options.measure else options.step_seconds
     costs: list[Cost] = []
     machine = None
     if step_seconds:
@@ -78,9 +77,7 @@ def plan() -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace, run: "Forecast") -> float | None:
-    if not options.measure:
-        return None
+def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     words = list(options.words)
     if options.examples is not None:
         words = [word for word in words if not word.startswith(("dataset=", "dataset."))]

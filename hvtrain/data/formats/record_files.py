@@ -8,6 +8,7 @@ import struct
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +79,9 @@ def place_of(path: str, number: int, offset: int) -> str:
 
 def _read(reader: tf_record_random_reader, offset: int) -> bytes:
     """The data of a record; nothing if they are damaged."""
-    try:
+    with suppress(tf.errors.OpError, IndexError):
         return reader.read(offset)[0]
-    except (tf.errors.OpError, IndexError):
-        return b""
+    return b""
 
 
 def find_record(paths: Iterable[str], record: bytes, deadline_seconds: float) -> str | None:

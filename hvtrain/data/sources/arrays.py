@@ -159,8 +159,7 @@ class ArraySource(IndexedSource):
             raise DataError(f"{where}: labels are {labels.dtype} of shape {labels.shape}; {fix}")
         if len(labels) != len(images):
             raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
-        outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
-        if outside.size:
+        if (outside := np.flatnonzero((labels < 0) | (labels >= self.num_classes))).size:
             found = f"label {labels[outside[0]]} at index {outside[0]} is outside 0 ... {self.num_classes - 1}"
             raise DataError(f"{where}: {found}; fix the labels or set num_classes")
         return Part(images, labels, np.arange(len(labels)))

@@ -24,9 +24,7 @@ PROBE_SECONDS = 5
 def cache_folder() -> Path:
     """The folder where keras.utils.get_file keeps data sets: KERAS_HOME or ~/.keras, or /tmp if that is read-only."""
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-    if not os.access(home, os.W_OK):
-        home = Path("/tmp/.keras")
-    return home / "datasets"
+    return (home if os.access(home, os.W_OK) else Path("/tmp/.keras")) / "datasets"
 
 
 @dataclass(frozen=True)

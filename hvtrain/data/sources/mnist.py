@@ -94,8 +94,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     try:
         file: IO[bytes]
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
-            header = file.read(header_bytes)
-            if len(header) < header_bytes:
+            if len(header := file.read(header_bytes)) < header_bytes:
                 raise DataError(f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}")
             if header[:4] != magic:
                 needed = f"an idx file of bytes with {num_dims} dimension(s) is needed"

@@ -224,8 +224,7 @@ def rebatch(pieces: Iterator[Read], sizes: Iterable[int]) -> Iterator[Batch]:
         parts = []
         while size:
             if at == len(rows):
-                piece = next(pieces, None)
-                if piece is None:
+                if (piece := next(pieces, None)) is None:
                     return
                 at, (arrays, rows) = 0, piece
             taken = rows[at : at + size]

@@ -74,8 +74,7 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
 
 def seconds(limit: str) -> int:
     """Seconds of a time limit as Slurm writes it. Raises ConfigError."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if not found:
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
         raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
     days, first, second, third = (int(part) if part else 0 for part in found.groups())
     if found[1] is None and found[4] is None:  # minutes, or minutes:seconds
