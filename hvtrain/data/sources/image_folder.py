@@ -100,6 +100,7 @@ class ImageFolder(FileSource, IndexedSource):
         return [read(tf.io.read_file(path)).numpy() for path in paths[:number]]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's paths and labels."""
         files = self._files.get(split, [])
         mine = [files[index] for index in topology.share(len(files))]
         with tf.device("CPU:0"):
