@@ -77,8 +77,7 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
-            here = (socket.gethostname(),) * args.num_proc
-            known = _check_hosts(args, by_gloo) if args.hosts else Reached(here)
+            known = _check_hosts(args, by_gloo) if args.hosts else Reached((socket.gethostname(),) * args.num_proc)
             if folder:
                 known.write(folder)
         if folder and not by_gloo:

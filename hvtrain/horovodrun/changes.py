@@ -71,8 +71,7 @@ def _command_without_variables(run_command: str, environment: Mapping[str, str])
     """The command of the rank in each slot; local ranks inherit the variables, others read them."""
     # Horovod puts the launch's interface in place of the one that the user chose for NCCL.
     chosen = {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME",) if name in os.environ}
-    os.environ.update({**environment, **chosen})
-    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ.update({**environment, **chosen, "PYTHONUNBUFFERED": "1"})
     travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
     os.environ[_TRAVELLING] = "".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling)
 

@@ -104,8 +104,7 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
 def _clusters_help() -> str:
     lines = [CLUSTERS]
     for name, kind in KINDS.items():
-        lines.append(f"  cluster={name:<10} {kind.about}")
-        lines += [f"  {line}" for line in settings(kind.module.Settings, "cluster.")]
+        lines += [f"  cluster={name:<10} {kind.about}", *(f"  {line}" for line in settings(kind.settings, "cluster."))]
     return "\n".join([*lines, ""])
 
 

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +29,7 @@ BYTES_EACH, FEWEST, MOST = 1 << 29, 8, 300
 def main() -> None:
     """Measures the means named first on the command line at the sizes (bytes) after it, and reports."""
     means, *sizes = sys.argv[1:]
-    wait, rank, make = {"hvtrain": by_hvtrain, "mpi4py": by_mpi, "memcpy": partial(by_mpi, copies=True)}[means]()
+    wait, rank, make = by_hvtrain() if means == "hvtrain" else by_mpi(copies=means == "memcpy")
     found = {str(size): seconds(make([size // 4]), wait, int(size)) for size in map(int, sizes)}
     if means == "hvtrain":
         whole = NUM_SMALL * SMALL_BYTES

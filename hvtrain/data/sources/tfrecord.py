@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import tensorflow as tf
@@ -120,11 +120,9 @@ class TFRecords(DealtSource):
         """The records of a file; as (place, data) if damaged ones are left out, which is slower."""
         if not self.skips:
             return tf.data.TFRecordDataset(path)
-        pieces = tf.TensorSpec([None, 2], tf.string)
+        walked = partial(tf.data.Dataset.from_generator, walk, output_signature=tf.TensorSpec([None, 2], tf.string))
         paths = tf.data.Dataset.from_tensor_slices(tf.reshape(path, [-1]))
-        return paths.flat_map(
-            lambda path: tf.data.Dataset.from_generator(walk, args=(path,), output_signature=pieces).unbatch()
-        )
+        return paths.flat_map(lambda path: walked(args=(path,)).unbatch())
 
     def reader(self, split: str, topology: Topology) -> Read:
         def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

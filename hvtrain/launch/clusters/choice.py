@@ -6,7 +6,7 @@ import subprocess
 import traceback
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ class Kind:
 
     Args:
         about: one line of help.
-        module: Settings, the dataclass of cluster.SETTING=VALUE, and values(), what the templates need besides `job`
-            and `cluster`; it raises ConfigError for what cannot start.
+        settings: the dataclass of cluster.SETTING=VALUE.
+        values: what the templates need besides `job` and `cluster`; raises ConfigError for what cannot start.
         files: each is rendered from its template, conf/cluster/FILE.j2.
         submit: the command that submits the files; {} stands for their folder.
         fixed: why it takes no --min-np, and what to do instead; empty: it does.
@@ -37,7 +37,8 @@ class Kind:
     """
 
     about: str
-    module: types.ModuleType
+    settings: type
+    values: Callable[[Job, Any], dict[str, Any]]
     files: tuple[str, ...]
     submit: str
     fixed: str = ""
@@ -50,7 +51,8 @@ _BY_KUBERNETES = "Kubernetes chooses the hosts: set cluster.ranks_per_worker ins
 KINDS = {
     "slurm": Kind(
         "a batch file for Slurm, which requeues the job at its time limit",
-        slurm,
+        slurm.Settings,
+        slurm.values,
         ("hvtrain.sbatch",),
         "sbatch {}/hvtrain.sbatch",
         fixed="an allocation keeps its size: leave --min-np out",
@@ -58,14 +60,16 @@ KINDS = {
     ),
     "mpijob": Kind(
         "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1",
-        kubernetes,
+        kubernetes.Settings,
+        kubernetes.values,
         ("mpijob.yaml",),
         "kubectl create -f {}/mpijob.yaml",
         chosen=_BY_KUBERNETES,
     ),
     "trainjob": Kind(
         "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1",
-        kubernetes,
+        kubernetes.Settings,
+        kubernetes.values,
         ("trainjob.yaml",),
         "kubectl create -f {}/trainjob.yaml",
         fixed="a TrainJob keeps its size: leave it out or use cluster=mpijob",
@@ -73,14 +77,16 @@ KINDS = {
     ),
     "docker": Kind(
         "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine",
-        docker,
+        docker.Settings,
+        docker.values,
         ("docker-run.sh", "compose.yaml"),
         "docker compose --file {}/compose.yaml up --exit-code-from s1",
         fixed="its hosts are fixed: leave --min-np out",
     ),
     "spark": Kind(
         "the executors of a Spark cluster, YARN or standalone, by spark-submit",
-        spark,
+        spark.Settings,
+        spark.values,
         ("spark-submit.sh", "hvtrain_on_spark.py"),
         "bash {}/spark-submit.sh",
         fixed="its ranks are fixed: leave --min-np out",
@@ -104,7 +110,7 @@ class Cluster:
         for option, given, why in (("-H", job.hosts, kind.chosen), ("--min-np", job.is_elastic, kind.fixed)):
             if given and why:
                 raise ConfigError(f"cluster={self.kind} came with {option}; {why}")
-        values = {"job": job, "cluster": self.settings, **kind.module.values(job, self.settings)}
+        values = {"job": job, "cluster": self.settings, **kind.values(job, self.settings)}
         return {name: _render(name, self.folders, values) for name in kind.files}
 
     def write(self, job: Job, folder: Path) -> list[Path]:
@@ -154,7 +160,7 @@ def choose(words: list[str], folders: list[Path]) -> Cluster:
         return Cluster("ssh")
     if kind not in KINDS:
         raise ConfigError(f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}")
-    schema = KINDS[kind].module.Settings
+    schema = KINDS[kind].settings
     hints = typing.get_type_hints(schema)
     for name, text in given.items():
         key = name.removeprefix("cluster.")
