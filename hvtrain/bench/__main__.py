@@ -19,11 +19,6 @@ from hvtrain.errors import ConfigError
 DATA = ("synthetic", "fashion_mnist")
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(bench)
-
-
 def bench() -> int:
     """Runs rounds of one kind of measurement; prints a table and writes it to files."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
@@ -101,9 +96,8 @@ rounds, because a machine that others share is slower for minutes at a time.""",
         else:
             kind.add_argument("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
         kind.add_argument("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
-        kind.add_argument(
-            "--threads", type=at_least(1), metavar="N", help="TensorFlow's threads of a rank; default: cores / ranks"
-        )
+        threads = "TensorFlow's threads of a rank; default: cores / ranks"
+        kind.add_argument("--threads", type=at_least(1), metavar="N", help=threads)
         kind.add_argument("--output", metavar="DIR", help="default: bench/DATE_TIME-KIND-...")
     made["input"].add_argument("--data", default=",".join(DATA), metavar="A,B", help=f"default: {','.join(DATA)}")
     made["allreduce"].add_argument("--transport", choices=MEANS, default="mpi", help="default: mpi")
@@ -144,4 +138,4 @@ def _counts(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    enter(bench)

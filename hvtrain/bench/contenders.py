@@ -45,26 +45,21 @@ class Contender:
         return self.way in ("alone", "independent")
 
 
-CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, HOROVOD[0]),
-        Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, HOROVOD[1]),
-        Contender("loop-mpi", "a hand-written Horovod loop, over MPI", f"{BY_HAND}.tape_loop", HOROVOD[0]),
-        Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", f"{BY_HAND}.tape_loop", HOROVOD[1]),
-        Contender(
-            "fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", f"{BY_HAND}.keras_fit", HOROVOD[0]
-        ),
-        Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{BY_HAND}.multi_worker", "workers"),
-        Contender(
-            "parameter-server", "ParameterServerStrategy, asynchronous", f"{BY_HAND}.parameter_server", "servers"
-        ),
-        Contender("independent", "one-rank jobs that never talk: the ceiling", f"{BY_HAND}.plain_keras", "independent"),
-        Contender("batches", "no model: the data alone, in as many processes", f"{BY_HAND}.batches", "independent"),
-        Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
-        Contender("keras", "plain Keras fit on one process", f"{BY_HAND}.plain_keras", "alone"),
-    )
-}
+MPI, GLOO = HOROVOD
+_ALL = (
+    Contender("hvtrain-mpi", "the runner, over MPI", RUNNER, MPI),
+    Contender("hvtrain-gloo", "the runner, over Gloo", RUNNER, GLOO),
+    Contender("loop-mpi", "a hand-written Horovod loop, over MPI", f"{BY_HAND}.tape_loop", MPI),
+    Contender("loop-gloo", "a hand-written Horovod loop, over Gloo", f"{BY_HAND}.tape_loop", GLOO),
+    Contender("fit-mpi", "Keras fit with a minimal reducing optimizer, over MPI", f"{BY_HAND}.keras_fit", MPI),
+    Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{BY_HAND}.multi_worker", "workers"),
+    Contender("parameter-server", "ParameterServerStrategy, asynchronous", f"{BY_HAND}.parameter_server", "servers"),
+    Contender("independent", "one-rank jobs that never talk: the ceiling", f"{BY_HAND}.plain_keras", "independent"),
+    Contender("batches", "no model: the data alone, in as many processes", f"{BY_HAND}.batches", "independent"),
+    Contender("hvtrain-1", "the runner on one rank", RUNNER, "alone"),
+    Contender("keras", "plain Keras fit on one process", f"{BY_HAND}.plain_keras", "alone"),
+)
+CONTENDERS = {contender.name: contender for contender in _ALL}
 
 
 def named(words: str) -> Contender:

@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from hvtrain.bench import contender_report
@@ -20,13 +20,7 @@ SECONDS_FOR_A_RUN = 900.0
 
 
 def launch_and_report(
-    way: str,
-    module: str,
-    words: Sequence[str],
-    size: int,
-    folder: Path,
-    threads: int,
-    more: Mapping[str, str],
+    way: str, module: str, words: Sequence[str], size: int, folder: Path, threads: int, more: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Runs `python -m module words` in `size` processes and returns their reports.
 
@@ -37,34 +31,25 @@ def launch_and_report(
         **os.environ,
         **more,
         contender_report.FILE: str(folder / "report"),
-        "TF_NUM_INTRAOP_THREADS": str(threads),
-        "TF_NUM_INTEROP_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
+        **dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), str(threads)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if way == "servers":
         del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
     log = folder / "output.txt"
+    processes = []
     with log.open("wb") as output:
-        commands = _commands(way, [sys.executable, "-m", module, *words], size)
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**variables, **own, contender_report.BEGAN: repr(time.time())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        for command, own in _commands(way, [sys.executable, "-m", module, *words], size):
+            env = {**variables, **own, contender_report.BEGAN: repr(time.time())}
+            processes.append(
+                Popen(command, env=env, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True)
             )
-            for command, own in commands
-        ]
         codes = _wait(processes, processes[:1] if way == "servers" else processes)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
     if any(codes) or len(reports) != size:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise LostRankError(
-            f"{module} ended with {codes} and {len(reports)} of {size} reports; its output is in {log} and ends: {last}"
-        )
+        found = f"{module} ended with {codes} and {len(reports)} of {size} reports"
+        raise LostRankError(f"{found}; its output is in {log} and ends: {last}")
     return reports
 
 
@@ -74,9 +59,8 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
         launcher = [sys.executable, "-m", "hvtrain.horovodrun", f"--{way.partition('-')[2]}", "-np", str(size)]
         return [([*launcher, *line], {})]
     if way in ("workers", "servers"):
-        roles = [("worker", index) for index in range(size)]
-        if way == "servers":
-            roles = [("chief", 0), ("ps", 0), *roles]
+        servers = [("chief", 0), ("ps", 0)] if way == "servers" else []
+        roles = [*servers, *(("worker", index) for index in range(size))]
         cluster: dict[str, list[str]] = {}
         with contextlib.ExitStack() as stack:  # All are open at once, so no port comes twice.
             for role, _ in roles:
@@ -87,7 +71,7 @@ def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dic
     return [(line, {contender_report.JOB: f"{job} of {size}"}) for job in range(size)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(processes: list[Popen[bytes]], awaited: list[Popen[bytes]]) -> list[int]:
     """Exit codes of the awaited processes. Ends all of them when one fails, on Ctrl-C, and when time is up."""
     deadline = time.monotonic() + SECONDS_FOR_A_RUN
     try:
@@ -103,6 +87,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], awaited: list[subprocess.Pop
         for process in processes:
             try:
                 process.wait(20)
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
     return [process.wait() for process in awaited]

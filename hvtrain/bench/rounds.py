@@ -42,8 +42,7 @@ class Ratio:
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """ours[i] / theirs[i] over the rounds i, with the interval of order statistics (no distribution is assumed)."""
     found = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
-    number = len(found)
-    cut = 0
+    number, cut = len(found), 0
     while cut + 1 < number / 2 and _coverage(number, cut + 1) >= 0.95:
         cut += 1
     return Ratio(median(found), found[cut], found[number - 1 - cut], _coverage(number, cut))

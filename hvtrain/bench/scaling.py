@@ -36,12 +36,9 @@ class Scaling:
         said = ",".join(map(str, self.counts))
         if len(set(self.counts)) < len(self.counts):
             raise ConfigError(f"--ranks {said} names a number twice")
-        odd = [count for count in self.counts if self.global_batch % count]
-        if odd:
-            raise ConfigError(
-                f"--ranks {said}: the global batch of {self.global_batch} cannot be divided evenly among {odd[0]} "
-                "ranks; leave that number out"
-            )
+        if odd := [count for count in self.counts if self.global_batch % count]:
+            found = f"the global batch of {self.global_batch} cannot be divided evenly among {odd[0]} ranks"
+            raise ConfigError(f"--ranks {said}: {found}; leave that number out")
 
     @property
     def global_batch(self) -> int:
@@ -61,9 +58,8 @@ class Scaling:
                 print(f"{title} {speed:12,.0f} images/s", flush=True)
 
     def _once(self, kind: str, count: int, folder: Path) -> float:
-        work = self.workload
-        if kind == "strong":
-            work = replace(work, batch_size=self.global_batch // count)
+        batch_size = self.global_batch // count if kind == "strong" else self.workload.batch_size
+        work = replace(self.workload, batch_size=batch_size)
         words = work.words(self.data, 1 if kind == "apart" else count, self.steps)
         steps, contender = (work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
         return measure(contender, words, count, work.batch_size, steps, folder, self.threads).images_per_second

@@ -129,8 +129,7 @@ class Session:
                 axes.barh(place, median(values), color=BLUE if name.startswith("hvtrain") else "#b9c3cc", height=0.65)
                 axes.plot(values, [place] * len(values), "o", color="#222222", markersize=3, alpha=0.7)
             axes.set_yticks(range(len(names)), names)
-            axes.set_xlabel(
-                f"{'images/s' if shown == 'images_per_second' else 'seconds to the first step'} (bar: median)"
-            )
+            what = "images/s" if shown == "images_per_second" else "seconds to the first step"
+            axes.set_xlabel(f"{what} (bar: median)")
             about = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} per rank"
             axes.set_title(about, loc="left")

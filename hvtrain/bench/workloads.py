@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-SYNTHETIC = ("dataset=synthetic", "dataset.image_shape={shape}", "dataset.num_classes=10")
 SMALL, COLOUR = "[28,28,1]", "[32,32,3]"
 WIDE = ("model=mlp", "model.hidden=[4096,4096,1024]")
 
@@ -23,7 +22,7 @@ class Workload:
         """The settings for a data set (synthetic or fashion_mnist); without dropout, so that losses agree."""
         total = self.warmup_steps + (steps or self.steps)
         if data == "synthetic":
-            dataset = [word.format(shape=self.image_shape) for word in SYNTHETIC]
+            dataset = ["dataset=synthetic", f"dataset.image_shape={self.image_shape}", "dataset.num_classes=10"]
             dataset.append(f"dataset.num_train={total * self.batch_size * num_ranks}")
         else:
             dataset = [f"dataset={data}"]
@@ -40,13 +39,11 @@ class Workload:
         ]
 
 
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload("tiny", "MLP 784-64-10: overhead", ("model=mlp", "model.hidden=[64]"), 32, 200, 3000),
-        Workload("cnn", "MNIST CNN, 1.2 M parameters", ("model=cnn", "model.dropout=[0,0]"), 64, 10, 100),
-        Workload("wide", "MLP of 25 M parameters: communication", WIDE, 32, 10, 40),
-        Workload("separable", "separable CNN, 2.9 M parameters", ("model=separable_cnn",), 16, 5, 30),
-        Workload("resnet20", "ResNet-20, 0.27 M parameters", ("model=resnet20",), 32, 5, 40, COLOUR),
-    )
-}
+_ALL = (
+    Workload("tiny", "MLP 784-64-10: overhead", ("model=mlp", "model.hidden=[64]"), 32, 200, 3000),
+    Workload("cnn", "MNIST CNN, 1.2 M parameters", ("model=cnn", "model.dropout=[0,0]"), 64, 10, 100),
+    Workload("wide", "MLP of 25 M parameters: communication", WIDE, 32, 10, 40),
+    Workload("separable", "separable CNN, 2.9 M parameters", ("model=separable_cnn",), 16, 5, 30),
+    Workload("resnet20", "ResNet-20, 0.27 M parameters", ("model=resnet20",), 32, 5, 40, COLOUR),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,6 @@ checks:
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(diagnose)
-
-
 def diagnose() -> int:
     """0 when no check failed, 1 otherwise. Raises ConfigError."""
     options = _parser().parse_with_words(sys.argv[1:])
@@ -70,8 +65,7 @@ def diagnose() -> int:
         "dataset": None,
     }
     if options.words:
-        trees = compose(options.words)
-        if not trees:
+        if not (trees := compose(options.words)):
             return 0
         config = from_dict(trees[0])
         places = (config.dataset.get(name) for name in ("dir", "path"))  # A user's own data set may have a `path`.
@@ -83,9 +77,7 @@ def diagnose() -> int:
     facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
     table.add(_reached(answers))
     if cluster:
-        table.add(judge_software(cluster))
-        table.add(judge_machines(cluster, slots))
-        table.add(judge_names(cluster, names))
+        table.add([*judge_software(cluster), *judge_machines(cluster, slots), *judge_names(cluster, names)])
         rows, endpoints = judge_interfaces(cluster, names, chosen)
         table.add(rows)
         if len(endpoints) < 2:
@@ -99,8 +91,7 @@ def diagnose() -> int:
         wrong = [check for check in table.failed() if check in _BEFORE_LINKS]
         obstacles = {"one host": len(names) < 2, "--no-links": not options.links}
         obstacles[f"fix this first: {', '.join(wrong)}"] = bool(wrong)
-        why_not = next((why for why, holds in obstacles.items() if holds), None)
-        if why_not:
+        if why_not := next((why for why, holds in obstacles.items() if holds), None):
             table.add([skip("allreduce", why_not), skip("links", why_not)])
         else:
             facts["links"], rows = measure(names, ssh, chosen)
@@ -109,33 +100,33 @@ def diagnose() -> int:
     return 1 if table.failed() else 0
 
 
+@dataclass
 class Table:
     """Prints rows as they come, or keeps them for one JSON object."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._began = time.monotonic()
-        self._as_json = as_json
-        self._rows: list[Row] = []
+    as_json: bool
+    rows: list[Row] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def failed(self) -> list[str]:
         """The failed checks, each once."""
-        return list(dict.fromkeys(row.check for row in self._rows if row.status == "FAIL"))
+        return list(dict.fromkeys(row.check for row in self.rows if row.status == "FAIL"))
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._rows.append(row)
-            if not self._as_json:
+            self.rows.append(row)
+            if not self.as_json:
                 print(row.text(), flush=True)
 
     def end(self, facts: Mapping[str, Any]) -> None:
         """Prints the last line, or all of the JSON."""
         failed = self.failed()
-        if self._as_json:
-            print(json.dumps({"passed": not failed, "rows": [asdict(row) for row in self._rows], "facts": facts}))
+        if self.as_json:
+            print(json.dumps({"passed": not failed, "rows": [asdict(row) for row in self.rows], "facts": facts}))
             return
-        checks = {row.check for row in self._rows if row.status != "SKIP"}
+        checks = {row.check for row in self.rows if row.status != "SKIP"}
         outcome = f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed"
-        print(f"{outcome} in {time.monotonic() - self._began:.0f} s", flush=True)
+        print(f"{outcome} in {time.monotonic() - self.began:.0f} s", flush=True)
 
 
 def _parser() -> Parser:
@@ -162,8 +153,7 @@ def _reached(answers: Mapping[str, Answer]) -> list[Row]:
     rows = []
     for host, answer in answers.items():
         if answer.facts is None:
-            found, _, fix = answer.trouble.partition("; ")
-            found = found.removeprefix(f"host {host} ")
+            found, _, fix = answer.trouble.removeprefix(f"host {host} ").partition("; ")
             rows += [fail("ssh", host, found, fix), skip("all other", "nothing more is known of this host", host)]
     return rows or [Row("ssh", "PASS", f"reached: {', '.join(answers)}")]
 
@@ -188,4 +178,4 @@ def _try_ports(
 
 
 if __name__ == "__main__":
-    main()
+    enter(diagnose)

@@ -48,8 +48,7 @@ def _ask(host: str, asked: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answe
     words = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     began = time.time()
     try:
-        local = is_local(host)
-        if local:
+        if local := is_local(host):
             done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds + 3, check=False)
         else:
             done = ssh.run(host, words, text, timeout=seconds + 3)
@@ -64,8 +63,7 @@ def _ask(host: str, asked: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answe
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
     if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
-    facts = answer(done.stdout)
-    if facts is None:
+    if (facts := answer(done.stdout)) is None:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")
     before, after = facts["began"] - began, ended - facts["ended"]  # the ways there and back, by two clocks

@@ -101,6 +101,7 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     rows, first = [], next(iter(cluster))
+    some, cuda = cluster[first]["gpus"], cluster[first]["cuda"]
     if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
         return [Row("gpus", "PASS", "no GPU on any host")]
     for host, facts in cluster.items():
@@ -111,15 +112,14 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         elif count < slots[host]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             rows.append(fail("gpus", host, f"{count} GPUs for {slots[host]} slots", fix))
-        elif driver != cluster[first]["gpus"]["driver"] and cluster[first]["gpus"]["driver"]:
-            found = f"driver {driver}; {first} has {cluster[first]['gpus']['driver']}"
+        elif some["driver"] and driver != some["driver"]:
+            found = f"driver {driver}; {first} has {some['driver']}"
             rows.append(fail("gpus", host, found, f"install one driver version on {first} and {host}"))
-        elif facts["cuda"] != cluster[first]["cuda"]:
-            found = f"{_versions(facts['cuda'])}; {first} has {_versions(cluster[first]['cuda'])}"
+        elif facts["cuda"] != cuda:
+            found = f"{_versions(facts['cuda'])}; {first} has {_versions(cuda)}"
             rows.append(fail("gpus", host, found, copy_to(sys.prefix, first, host)))
-    some = cluster[first]["gpus"]
     names = ", ".join(sorted(set(some["names"])))
-    return all_or(rows, "gpus", f"{names}; driver {some['driver']}; {_versions(cluster[first]['cuda'])}")
+    return all_or(rows, "gpus", f"{names}; driver {some['driver']}; {_versions(cuda)}")
 
 
 def _versions(packages: Mapping[str, str]) -> str:

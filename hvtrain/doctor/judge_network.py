@@ -25,14 +25,12 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
     rows = []
     owners: dict[str, str] = {}
     for host, facts in cluster.items():
-        owner = owners.setdefault(facts["hostname"], host)
-        if owner != host:
+        if (owner := owners.setdefault(facts["hostname"], host)) != host:
             found = f"has the hostname {facts['hostname']}, as {owner} does; Horovod would treat them as one host"
             rows.append(fail("names", host, found, f"on {host}: hostnamectl set-hostname {host}"))
     known = {name: _address(cluster, name) for name in cluster}
-    for host in cluster:
-        problems = list(_name_problems(cluster, host, known)) if len(names) > 1 else []
-        if problems:
+    for host in cluster if len(names) > 1 else ():
+        if problems := list(_name_problems(cluster, host, known)):
             found, fix = problems[0]
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             rows.append(fail("names", host, found + more, fix))
@@ -83,14 +81,9 @@ def judge_interfaces(
     first = next(iter(cluster))
     chosen = wanted.split(",") if wanted else None
     address = _address(cluster, first)
-    start = next(
-        (
-            item
-            for item in cluster[first]["interfaces"]
-            if (item["name"] in chosen if chosen else item["address"] == address) and not _is_loopback(item["address"])
-        ),
-        None,
-    )
+    usable = [item for item in cluster[first]["interfaces"] if not _is_loopback(item["address"])]
+    fitting = (item for item in usable if (item["name"] in chosen if chosen else item["address"] == address))
+    start = next(fitting, None)
     if start is None:
         found = f"has no interface {wanted}" if wanted else f"no interface has its address {address}"
         return [fail("interface", first, f"{found}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
@@ -98,8 +91,8 @@ def judge_interfaces(
     rows, endpoints = [], {first: Endpoint(start["name"], start["address"])}
     for host, facts in list(cluster.items())[1:]:
         inside = [item for item in facts["interfaces"] if ipaddress.ip_address(item["address"]) in network]
-        fitting = [item for item in inside if not chosen or item["name"] in chosen]
-        item = next((item for item in fitting if item["address"] == _address(cluster, host)), (fitting or [None])[0])
+        inside = [item for item in inside if not chosen or item["name"] in chosen]
+        item = next((item for item in inside if item["address"] == _address(cluster, host)), (inside or [None])[0])
         twin = next((other for other, used in endpoints.items() if item and used.address == item["address"]), None)
         if item is None:
             found = f"no interface{f' {wanted}' if wanted else ''} in {first}'s network {network}"
@@ -129,13 +122,12 @@ def judge_ports(
     """
     rows = [skip("ports", "did not answer", host) for host, answer in answers.items() if answer is None]
     # (the host that connects, the host that listens): why the connection failed.
-    missing = {
-        (caller, called): reason
-        for caller, answer in answers.items()
-        for called, reason in (answer["missing"] if answer else {}).items()
-    }
+    by_caller = {caller: answer["missing"] for caller, answer in answers.items() if answer}
+    missing = {(caller, called): why for caller, found in by_caller.items() for called, why in found.items()}
     while missing:
-        host = _at_fault(missing)
+        # The host in most of the failed connections; of two with equally many, the one that was called more often.
+        counts, asked = Counter(host for pair in missing for host in pair), Counter(host for _, host in missing)
+        host = max(counts, key=lambda host: (counts[host], asked[host]))
         callers = [caller for caller, called in missing if called == host]
         called = [called for caller, called in missing if caller == host]
         reason = next(reason for pair, reason in missing.items() if host in pair)
@@ -146,10 +138,3 @@ def judge_ports(
         rows.append(fail("ports", host, f"{'; '.join(filter(None, found))} ({reason})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
     return all_or(rows, "ports", f"free ports are reachable between {len(endpoints)} hosts, in both directions")
-
-
-def _at_fault(missing: Mapping[tuple[str, str], str]) -> str:
-    """The host in most of the failed connections; of two with equally many, the one that was called more often."""
-    counts = Counter(host for pair in missing for host in pair)
-    called = Counter(called for _, called in missing)
-    return max(counts, key=lambda host: (counts[host], called[host]))

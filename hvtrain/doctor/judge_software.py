@@ -29,8 +29,7 @@ def _folder(cluster: Cluster) -> list[Row]:
 
 def _python(cluster: Cluster) -> list[Row]:
     rows = []
-    able = [host for host, facts in cluster.items() if facts["python"]["is_wanted"]]
-    first = able[0] if able else next(iter(cluster))
+    first = next((host for host, facts in cluster.items() if facts["python"]["is_wanted"]), next(iter(cluster)))
     here = cluster[first]["python"]
     for host, facts in cluster.items():
         python = facts["python"]
@@ -70,9 +69,8 @@ def _code(cluster: Cluster) -> list[Row]:
         if folder is None:
             rows.append(fail("code", host, "has no hvtrain that its Python finds", f"on {host}: scripts/run"))
         elif other := unlike(here["files"], files):
-            rows.append(
-                fail("code", host, f"{other} on {host} and on {first}", copy_to(here["folder"] or folder, first, host))
-            )
+            fix = copy_to(here["folder"] or folder, first, host)
+            rows.append(fail("code", host, f"{other} on {host} and on {first}", fix))
     return all_or(rows, "code", f"{len(here['files'])} files of {here['folder']}, the same")
 
 
@@ -84,13 +82,12 @@ def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 
 def _horovod(cluster: Cluster) -> list[Row]:
-    there = [host for host, facts in cluster.items() if facts["horovod"]["library"]]
-    first = there[0] if there else next(iter(cluster))
+    first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), next(iter(cluster)))
     here = cluster[first]["horovod"]["built_with"]
     rows = []
     for host, facts in cluster.items():
         built = facts["horovod"]["built_with"]
-        if host not in there:
+        if not facts["horovod"]["library"]:
             rows.append(fail("horovod", host, "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"))
         elif facts["gpus"]["names"] and "NCCL" not in built:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
@@ -108,8 +105,7 @@ def _no_data(data: Mapping[str, Any]) -> str:
 
 def _dataset(cluster: Cluster) -> list[Row]:
     first = next(iter(cluster))
-    here = cluster[first]["dataset"]
-    if here is None:
+    if (here := cluster[first]["dataset"]) is None:
         return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
     rows, unread = [], []
     for host, facts in cluster.items():

@@ -10,9 +10,9 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from statistics import median
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from hvtrain.doctor.rows import Row, all_or, fail, human_bytes
@@ -37,7 +37,7 @@ def measure(hosts: Sequence[str], ssh: Ssh, interfaces: str | None) -> tuple[dic
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})
     limit = most_seconds(len(hosts))
-    output, ended = _run(line, variables, limit)
+    output, ended = _run(line, {**variables, "PYTHONUNBUFFERED": "1"}, limit)
     for text in output.splitlines():
         if MARK in text:
             measured = json.loads(text.partition(MARK)[2])
@@ -59,32 +59,25 @@ def most_seconds(num_hosts: int) -> int:
 
 def _run(line: list[str], variables: dict[str, str], seconds: float) -> tuple[str, bool]:
     """The line's whole output, and whether it ended by itself."""
-    with subprocess.Popen(
-        line,
-        env={**variables, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+    with Popen(
+        line, env=variables, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", start_new_session=True
     ) as process:
         try:
             return process.communicate(timeout=seconds)[0], True
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             return _end(process), False
         except BaseException:
             _end(process)
             raise
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _end(process: Popen[str]) -> str:
     """Ends the launcher, which ends its ranks on other hosts if it still can."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(process.pid, number)
         try:
             return process.communicate(timeout=8)[0]
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             continue
     return ""
 
@@ -107,14 +100,11 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     """
     times = measured["all"]
     algorithm, bus = bandwidths(times["bytes"], times["seconds"], len(hosts))
-    together = (
-        f"{human_bytes(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: {algorithm:.2f} Gbit/s, "
-        f"{bus:.2f} on the bus; 4 KiB in {times['latency_seconds'] * 1e3:.1f} ms"
-    )
-    speeds = {
-        (hosts[one], hosts[other]): bandwidths(pair["bytes"], pair["seconds"], 2)[1]
-        for one, other, pair in measured["pairs"]
-    }
+    together = f"{human_bytes(times['bytes'])} over {len(hosts)} hosts in {times['seconds']:.3f} s: "
+    together += f"{algorithm:.2f} Gbit/s, {bus:.2f} on the bus; 4 KiB in {times['latency_seconds'] * 1e3:.1f} ms"
+    speeds = {}
+    for one, other, pair in measured["pairs"]:
+        speeds[hosts[one], hosts[other]] = bandwidths(pair["bytes"], pair["seconds"], 2)[1]
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
     usual = median(best.values())
     bound = max(FLOOR_GBITS, usual * SLOW_SHARE)
@@ -130,7 +120,4 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
             rows.append(fail("links", one, f"{speed:.2f} Gbit/s to {other}; {needed}", fix))
     slowest = min(speeds, key=lambda pair: speeds[pair])
     found = f"{len(speeds)} between hosts, from {speeds[slowest]:.2f} Gbit/s ({'-'.join(slowest)})"
-    return [
-        Row("allreduce", "PASS", together),
-        *all_or(rows, "links", f"{found} to {max(speeds.values()):.2f}"),
-    ]
+    return [Row("allreduce", "PASS", together), *all_or(rows, "links", f"{found} to {max(speeds.values()):.2f}")]

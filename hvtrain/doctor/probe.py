@@ -12,11 +12,11 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired, run
 from typing import Any
 
 from hvtrain.doctor import probe_network
@@ -98,10 +98,8 @@ def _gpus() -> dict[str, Any]:
         return found
     try:
         line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run(line, stdin=DEVNULL, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
+    except (OSError, TimeoutExpired) as error:
         return {**found, "error": " ".join(str(error).split())}
     if done.returncode:
         return {**found, "error": " ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}"}

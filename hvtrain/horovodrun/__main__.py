@@ -52,14 +52,12 @@ def main() -> None:
     except UserError as error:
         print(f"horovodrun: {error}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
-        failed = failed_rank(str(error))
+    except Exception as error:
+        failed = failed_rank(str(error)) if isinstance(error, RuntimeError) else None
         if failed is None:
             sys.exit(f"horovodrun: {' '.join(str(error).split())}")
         sys.stderr.write(Verdict(failed[0] or "?", code=failed[1]).line())
         sys.exit(shell_code(failed[1]))
-    except Exception as error:
-        sys.exit(f"horovodrun: {' '.join(str(error).split())}")
     finally:
         if os.getppid() != parent and on_host.MARK in os.environ:
             # The supervisor was killed, so nothing else will end the ranks of other hosts.
@@ -79,8 +77,7 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
-            here = (socket.gethostname(),) * args.num_proc
-            known = _check_hosts(args, by_gloo) if args.hosts else Reached(here)
+            known = _check_hosts(args, by_gloo) if args.hosts else Reached((socket.gethostname(),) * args.num_proc)
             if folder:
                 known.write(folder)
         if folder and not by_gloo:
@@ -96,8 +93,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
     hosts = used_hosts(places)
     args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
-    paths = reach.check([host.name for host in hosts], ssh)
-    if paths is None:
+    if (paths := reach.check([host.name for host in hosts], ssh)) is None:
         return Reached(places)
     # Ranks on other hosts start with the same options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])

@@ -83,8 +83,7 @@ def _command_without_variables(run_command: str, environment: Mapping[str, str])
     """The command of the rank in each slot; local ranks inherit the variables, others read them."""
     # Horovod puts the launch's interface in place of the one that the user chose for NCCL.
     chosen = {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME",) if name in os.environ}
-    os.environ.update({**environment, **chosen})
-    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ.update({**environment, **chosen, "PYTHONUNBUFFERED": "1"})
     travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
     os.environ[_TRAVELLING] = "".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling)
 
@@ -115,8 +114,7 @@ def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> 
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    code = child.wait()
-    if code < 0:
+    if (code := child.wait()) < 0:
         # End by the same signal as mpirun, so that the parent sees the cause.
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
@@ -128,8 +126,7 @@ def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) 
     """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
 
     def launch(*arguments: Any) -> None:
-        address = on(*arguments)
-        if address:
+        if address := on(*arguments):
             http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
         launch_gloo(*arguments)
 

@@ -28,11 +28,6 @@ a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of
   cluster=ssh        hosts that are reached by ssh"""
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(launch)
-
-
 def launch() -> int:
     """Makes the job of the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
@@ -42,10 +37,9 @@ def launch() -> int:
     if end == len(line):
         raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
     cluster = choose(options.settings, own_folders(words))
-    found = _command(words, cluster)
-    if found is None:
+    command, run_dir = _command(words, cluster)
+    if not command:
         return 0
-    command, run_dir = found
     job = _job(options, cluster, command)
     if cluster.kind == "ssh":
         return _by_ssh(options, job, run_dir)
@@ -53,8 +47,7 @@ def launch() -> int:
     given = {"-p": options.port, "-i": options.identity_file, "--network-interfaces": options.network_interfaces}
     given |= {"--logs": options.logs, "--host-discovery-script": options.host_discovery_script}
     given |= {"--mpirun": options.how == "mpirun", "--max-restarts": options.max_restarts}
-    wrong = next((name for name, value in given.items() if value), None)
-    if wrong:
+    if wrong := next((name for name, value in given.items() if value), None):
         raise ConfigError(f"{wrong} came with cluster={cluster.kind}, which cannot use it; leave it out")
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster.write(job, folder)
@@ -83,9 +76,8 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     hosts = ranks.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
     hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4")
-    hosts.add_argument(
-        "--host-discovery-script", metavar="FILE", help="prints the hosts of an elastic job whenever it is asked"
-    )
+    script = "prints the hosts of an elastic job whenever it is asked"
+    hosts.add_argument("--host-discovery-script", metavar="FILE", help=script)
     fewest = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
     ranks.add_argument("--min-np", type=at_least(1), metavar="N", help=fewest)
     ranks.add_argument("--max-np", type=at_least(1), metavar="N", help="most ranks of an elastic job")
@@ -116,42 +108,40 @@ def _clusters_help() -> str:
     return "\n".join([*lines, ""])
 
 
-def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None] | None:
-    """The command of each rank, and its run folder; None when the words only asked to see the composed run."""
+def _command(words: list[str], cluster: Cluster) -> tuple[tuple[str, ...], str | None]:
+    """The command of each rank, and its run folder; no command when the words only asked to see the composed run."""
     if words and Path(words[0]).name.startswith("python"):
         return tuple(words), None
     if words and "=" not in words[0] and not words[0].startswith("-"):
         raise ConfigError(f"{words[0]!r} is not a run setting; a command of your own begins with python")
-    trees = compose(words)
-    if not trees:
-        return None
+    if not (trees := compose(words)):
+        return (), None
     config = from_dict(trees[0])
+    run_dir = config.run.dir
     # A restart must find the folder again. On Slurm the job's number, which a requeue keeps, names it.
-    if config.run.dir or cluster.kind == "slurm":
-        return ("python", "-m", "hvtrain", *words), config.run.dir
-    run_dir = default_run_dir(config)
-    return ("python", "-m", "hvtrain", *words, f"run.dir={run_dir}"), run_dir
+    if not run_dir and cluster.kind != "slurm":
+        run_dir = default_run_dir(config)
+        words = [*words, f"run.dir={run_dir}"]
+    return ("python", "-m", "hvtrain", *words), run_dir
 
 
 def _job(options: argparse.Namespace, cluster: Cluster, command: tuple[str, ...]) -> Job:
-    hosts = parse_hosts(options.hosts) if options.hosts else ()
-    if options.hostfile:
-        hosts = parse_hostfile(Path(options.hostfile))
+    hosts = parse_hostfile(Path(options.hostfile)) if options.hostfile else ()
+    hosts = parse_hosts(options.hosts) if options.hosts else hosts
     num_ranks = (sum(host.slots for host in hosts) or 1) if options.np is None else options.np
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
     elastic = (options.min_np and not options.max_restarts) or options.max_np or options.host_discovery_script
     if elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
+    # A cluster's file runs elsewhere, in an environment of its own: it gets only the variables of --env.
+    variables = environment.for_ranks if cluster.kind == "ssh" else environment.asked_for
     return Job(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
         controller="gloo" if elastic or options.how == "gloo" else "mpi",
-        # A cluster's file runs elsewhere, in an environment of its own: it gets only the variables of --env.
-        environment=(environment.for_ranks if cluster.kind == "ssh" else environment.asked_for)(
-            os.environ, options.env
-        ),
+        environment=variables(os.environ, options.env),
         min_ranks=(options.min_np or num_ranks) if elastic else None,
         max_ranks=options.max_np,
     )
@@ -164,8 +154,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     way = Way(ssh, options.how == "mpirun", options.network_interfaces, options.host_discovery_script)
     if options.dry_run:
         paths = reach.check([host.name for host in job.hosts], ssh) if way.mpirun else None
-        line = start_line(job, way, paths)
-        path = Path(options.output or "launch/ssh") / "launch.sh"
+        line, path = start_line(job, way, paths), Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
@@ -190,4 +179,4 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    enter(launch)

@@ -97,8 +97,7 @@ class Listener:
                 return ""
             block = self.rest()
             return "" if self._understands(" ".join(block.split())) else block
-        found = verdict.read(text)
-        if found:
+        if found := verdict.read(text):
             self.first = self.first or End(str(found.rank), shell_code(found.code or 0))
             return ""
         self._read_ssh(text)
@@ -107,8 +106,7 @@ class Listener:
     def rank(self, rank: int, line: str) -> bool:
         """Reads a line of a rank's error output. True for a verdict, which is not shown."""
         text = line.rstrip()
-        found = verdict.read(text)
-        if found:
+        if found := verdict.read(text):
             # Why it failed comes first; that it stops follows.
             if found.rank == rank or rank not in self.verdicts:
                 self.verdicts[rank] = found

@@ -73,7 +73,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
         text = f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
         raise ConfigError(text) from None
     words = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
-    return parse_hosts(",".join(word for word in words if word))
+    return parse_hosts(",".join(filter(None, words)))
 
 
 def used_hosts(places: Iterable[str]) -> tuple[Host, ...]:
@@ -88,8 +88,6 @@ def rank_places(job: Job) -> tuple[str, ...]:
     """Each rank's host, hosts filled one after the other. Raises ConfigError."""
     places = tuple(host.name for host in job.hosts for _ in range(host.slots))
     if len(places) < job.num_ranks:
-        listed = hosts_word(job.hosts)
-        raise ConfigError(
-            f"-np {job.num_ranks} needs as many slots and -H {listed} has {len(places)}; lower -np or add hosts"
-        )
+        there = f"-H {hosts_word(job.hosts)} has {len(places)}"
+        raise ConfigError(f"-np {job.num_ranks} needs as many slots and {there}; lower -np or add hosts")
     return places[: job.num_ranks]

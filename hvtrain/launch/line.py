@@ -30,12 +30,11 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
     paths: the way between the hosts, for mpirun; horovodrun finds it itself. folder: the launch's, as Launch takes it;
     None: nobody supervises the line from outside.
     """
-    ssh = way.ssh
     first, *rest = job.command
     command = [sys.executable if first == "python" else first, *rest]
     if way.mpirun:
         watched = ["--report-uri", str(folder / URI_FILE), "-x", MARK] if folder else []
-        return [*_mpirun(job, ssh, paths, way.interfaces), *watched, *command]
+        return [*_mpirun(job, way.ssh, paths, way.interfaces), *watched, *command]
     # Without a supervisor outside, horovodrun supervises itself.
     line = [sys.executable, "-m", "hvtrain.horovodrun"] if folder else [f"{sys.prefix}/bin/horovodrun"]
     options = {
@@ -44,8 +43,8 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
         "--max-np": job.max_ranks,
         "--host-discovery-script": way.discovery_script,
         "-H": None if way.discovery_script else hosts_word(job.hosts),
-        "--ssh-port": ssh.port,
-        "--ssh-identity-file": ssh.identity_file,
+        "--ssh-port": way.ssh.port,
+        "--ssh-identity-file": way.ssh.identity_file,
         "--network-interfaces": way.interfaces,
     }
     words = [word for name, value in options.items() if value for word in (name, str(value))]

@@ -33,10 +33,9 @@ class Answer(TypedDict):
 
 def look(address: str) -> dict[str, Any]:
     """The interface towards an address, None if there is no way; oom_kills(); versions."""
-    try:
+    interface = None
+    with suppress(OSError):
         interface = interfaces.interface_of(interfaces.address_towards(address))
-    except OSError:
-        interface = None
     return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions()}
 
 
@@ -90,8 +89,7 @@ def _remove_files(job: int) -> None:
             path.unlink()
     for folder in Path(tempfile.gettempdir()).glob("ompi.*/*"):
         with suppress(OSError):
-            contact = folder / "contact.txt"
-            if folder.name == f"jf.{job >> 16}" or contact.read_text().startswith(f"{job}."):
+            if folder.name == f"jf.{job >> 16}" or (folder / "contact.txt").read_text().startswith(f"{job}."):
                 shutil.rmtree(folder)
 
 
@@ -109,18 +107,16 @@ def _variables(process: int) -> list[bytes]:
 
 
 def _read(process: int, name: str) -> bytes:
-    try:
+    with suppress(OSError):  # It has ended, or is another user's.
         return Path(f"/proc/{process}/{name}").read_bytes()
-    except OSError:
-        return b""  # It has ended, or is another user's.
+    return b""
 
 
 def _is_rank(process: int, mark: str) -> bool:
     """A Python process with both marks: shells between the launcher and the rank may carry them too."""
     variables = _variables(process)
-    try:
+    with suppress(OSError):
         program = Path(f"/proc/{process}/exe").resolve().name
-    except OSError:
-        return False
-    of_launch = f"{MARK}={mark}".encode() in variables
-    return of_launch and program.startswith("python") and any(name.startswith(_RANK_MARKS) for name in variables)
+        of_launch = f"{MARK}={mark}".encode() in variables
+        return of_launch and program.startswith("python") and any(name.startswith(_RANK_MARKS) for name in variables)
+    return False

@@ -42,9 +42,8 @@ class RankOutput:
                 self.path(rank).unlink(missing_ok=True)  # A link would be followed.
                 self.path(rank).write_text("", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
-            ) from error
+            why = f"cannot be written to {folder}: {error.strerror}"
+            raise ConfigError(f"the ranks' logs {why}; give another place with --logs") from error
 
     def path(self, rank: int) -> Path:
         host = f"-{self._hosts[rank]}" if rank < len(self._hosts) else ""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,10 @@ class Reached:
     @classmethod
     def read(cls, folder: Path) -> "Reached":
         """What the other process wrote; nothing if it did not get that far."""
-        try:
+        with suppress(OSError):
             tree = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        except OSError:
-            return cls()
-        return cls(tuple(tree["places"]), tree["remote"], Ssh(**tree["ssh"]))
+            return cls(tuple(tree["places"]), tree["remote"], Ssh(**tree["ssh"]))
+        return cls()
 
     def clear(self, mark: str, job: int | None = None) -> dict[str, Answer | None]:
         """Calls on_host.clear on all hosts. The answers of the others; None if ssh did not get there."""
@@ -67,10 +67,9 @@ class Reached:
 
 def mpirun_job(folder: Path) -> int | None:
     """The number of mpirun's own job, if mpirun runs."""
-    try:
+    with suppress(OSError, ValueError):
         return int((folder / URI_FILE).read_text(encoding="utf-8").partition(".")[0])
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,10 @@ def is_local(host: str) -> bool:
         address = socket.gethostbyname(host)
     except OSError:
         raise RankError(Ssh().trouble(host, "Could not resolve")) from None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
@@ -116,19 +113,15 @@ def check(hosts: Sequence[str], ssh: Ssh) -> Paths | None:
     first, *rest = versions
     for host in rest:
         for name, version in versions[first].items():
-            other = versions[host].get(name)
-            if other != version:
-                raise RankError(
-                    f"host {host} has {name} {other or 'none'} in {sys.prefix} and host {first} has "
-                    f"{version or 'none'}; recreate the environment there from this folder: scripts/run true"
-                )
+            if (other := versions[host].get(name)) != version:
+                differs = f"has {name} {other or 'none'} in {sys.prefix} and host {first} has {version or 'none'}"
+                fix = "recreate the environment there from this folder: scripts/run true"
+                raise RankError(f"host {host} {differs}; {fix}")
     mine = {interfaces.interface_of(_address_towards(host)) for host in others}
     if len(mine) != 1 or None in mine:
         listed = ", ".join(sorted(str(name) for name in mine))
-        raise RankError(
-            f"different interfaces ({listed}) lead to the hosts; give the one that joins them all with "
-            "--network-interfaces NAME"
-        )
+        fix = "give the one that joins them all with --network-interfaces NAME"
+        raise RankError(f"different interfaces ({listed}) lead to the hosts; {fix}")
     interface = str(mine.pop())
     names = tuple(sorted({interface, *(facts["interface"] for facts in found.values())}))
     kills = {host: facts["oom_kills"] for host, facts in found.items()}
@@ -159,7 +152,6 @@ def _address_towards(host: str) -> str:
 
 
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
-    """Another host's on_host.look()."""
     script = 'test -x "$0" || exit 86; test -d "$1" || exit 87; exec "$0" -c "$2"'
     text = request(ON_HOST, "look", _address_towards(host))
     try:

@@ -50,7 +50,7 @@ def run(
             else:
                 about += f" is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}"
             console.say_error(about, 0)
-            signals.wait(seconds)
+            signals.any_came.wait(seconds)
             if signals.first is not None:
                 return 128 + signals.first if signals.first in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
             if not found:
@@ -76,8 +76,7 @@ def chosen(
     present = tuple(host for host in hosts if host.name not in absent)
     good = tuple(host for host in present if failed.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
     for candidates in (good, present):
-        ranks = min(num_ranks, sum(host.slots for host in candidates))
-        if ranks >= min_ranks:
+        if (ranks := min(num_ranks, sum(host.slots for host in candidates))) >= min_ranks:
             return candidates, ranks
     return None
 

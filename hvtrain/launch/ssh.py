@@ -60,21 +60,15 @@ class Ssh:
         reason = next((line for line in reversed(said.strip().splitlines()) if line.strip()), "it said nothing").strip()
         port = f" -p {self.port}" if self.port else ""
         if "Could not resolve" in said or "Name or service not known" in said:
-            return (
-                f"host {host} has no IPv4 address here; add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not "
-                "enough), or give -H its address"
-            )
+            fix = "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give -H its address"
+            return f"host {host} has no IPv4 address here; {fix}"
         if "Permission denied" in said:
-            key = self.identity_file or "~/.ssh/id_ed25519"
-            return (
-                f"host {host} does not let {getpass.getuser()} in without a password: {reason.split(': ')[-1]}; "
-                f"ssh-copy-id{port} -i {key} {host} (no key yet: ssh-keygen -t ed25519), or name the key with -i"
-            )
+            found = f"host {host} does not let {getpass.getuser()} in without a password: {reason.split(': ')[-1]}"
+            fix = f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host}"
+            return f"{found}; {fix} (no key yet: ssh-keygen -t ed25519), or name the key with -i"
         if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
-            return (
-                f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R "
-                f"{f'[{host}]:{self.port}' if self.port else host}"
-            )
+            name = f"[{host}]:{self.port}" if self.port else host
+            return f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R {name}"
         if "refused" in said:
             return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or name its port: -p"
         if "timed out" in said or "No route" in said or "unreachable" in said:

@@ -39,14 +39,14 @@ class Ending:
 class Signals:
     """Hands SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the attempt that runs.
 
-    `first` is the first that came, which means that this process has to end; None so far.
+    `first` is the first that came, which means that this process has to end; None so far. `any_came` is then set.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self._take: Callable[[int], None] | None = None
         self._waiting: list[int] = []
-        self._woken = threading.Event()
+        self.any_came = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # Under nohup SIGHUP is ignored, and stays so.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -58,13 +58,9 @@ class Signals:
         while take and self._waiting:
             take(self._waiting.pop(0))
 
-    def wait(self, seconds: float) -> bool:
-        """Waits so long; True at once when a signal comes."""
-        return self._woken.wait(seconds)
-
     def _came(self, number: int, *_: object) -> None:
         self.first = self.first or number
-        self._woken.set()
+        self.any_came.set()
         if self._take:
             self._take(number)
         else:
@@ -91,8 +87,7 @@ class Launch:
         self._known = known
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
         self._came: list[int] = []
-        self._was_asked = False
-        self._was_forced = False
+        self._was_asked = self._was_forced = False
         parent = os.getpid()
 
         def go_with_parent() -> None:
@@ -161,8 +156,7 @@ class Launch:
         if listener.first is None:
             if code > 0:
                 return Ending(code)
-            killed = signal.Signals(-code).name
-            why = f"killed by {killed}; {AGAIN}"
+            why = f"killed by {signal.Signals(-code).name}; {AGAIN}"
             return Ending(RESTART_HELPS, Failure("the launcher", socket.gethostname(), why, RESTART_HELPS))
         short = {host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])}
         if _grew(self._oom_kills, on_host.oom_kills()):

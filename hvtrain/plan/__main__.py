@@ -37,16 +37,10 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    enter(plan)
-
-
 def plan() -> int:
     """Composes the run, then prints, draws and writes its plan."""
     options = _parser().parse_with_words(sys.argv[1:])
-    trees = compose(options.words)
-    if not trees:
+    if not (trees := compose(options.words)):
         return 0
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
@@ -62,7 +56,7 @@ def plan() -> int:
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
     print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
-    step_seconds = options.step_seconds or _measured(options, run)
+    step_seconds = _measured(options, run) if options.measure else options.step_seconds
     costs: list[Cost] = []
     machine = None
     if step_seconds:
@@ -77,15 +71,13 @@ def plan() -> int:
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
     report.draw(run, costs, folder / "plan.png")
-    content = report.as_json(run, options.words, options.ranks_per_host, rules, costs, machine)
+    content = report.as_json(run, options, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
     return 0
 
 
-def _measured(options: argparse.Namespace, run: "Forecast") -> float | None:
-    if not options.measure:
-        return None
+def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     words = list(options.words)
     if options.examples is not None:
         words = [word for word in words if not word.startswith(("dataset=", "dataset."))]
@@ -154,4 +146,4 @@ Nothing is trained or reduced.""",
 
 
 if __name__ == "__main__":
-    main()
+    enter(plan)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,8 @@ def forecast(
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
     schedule = build_schedule(config, plan)
     model = build_model(config, source, plan, Strategy())
-    largest = max(plan.batch_sizes)
-    return Forecast(config, plan, schedule, source, footprint(model, largest), gradients(model), model.name)
+    found = footprint(model, max(plan.batch_sizes))
+    return Forecast(config, plan, schedule, source, found, gradients(model), model.name)
 
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
@@ -100,10 +101,9 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         return source
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
-        raise ConfigError(
-            f"--examples was given and {name} has no setting image_shape, which the model needs; leave --examples out, "
-            f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
-        )
+        found = f"--examples was given and {name} has no setting image_shape, which the model needs"
+        fix = f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
+        raise ConfigError(f"{found}; leave --examples out, {fix}")
     num_classes = classes or config.dataset.get("num_classes") or 1000
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
@@ -162,18 +162,13 @@ def gradients(model: keras.Model) -> list[Gradient]:
 def _layers(model: Any) -> Iterator[Any]:
     """The innermost layers, those of nested models included."""
     for layer in model.layers:
-        if isinstance(layer, keras.Model):
-            yield from _layers(layer)
-        else:
-            yield layer
+        yield from _layers(layer) if isinstance(layer, keras.Model) else [layer]
 
 
 def _output_shape(layer: Any) -> tuple[Any, ...] | None:
-    try:
-        output = layer.output
-    except (AttributeError, ValueError):  # Never called, or called several times.
-        return None
-    return tuple(output.shape) if hasattr(output, "shape") else None
+    with suppress(AttributeError, ValueError):  # Never called, or called several times; or several outputs.
+        return tuple(layer.output.shape)
+    return None
 
 
 def _activation_bytes(model: Any, batch_size: int) -> int | None:

@@ -51,10 +51,8 @@ def fit(found: Sequence[Measured]) -> Fit:
     """
     ranks = np.array([one.num_ranks for one in found])
     if len({one.num_bytes for one in found}) < 2 or ranks.min() < 2:
-        raise ConfigError(
-            f"{len(found)} measured allreduces cannot give latency and bandwidth; needed are two sizes or more, on 2 "
-            "ranks or more: run python -m hvtrain.bench allreduce"
-        )
+        fix = "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain.bench allreduce"
+        raise ConfigError(f"{len(found)} measured allreduces cannot give latency and bandwidth; {fix}")
     sizes, seconds = (np.array([getattr(one, name) for one in found], float) for name in ("num_bytes", "seconds"))
     # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
     terms = np.stack([np.ones(len(found)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
@@ -109,11 +107,11 @@ def machine_of(
     per_host = options.ranks_per_host
     inside = Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share)
     between = Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share)
+    share = f"{options.link_share:.1%} of the speed is used"
     said = {
-        "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us",
-        "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us",
+        "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us; {share}",
+        "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
-    said = {name: f"{text}; {options.link_share:.1%} of the speed is used" for name, text in said.items()}
     machine = Machine(inside, between, per_host)
     groups: dict[str, list[Measured]] = {}
     for measured in files:
@@ -124,17 +122,15 @@ def machine_of(
         if latency_seconds is None:
             latency_seconds = getattr(machine, name).latency_seconds
             # The fitted start includes the latency of the steps.
-            steps = 2 * (measured[0].num_ranks - 1)
-            found = replace(found, start_seconds=max(0.0, found.start_seconds - steps * latency_seconds))
+            in_steps = 2 * (measured[0].num_ranks - 1) * latency_seconds
+            found = replace(found, start_seconds=max(0.0, found.start_seconds - in_steps))
         start_seconds = max(machine.start_seconds, found.start_seconds)
         changes: dict[str, Any] = {name: Link(latency_seconds, found.bytes_per_second), "start_seconds": start_seconds}
         machine = replace(machine, **changes)
         ranks = ", ".join(map(str, sorted({one.num_ranks for one in measured})))
         latency = "" if found.latency_seconds is None else f", {1e6 * latency_seconds:.3g} us a step"
-        said[name] = (
-            f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; measured "
-            f"on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
-        )
+        said[name] = f"{found.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * found.start_seconds:,.0f} us to start; "
+        said[name] += f"measured on {ranks} ranks, the fit is {found.error:.0%} off, and corrected by size"
     for measured in groups.values():
         machine = corrected(machine, measured, algorithms)
     slowest = machine.slowest(options.np)
@@ -151,8 +147,6 @@ def read(path: Path) -> list[Measured]:
         return [Measured(num_ranks, int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not what bench allreduce writes ({type(error).__name__}: {error})"
-        if isinstance(error, OSError):
-            what = f"cannot be read: {error.strerror}"
-        raise ConfigError(
-            f"--calibrate {path} {what}; give the allreduce.json of python -m hvtrain.bench allreduce"
-        ) from None
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
+        advice = "give the allreduce.json of python -m hvtrain.bench allreduce"
+        raise ConfigError(f"--calibrate {path} {what}; {advice}") from None

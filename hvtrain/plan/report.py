@@ -1,5 +1,6 @@
 """Prints a forecast as lines, draws it, and gives it as JSON."""
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -70,11 +71,8 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     dropped = plan.num_examples - plan.examples_per_epoch
     left_out = f"; {dropped:,} examples of an epoch are left out" if dropped else ""
-    kept = config.checkpoint.keep + 1
-    checkpoint = forecast.footprint.checkpoint_bytes
-    parts = ", ".join(
-        f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size
-    )
+    kept, checkpoint = config.checkpoint.keep + 1, forecast.footprint.checkpoint_bytes
+    parts = (f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size)
     known = "activations" in bytes_of
     epochs = f"{plan.num_epochs} epoch{'s' * (plan.num_epochs > 1)}"
     lines = [
@@ -87,7 +85,7 @@ def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) ->
         ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
         (
             "memory",
-            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {parts}"
+            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {', '.join(parts)}"
             f" ({'an estimate' if known else 'without activations: the shape of a layer is unknown'})",
         ),
         ("checkpoint", f"{amount(checkpoint)}; {kept} of them are kept: {amount(kept * checkpoint)}"),
@@ -117,31 +115,23 @@ def of_the_step(
             f"{cost.num_ranks:>6}{1000 * cost.step_seconds:>11,.1f}{1000 * cost.communication_seconds:>13,.1f}"
             f"{1000 * cost.exposed_seconds:>12,.1f}{images:>13,.0f}{cost.efficiency:>12.1%}  {cost.algorithm}"
         )
-    last = costs[-1]
-    steps = forecast.plan.num_steps
-    lines += ["", f"{steps:,} steps of {1000 * last.step_seconds:,.1f} ms: {duration(steps * last.step_seconds)}"]
+    steps, seconds = forecast.plan.num_steps, costs[-1].step_seconds
+    lines += ["", f"{steps:,} steps of {1000 * seconds:,.1f} ms: {duration(steps * seconds)}"]
     if faster:
-        lines.append(
-            f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {1000 * faster:,.1f} ms, "
-            f"{step_seconds / faster:.1%}"
-        )
+        found = f"{1000 * faster:,.1f} ms, {step_seconds / faster:.1%}"
+        lines.append(f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {found}")
     return lines
 
 
 def as_json(
-    forecast: Forecast,
-    words: Sequence[str],
-    ranks_per_host: int,
-    rules: Rules,
-    costs: Sequence[Cost],
-    machine: Machine | None,
+    forecast: Forecast, options: argparse.Namespace, rules: Rules, costs: Sequence[Cost], machine: Machine | None
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
     plan = forecast.plan
     return {
-        "words": list(words),
+        "words": options.words,
         "num_ranks": plan.size,
-        "ranks_per_host": ranks_per_host,
+        "ranks_per_host": options.ranks_per_host,
         "global_batch": plan.global_batch,
         "num_examples": plan.num_examples,
         "num_steps": plan.num_steps,
@@ -150,7 +140,7 @@ def as_json(
         "memory_bytes": memory(forecast),
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
-        "launch": launch_line(words, plan.size, ranks_per_host),
+        "launch": launch_line(options.words, plan.size, options.ranks_per_host),
         "rules": asdict(rules),
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
@@ -174,21 +164,16 @@ def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
             by_speed.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
             by_speed.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
             by_speed.set(title="examples per second", yscale="log")
-            _by_ranks(by_speed, ranks)
             by_speed.legend(frameon=False)
             percent = [100 * cost.efficiency for cost in costs]
             by_efficiency.plot(ranks, percent, "o-", color=BLUE)
             last, above = (ranks[-1], percent[-1]), {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
             by_efficiency.annotate(f"{percent[-1]:.0f}%", last, **above)
             by_efficiency.set(title="efficiency in percent", ylim=(0, 108))
-            _by_ranks(by_efficiency, ranks)
-
-
-def _by_ranks(axes: Any, ranks: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    shown = ranks[:: max(1, len(ranks) // 6)]
-    # The last one is always labelled; the one before it only where there is room.
-    shown = [*(number for number in shown if number * 1.5 < ranks[-1]), ranks[-1]]
-    axes.set_xticks(shown, [f"{number:,}" for number in shown])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks")
+            # The last number is always labelled; the one before it only where there is room.
+            shown = [*(number for number in ranks[:: max(1, len(ranks) // 6)] if number * 1.5 < ranks[-1]), ranks[-1]]
+            for axes in (by_speed, by_efficiency):
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(shown, [f"{number:,}" for number in shown])
+                axes.minorticks_off()
+                axes.set_xlabel("ranks")

@@ -17,6 +17,9 @@ import numpy as np
 
 from hvtrain.bench import contender_report
 
+Action = Callable[[], object]
+Means = tuple[Action, int, Callable[[list[int]], Action]]
+"""A barrier, the rank, and a function that makes the action for tensors of the given numbers of floats."""
 NUM_SMALL = 160
 SMALL_BYTES = 64 << 10
 # Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
@@ -26,7 +29,7 @@ BYTES_EACH, FEWEST, MOST = 1 << 29, 8, 300
 def main() -> None:
     """Measures the means named first on the command line at the sizes (bytes) after it, and reports."""
     means, *sizes = sys.argv[1:]
-    wait, rank, make = {"hvtrain": by_hvtrain, "mpi4py": by_mpi4py, "memcpy": by_memcpy}[means]()
+    wait, rank, make = by_hvtrain() if means == "hvtrain" else by_mpi(copies=means == "memcpy")
     found = {str(size): seconds(make([size // 4]), wait, int(size)) for size in map(int, sizes)}
     if means == "hvtrain":
         whole = NUM_SMALL * SMALL_BYTES
@@ -36,7 +39,7 @@ def main() -> None:
     Path(f"{os.environ[contender_report.FILE]}.{rank}").write_text(json.dumps(found))
 
 
-def seconds(action: Callable[[], object], wait: Callable[[], object], num_bytes: int) -> float:
+def seconds(action: Action, wait: Action, num_bytes: int) -> float:
     """Median duration of the action after a warm-up; ranks wait for each other every 20 repetitions."""
     turns = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
     times = []
@@ -49,8 +52,7 @@ def seconds(action: Callable[[], object], wait: Callable[[], object], num_bytes:
     return median(times[5:])
 
 
-def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """A barrier, the rank, and a function that makes the action for tensors of the given numbers of floats."""
+def by_hvtrain() -> Means:
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -58,7 +60,7 @@ def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Calla
     hvd.init()
     hvd.pin_gpu()
 
-    def make(lengths: list[int]) -> Callable[[], object]:
+    def make(lengths: list[int]) -> Action:
         tensors = [tf.ones([length]) for length in lengths]
         if not tensors:
             return tf.function(lambda: tf.identity(tf.ones([])))
@@ -68,30 +70,18 @@ def by_hvtrain() -> tuple[Callable[[], object], int, Callable[[list[int]], Calla
     return (lambda: hvd.allreduce(0.0, name="bench_wait")), hvd.rank(), make
 
 
-def by_mpi4py() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """The same for MPI's own all-reduce."""
+def by_mpi(copies: bool = False) -> Means:
+    """MPI's own all-reduce, or a copy on all ranks at once."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
 
-    def make(lengths: list[int]) -> Callable[[], object]:
+    def make(lengths: list[int]) -> Action:
         sent = np.ones(lengths[0], np.float32)
         received = np.empty_like(sent)
-        return lambda: world.Allreduce(sent, received)
+        return (lambda: np.copyto(received, sent)) if copies else (lambda: world.Allreduce(sent, received))
 
     return world.Barrier, world.rank, make
-
-
-def by_memcpy() -> tuple[Callable[[], object], int, Callable[[list[int]], Callable[[], object]]]:
-    """The same for a copy, on all ranks at once."""
-    wait, rank, _ = by_mpi4py()
-
-    def make(lengths: list[int]) -> Callable[[], object]:
-        source = np.ones(lengths[0], np.float32)
-        target = np.empty_like(source)
-        return lambda: np.copyto(target, source)
-
-    return wait, rank, make
 
 
 if __name__ == "__main__":

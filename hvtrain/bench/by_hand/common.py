@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
@@ -16,22 +15,27 @@ from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.planning import make_plan
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
+from hvtrain.data.source import Source
 from hvtrain.system import cores
 from hvtrain.training.run import training_batches
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a training on one rank. batches_from(step): an endless stream of (images, labels) from there on."""
+    """The parts of a training on one rank."""
 
-    plan: StepPlan
-    batches_from: Callable[[int], tf.data.Dataset]
-    image_shape: tuple[int, ...]
-    num_classes: int
     config: RunConfig
+    source: Source
+    plan: StepPlan
+    topology: Topology
+
+    def batches_from(self, step: int) -> tf.data.Dataset:
+        """An endless stream of (images, labels) from there on."""
+        return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
 
     def model(self) -> keras.Model:
-        return build("model", self.config.model, image_shape=self.image_shape, num_classes=self.num_classes)
+        shape, num_classes = self.source.image_shape, self.source.num_classes
+        return build("model", self.config.model, image_shape=shape, num_classes=num_classes)
 
     def optimizer(self) -> keras.optimizers.Optimizer:
         return build("optimizer", self.config.optimizer, learning_rate=self.plan.peak_learning_rate)
@@ -52,14 +56,9 @@ class Setup:
         clock = Clock(self.plan.num_steps, rank)
         for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
             if last > first and steps:
-                model.fit(
-                    self.batches_from(first * self.plan.steps_per_epoch),
-                    initial_epoch=first,
-                    epochs=last,
-                    steps_per_epoch=steps,
-                    callbacks=[clock],
-                    verbose=2,
-                )
+                span = {"initial_epoch": first, "epochs": last, "steps_per_epoch": steps}
+                batches = self.batches_from(first * self.plan.steps_per_epoch)
+                model.fit(batches, **span, callbacks=[clock], verbose=2)
 
 
 def pinned_job() -> int:
@@ -72,17 +71,8 @@ def pinned_job() -> int:
 def make_setup(rank: int = 0, size: int = 1) -> Setup:
     """Sets up the training that the command line describes, for one rank of `size` on one host. Sets the seeds."""
     config = from_dict(compose(sys.argv[1:])[0])
-    topology = Topology(rank, size, rank, size)
     keras.utils.set_random_seed(config.seed + rank)
-    source = build(
-        "dataset", {key: value for key, value in config.dataset.items() if key not in ("uneven", "on_error")}
-    )
+    source = build("dataset", config.dataset)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
-    return Setup(
-        plan,
-        lambda step: training_batches(source, plan, topology, config.seed, step),
-        source.image_shape,
-        source.num_classes,
-        config,
-    )
+    return Setup(config, source, plan, Topology(rank, size, rank, size))

@@ -8,6 +8,7 @@ import struct
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +37,8 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
                 end = offset + HEADER_BYTES + length + FOOTER_BYTES
                 place = f"record {len(offsets)} at byte {offset}"
                 if end > file_bytes:
-                    return offsets, (
-                        f"{place} should end at byte {end}, but the file has {file_bytes} bytes: "
-                        "it is truncated or damaged"
-                    )
+                    found = f"should end at byte {end}, but the file has {file_bytes} bytes"
+                    return offsets, f"{place} {found}: it is truncated or damaged"
                 if check_lengths and header[8:] != masked_crc(header[:8]):
                     return offsets, f"{place} has a length whose CRC is wrong: it is damaged"
                 offsets.append(offset)
@@ -80,10 +79,9 @@ def place_of(path: str, number: int, offset: int) -> str:
 
 def _read(reader: tf_record_random_reader, offset: int) -> bytes:
     """The data of a record; nothing if they are damaged."""
-    try:
+    with suppress(tf.errors.OpError, IndexError):
         return reader.read(offset)[0]
-    except (tf.errors.OpError, IndexError):
-        return b""
+    return b""
 
 
 def find_record(paths: Iterable[str], record: bytes, deadline_seconds: float) -> str | None:

@@ -69,9 +69,8 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
             metadata, schema = file.metadata, file.schema_arrow
             rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} is no Parquet file, or a damaged one: {_first_line(error)}; write it again, {LEAVE_OUT}"
-        ) from error
+        what = f"is no Parquet file, or a damaged one: {_first_line(error)}"
+        raise DataError(f"{path} {what}; write it again, {LEAVE_OUT}") from error
     return [RowGroup(str(path), number, count) for number, count in enumerate(rows) if count], schema
 
 
@@ -82,9 +81,8 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
         raise DataError(f"{path}: column {columns.label} is {label}; labels must be whole numbers")
     pixel = image if is_encoded(image) else getattr(image, "value_type", pa.null())
     if not (is_encoded(pixel) or pa.types.is_integer(pixel) or pa.types.is_floating(pixel)):
-        raise DataError(
-            f"{path}: column {columns.image} is {image}; encoded images (binary) or lists of pixels are needed"
-        )
+        needed = "encoded images (binary) or lists of pixels are needed"
+        raise DataError(f"{path}: column {columns.image} is {image}; {needed}")
     return pixel
 
 

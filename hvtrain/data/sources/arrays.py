@@ -136,10 +136,8 @@ class ArraySource(IndexedSource):
         train, wanted = parts["train"], self._num_validation
         if wanted and "validation" not in parts:
             if wanted >= len(train.rows):
-                raise ConfigError(
-                    f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples; "
-                    f"choose 0 ... {len(train.rows) - 1}"
-                )
+                found = f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples"
+                raise ConfigError(f"{found}; choose 0 ... {len(train.rows) - 1}")
             order = np.random.default_rng(SPLIT_SEED).permutation(len(train.rows))
             parts["validation"] = train._replace(rows=np.sort(order[:wanted]))
             parts["train"] = train._replace(rows=np.sort(order[wanted:]))
@@ -157,18 +155,13 @@ class ArraySource(IndexedSource):
         if labels.ndim == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            raise DataError(
-                f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per image "
-                f"(for one-hot rows: labels.argmax(axis=1))"
-            )
+            fix = "give one integer per image (for one-hot rows: labels.argmax(axis=1))"
+            raise DataError(f"{where}: labels are {labels.dtype} of shape {labels.shape}; {fix}")
         if len(labels) != len(images):
             raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
-        outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
-        if outside.size:
-            raise DataError(
-                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside "
-                f"0 ... {self.num_classes - 1}; fix the labels or set num_classes"
-            )
+        if (outside := np.flatnonzero((labels < 0) | (labels >= self.num_classes))).size:
+            found = f"label {labels[outside[0]]} at index {outside[0]} is outside 0 ... {self.num_classes - 1}"
+            raise DataError(f"{where}: {found}; fix the labels or set num_classes")
         return Part(images, labels, np.arange(len(labels)))
 
 

@@ -41,8 +41,7 @@ def cifar10(
     else:
         folder = Path(dir).expanduser()
         folder = folder / INNER if (folder / INNER).is_dir() else folder
-        missing = [name for group in FILES.values() for name in group if not (folder / name).is_file()]
-        if missing:
+        if missing := [name for group in FILES.values() for name in group if not (folder / name).is_file()]:
             raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
         origin, load = f"dataset.dir={dir}", partial(_read_folder, folder)
     changes = num_validation, shift_pixels, flip

@@ -123,10 +123,8 @@ class FileSource(StreamedSource):
         return found.unbatch().batch(batch_size) if batch_size and self.skips else found
 
     def _nothing_left(self, item: Unreadable, of: str) -> DataError:
-        return self._fail(
-            f"{item.place}: {item.why}; and no other example {of} can be read, so that data.on_error=skip has "
-            "nothing to go on with; check the files and the settings of dataset"
-        )
+        found = f"no other example {of} can be read, so that data.on_error=skip has nothing to go on with"
+        return self._fail(f"{item.place}: {item.why}; and {found}; check the files and the settings of dataset")
 
     def _fail(self, message: str) -> DataError:
         self._failure = DataError(message)
@@ -159,9 +157,7 @@ def read_batches(
         return either.map(lambda images, labels: then(step, images, labels))
 
     threads = cores.each(topology.local_size)
-    return batches.interleave(
-        whole_or_repaired, cycle_length=threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-    )
+    return batches.interleave(whole_or_repaired, threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 class DealtSource(FileSource):
@@ -186,10 +182,9 @@ class DealtSource(FileSource):
         """The pieces of each rank. Each rank needs one for training; for evaluation it may have none."""
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
-            raise DataError(
-                f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks, and each "
-                f"rank reads its own; write at least {num_shards} {self.PIECE}s or use fewer ranks"
-            )
+            found = f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks"
+            fix = f"write at least {num_shards} {self.PIECE}s or use fewer ranks"
+            raise DataError(f"{found}, and each rank reads its own; {fix}")
         return deal(counts, num_shards, weights)
 
     def shard(self, split: str, topology: Topology) -> list[Any]:

@@ -45,10 +45,8 @@ def _arrays(
         for row, cell in enumerate(cells):
             if cell.shape != (num_pixels,) or cell.dtype.kind not in "biuf":
                 came = f"{len(cell)} numbers" if cell.dtype.kind in "biuf" else f"a {type(cell[0]).__name__}"
-                raise DataError(
-                    f"{where}, row {row}: {image_column} holds {came}; {num_pixels} numbers are needed "
-                    "(encoded images: write Parquet and choose dataset=parquet)"
-                )
+                fix = f"{num_pixels} numbers are needed (encoded images: write Parquet and choose dataset=parquet)"
+                raise DataError(f"{where}, row {row}: {image_column} holds {came}; {fix}")
         images = np.stack(cells)
     else:
         if len(image_column) != num_pixels:

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -53,21 +54,16 @@ class ImageFolder(FileSource, IndexedSource):
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
-            raise ConfigError(
-                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: "
-                "each must be 0 or more, their sum less than 1"
-            )
+            given = f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}"
+            raise ConfigError(f"{given}: each must be 0 or more, their sum less than 1")
         train = list_files(self.folder / "train", self.class_names)
         self._files: dict[str, Files] = {}
         for split, fraction in fractions.items():
             folder = self.folder / split
             if folder.is_dir():
-                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
-                if differing:
-                    raise DataError(
-                        f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}; "
-                        "every split needs the same class folders"
-                    )
+                if differing := sorted(set(class_folders(folder)) ^ set(self.class_names)):
+                    found = f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}"
+                    raise DataError(f"{found}; every split needs the same class folders")
                 self._files[split] = list_files(folder, self.class_names)
             elif fraction:
                 train, self._files[split] = split_off(train, fraction)
@@ -104,11 +100,8 @@ class ImageFolder(FileSource, IndexedSource):
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        channels = self.image_shape[-1]
-        return [
-            tf.io.decode_image(tf.io.read_file(path), channels, expand_animations=False).numpy()
-            for path in paths[:number]
-        ]
+        read = partial(tf.io.decode_image, channels=self.image_shape[-1], expand_animations=False)
+        return [read(tf.io.read_file(path)).numpy() for path in paths[:number]]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """This rank's paths and labels."""

@@ -10,7 +10,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +67,8 @@ class KerasFiles:
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()
             except Exception as error:
-                raise DataError(
-                    f"{self.name}: Keras could not read or fetch it ({error}); remove "
-                    f"{', '.join(str(folder / name) for name in self.cached)} and try again, or {self.advice}"
-                ) from error
+                fix = f"remove {', '.join(str(folder / name) for name in self.cached)} and try again, or {self.advice}"
+                raise DataError(f"{self.name}: Keras could not read or fetch it ({error}); {fix}") from error
             finally:
                 socket.setdefaulttimeout(timeout)
         return {"train": train, "test": test}
@@ -95,15 +93,11 @@ def answers(host: str) -> bool:
     outcome: list[bool] = []
 
     def probe() -> None:
-        try:
-            urllib.request.urlopen(
-                urllib.request.Request(f"https://{host}/", method="HEAD"), timeout=PROBE_SECONDS
-            ).close()
+        request = urllib.request.Request(f"https://{host}/", method="HEAD")
+        with suppress(OSError):
+            with suppress(urllib.request.HTTPError):  # An error is an answer, too.
+                urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
             outcome.append(True)
-        except urllib.request.HTTPError:
-            outcome.append(True)  # An error is an answer, too.
-        except OSError:
-            pass
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

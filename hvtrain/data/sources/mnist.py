@@ -74,10 +74,8 @@ def _read_folder(folder: Path) -> Arrays:
         paths = [find_idx(folder, name) or folder / name for name in names]
         images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
         if len(images) != len(labels):
-            raise DataError(
-                f"{paths[0]} holds {len(images)} images but {paths[1]} {len(labels)} labels; "
-                "the two files do not belong together"
-            )
+            found = f"{paths[0]} holds {len(images)} images but {paths[1]} {len(labels)} labels"
+            raise DataError(f"{found}; the two files do not belong together")
         arrays[split] = images, labels
     return arrays
 
@@ -96,14 +94,11 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     try:
         file: IO[bytes]
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
-            header = file.read(header_bytes)
-            if len(header) < header_bytes:
+            if len(header := file.read(header_bytes)) < header_bytes:
                 raise DataError(f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}")
             if header[:4] != magic:
-                raise DataError(
-                    f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; "
-                    f"an idx file of bytes with {num_dims} dimension(s) is needed"
-                )
+                needed = f"an idx file of bytes with {num_dims} dimension(s) is needed"
+                raise DataError(f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; {needed}")
             sizes = struct.unpack(f">{num_dims}I", header[4:])
             expected = math.prod(sizes)
             # Checked before the bytes are read: a header may claim anything, and a small .gz may hold gigabytes.

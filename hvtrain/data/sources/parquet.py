@@ -74,23 +74,20 @@ class Parquet(DealtSource):
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        groups: dict[str, dict[RowGroup, int]] = {}
+        groups: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
         first_of: dict[pa.DataType, Path] = {}
-        for split in self.SPLITS:
-            paths = row_groups.find_files(self.folder, split)
-            found = [group for path in paths for group in self._read_footer(path, first_of)]
-            groups[split] = {group: group.num_rows for group in found}
+        for split, found in groups.items():
+            for path in row_groups.find_files(self.folder, split):
+                found.update((group, group.num_rows) for group in self._read_footer(path, first_of))
         if not groups["train"]:
-            raise DataError(
-                f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
-            )
+            advice = "set dataset.dir to a folder that does"
+            raise DataError(f"{self.folder} holds no rows in train*.parquet or train/; {advice}")
         self._encoded = any(map(is_encoded, first_of))
         self._pixel_type = tf.uint8 if set(first_of) == {pa.uint8()} else tf.float32
         if self._encoded and not all(map(is_encoded, first_of)):
             both = " and ".join(map(str, first_of.values()))
-            raise DataError(
-                f"{both}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
-            )
+            what = f"{self._columns.image} is encoded in one and pixels in the other"
+            raise DataError(f"{both}: {what}; write both the same way")
         return groups
 
     @cached_property
@@ -227,8 +224,7 @@ def rebatch(pieces: Iterator[Read], sizes: Iterable[int]) -> Iterator[Batch]:
         parts = []
         while size:
             if at == len(rows):
-                piece = next(pieces, None)
-                if piece is None:
+                if (piece := next(pieces, None)) is None:
                     return
                 at, (arrays, rows) = 0, piece
             taken = rows[at : at + size]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import tensorflow as tf
@@ -120,11 +120,9 @@ class TFRecords(DealtSource):
         """The records of a file; as (place, data) if damaged ones are left out, which is slower."""
         if not self.skips:
             return tf.data.TFRecordDataset(path)
-        pieces = tf.TensorSpec([None, 2], tf.string)
+        walked = partial(tf.data.Dataset.from_generator, walk, output_signature=tf.TensorSpec([None, 2], tf.string))
         paths = tf.data.Dataset.from_tensor_slices(tf.reshape(path, [-1]))
-        return paths.flat_map(
-            lambda path: tf.data.Dataset.from_generator(walk, args=(path,), output_signature=pieces).unbatch()
-        )
+        return paths.flat_map(lambda path: walked(args=(path,)).unbatch())
 
     def reader(self, split: str, topology: Topology) -> Read:
         def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -154,10 +152,7 @@ class TFRecords(DealtSource):
             return explained
         if not (isinstance(error, tf.errors.DataLossError) or CHANGED in said or any(p in said for p in self._opened)):
             return error
-        found = find_damage(self._opened, said, self.skips, time.monotonic() + SEARCH_SECONDS)
-        if found:
-            return DataError(f"{found}; write or fetch the file again, {LEAVE_OUT}")
-        return DataError(
-            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
-            f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
-        )
+        if damage := find_damage(self._opened, said, self.skips, time.monotonic() + SEARCH_SECONDS):
+            return DataError(f"{damage}; write or fetch the file again, {LEAVE_OUT}")
+        found = f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files"
+        return DataError(f"{found}; it was not found in {SEARCH_SECONDS:.0f} s, but data.on_error=skip names it")

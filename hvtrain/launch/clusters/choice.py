@@ -132,11 +132,10 @@ class Cluster:
         """Runs the command; its exit code. Raises ConfigError if it is not installed here."""
         command = self.command(folder)
         program = KINDS[self.kind].program or command[0]
-        if shutil.which(program) is None:
-            raise ConfigError(
-                f"{program} is not installed here; copy the files to a host that has it, or write them with --dry-run"
-            )
-        return subprocess.call(command)
+        if shutil.which(program):
+            return subprocess.call(command)
+        advice = "copy the files to a host that has it, or write them with --dry-run"
+        raise ConfigError(f"{program} is not installed here; {advice}")
 
 
 def choose(words: list[str], folders: list[Path]) -> Cluster:
@@ -152,8 +151,7 @@ def choose(words: list[str], folders: list[Path]) -> Cluster:
         given[name] = value
     kind = given.pop("cluster", "ssh")
     tree: dict[str, Any] = {}
-    own = next((file for folder in folders if (file := folder / "cluster" / f"{kind}.yaml").is_file()), None)
-    if own:
+    if own := next((file for folder in folders if (file := folder / "cluster" / f"{kind}.yaml").is_file()), None):
         tree = dict(_yaml(own.read_text(encoding="utf-8"), str(own)) or {})
         kind = str(tree.pop("kind", "?"))
     if kind == "ssh":
@@ -200,10 +198,8 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
     try:
         return environment.get_template(f"{name}.j2").render(values)
     except Exception as error:  # A template is the user's input and can fail in any way.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"template {place.filename}, line {place.lineno}: {' '.join(str(error).split())}; fix the template"
-        ) from error
+        place, said = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+        raise ConfigError(f"template {place.filename}, line {place.lineno}: {said}; fix the template") from error
 
 
 def quote(words: str | Sequence[str]) -> str:

@@ -32,9 +32,8 @@ class Settings:
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the templates need. Raises ConfigError for what cannot start."""
     if len(job.hosts) > 1 and not settings.keys:
-        raise ConfigError(
-            "several hosts need ssh keys; give the folder that holds them on each: cluster.keys=/path/to/keys"
-        )
+        advice = "give the folder that holds them on each: cluster.keys=/path/to/keys"
+        raise ConfigError(f"several hosts need ssh keys; {advice}")
     if job.hosts:
         rank_places(job)  # raises if the hosts have too few slots
     folder = "a folder for Docker; give an absolute path without a colon"

@@ -39,9 +39,8 @@ class Settings:
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the templates need. Raises ConfigError for what the cluster would refuse, or what could not start there."""
     if not settings.image:
-        raise ConfigError(
-            "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
-        )
+        advice = "give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
+        raise ConfigError(f"cluster.image is not set; {advice}")
     # A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
     short = "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first"
     check_texts(settings, ["name"], r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", short)
@@ -52,9 +51,7 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
     check_texts(settings, ["data_path"], r"/[^:]*", "a place to mount data; give an absolute path without a colon")
     max_ranks, ranks = max(job.num_ranks, job.max_ranks or 0), settings.ranks_per_worker
     if max_ranks % ranks:
-        raise ConfigError(
-            f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}; "
-            f"choose a number that divides {max_ranks}"
-        )
+        found = f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}"
+        raise ConfigError(f"{found}; choose a number that divides {max_ranks}")
     memory = re.sub(r"\d+", lambda amount: str(ranks * int(amount[0])), settings.memory_per_rank)
     return {"max_ranks": max_ranks, "num_workers": max_ranks // ranks, "worker_memory": memory}

@@ -45,17 +45,15 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
     if nodes * ranks_per_node != job.num_ranks:
         asked = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
         given = " ".join(f"cluster.{name}={value}" for name, value in asked.items() if value)
-        raise ConfigError(
-            f"-np {job.num_ranks} does not divide over {given}; Slurm gives each host the same number of ranks"
-        )
+        why = "Slurm gives each host the same number of ranks"
+        raise ConfigError(f"-np {job.num_ranks} does not divide over {given}; {why}")
     if settings.time is None:
         raise ConfigError("cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00")
     last_signal = settings.signal_seconds + 60  # Slurm may send it up to a minute early
     if seconds(settings.time) <= last_signal:
-        raise ConfigError(
-            f"cluster.time={settings.time} leaves no time to train: the run is told to save up to {last_signal} s "
-            f"before it; raise it, or lower cluster.signal_seconds={settings.signal_seconds}"
-        )
+        found = f"leaves no time to train: the run is told to save up to {last_signal} s before it"
+        fix = f"raise it, or lower cluster.signal_seconds={settings.signal_seconds}"
+        raise ConfigError(f"cluster.time={settings.time} {found}; {fix}")
     names = "what #SBATCH can take; use a name of letters, digits and ./%+@:,=~-_ without blanks"
     check_texts(settings, ("name", "partition", "account", "qos", "output"), r"[\w./%+@:,=~-]+", names)
     # The launcher checks the settings of a run once more; it takes any other command as it is.
@@ -76,8 +74,7 @@ def values(job: Job, settings: Settings) -> dict[str, Any]:
 
 def seconds(limit: str) -> int:
     """Seconds of a time limit as Slurm writes it. Raises ConfigError."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if not found:
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
         raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
     days, first, second, third = (int(part) if part else 0 for part in found.groups())
     if found[1] is None and found[4] is None:  # minutes, or minutes:seconds

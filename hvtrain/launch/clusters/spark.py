@@ -35,26 +35,22 @@ class Settings:
 def values(job: Job, settings: Settings) -> dict[str, Any]:
     """What the template needs. Raises ConfigError for what cannot start."""
     if job.command[1:3] != ("-m", "hvtrain"):
-        raise ConfigError(
-            f"cluster=spark can only run python -m hvtrain, and {' '.join(job.command[:3])} came; "
-            "give settings of a run after --"
-        )
+        found = f"cluster=spark can only run python -m hvtrain, and {' '.join(job.command[:3])} came"
+        raise ConfigError(f"{found}; give settings of a run after --")
     check_texts(settings, ["master"], r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077")
     check_texts(settings, ["memory_per_rank"], r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m")
     if settings.deploy_mode == "cluster" and settings.master != "yarn":
         raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {settings.master}; choose client")
     if settings.deploy_mode == "cluster" and not any(word.startswith("run.dir=/") for word in job.command):
-        raise ConfigError(
-            "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
-        )
+        fix = "give run.dir=/a/folder/that/all/hosts/see"
+        raise ConfigError(f"cluster.deploy_mode=cluster starts the driver on any host; {fix}")
     if settings.gpus_per_rank > 1:
         raise ConfigError(f"cluster.gpus_per_rank={settings.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
     executors = settings.executors or job.num_ranks
     ranks_per_executor, rest = divmod(job.num_ranks, executors)
     if rest:
-        raise ConfigError(
-            f"cluster.executors={executors} does not divide {job.num_ranks} ranks; all executors take as many"
-        )
+        found = f"cluster.executors={executors} does not divide {job.num_ranks} ranks"
+        raise ConfigError(f"{found}; all executors take as many")
     return {
         "words": job.command[3:],
         "executors": executors,

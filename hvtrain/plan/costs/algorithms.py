@@ -115,8 +115,7 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     slowest = machine.between.bytes_per_second
     if num_ranks > hosts:
         slowest = min(slowest, machine.inside.bytes_per_second)
-    outer = 2 * (hosts - 1)
-    steps = 2 * (num_ranks - 1)
+    outer, steps = 2 * (hosts - 1), 2 * (num_ranks - 1)
     latency = (steps - outer) * machine.inside.latency_seconds + outer * machine.between.latency_seconds
     return latency + steps / num_ranks * num_bytes / slowest
 
@@ -131,8 +130,7 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
     0.11502
     """
-    hosts = machine.num_hosts(num_ranks)
-    local = min(num_ranks, machine.ranks_per_host)
+    hosts, local = machine.num_hosts(num_ranks), min(num_ranks, machine.ranks_per_host)
     return ring_seconds(num_bytes, local, machine.inside) + halving_seconds(num_bytes, hosts, machine.between)
 
 
@@ -149,8 +147,7 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """
     if num_ranks == 1:
         return 0.0
-    hosts = machine.num_hosts(num_ranks)
-    local = min(num_ranks, machine.ranks_per_host)
+    hosts, local = machine.num_hosts(num_ranks), min(num_ranks, machine.ranks_per_host)
     links = ([machine.inside] if local > 1 else []) + ([machine.between] if hosts > 1 else [])
     depth = (local - 1) * machine.inside.latency_seconds + math.ceil(math.log2(hosts)) * machine.between.latency_seconds
     return 2 * depth + 2 * num_bytes / (TREE_SHARE * min(link.bytes_per_second for link in links))
