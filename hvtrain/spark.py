@@ -125,8 +125,7 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
         )
     except Exception as error:
         text = " ".join(str(error).split())
-        failed = failed_rank(text)
-        if failed:
+        if failed := failed_rank(text):
             who = f"rank {failed[0]}" if failed[0] else "a rank"
             print(f"hvtrain.spark: {who} ended with exit code {failed[1]}", file=sys.stderr)
             return failed[1]
@@ -203,8 +202,7 @@ def train_rank(config: RunConfig, words: list[str], folder: str) -> None:
 def _train(config: RunConfig) -> int:
     from horovod.spark.task import get_available_devices
 
-    gpus = get_available_devices()
-    if gpus:
+    if gpus := get_available_devices():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with console.quiet_import(config.verbose):
         from hvtrain.runner import train

@@ -179,8 +179,7 @@ class Writer:
 
     def finish(self) -> None:
         """Waits for the last write; raises its error, or warns that the last state is not saved."""
-        error = self.outcome()
-        if error:
+        if error := self.outcome():
             raise error
         if self._unsaved:
             log.warning("the last state is not saved: %s", self._unsaved)

@@ -85,12 +85,10 @@ def _in_one_line(error: Exception) -> str:
         keys = [f"{group}.{key}" for own in of_choices.values() for key in own]
         known = [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
-    option = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text)
-    if option:
+    if option := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         choices = sorted(path.stem for path in _choices(option[1], sys.argv))
         return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
-    several = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
-    if several:
+    if several := re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text):
         name, value = several.groups()
         return (
             f"{name}={value} has several values; give one, a list ({name}=[{value}]), or quote it: \"{name}='{value}'\""

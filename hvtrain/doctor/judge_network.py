@@ -83,8 +83,7 @@ def judge_interfaces(
     address = _address(cluster, first)
     usable = [item for item in cluster[first]["interfaces"] if not _is_loopback(item["address"])]
     fitting = (item for item in usable if (item["name"] in chosen if chosen else item["address"] == address))
-    start = next(fitting, None)
-    if start is None:
+    if (start := next(fitting, None)) is None:
         found = f"has no interface {wanted}" if wanted else f"no interface has its address {address}"
         return [fail("interface", first, f"{found}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
     network = ipaddress.ip_network(start["network"])

@@ -112,8 +112,7 @@ def pin_gpu(
     "s1 GPU 0" or "s1 CPU".
     Raises RankError if ranks would share a GPU and share is false, or if TensorFlow has initialized one already.
     """
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
+    if not (gpus := tf.config.list_physical_devices("GPU")):
         # Before _gather, which allocates, and starts one TensorFlow thread for each core that this process may use.
         # TensorFlow's GPU allocator (best fit with coalescing), with all of this host's memory: the CPU's returns each
         # large gradient's memory to the system and takes new pages in the next step, which for 100 MB costs more than

@@ -39,8 +39,7 @@ def application(
         known = f"the nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(networks))}"
         raise ConfigError(f"keras.applications has no network {name!r}; {known}")
     free = sorted(set(inspect.signature(networks[name]).parameters) - OURS)
-    unknown = sorted(set(options) - set(free))
-    if unknown:
+    if unknown := sorted(set(options) - set(free)):
         takes = ", ".join(free) if free else "none"
         raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
     check_rate(name, dropout)

@@ -137,8 +137,7 @@ class _Search:
         is_missing = self.wanted and self._checkpoint is None
         if any(self.comm.gather(is_missing)):
             known = self._checkpoint.arrays if self._checkpoint else None
-            arrays = send_arrays(known, self._root, self.comm, is_missing)
-            if arrays is not None:
+            if (arrays := send_arrays(known, self._root, self.comm, is_missing)) is not None:
                 self._checkpoint = Checkpoint(Path(folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
         if self._root and saved.host:
             self._send_records()

@@ -58,8 +58,7 @@ def origin_of(package: str) -> Path | None:
 
 def code_files(package: str) -> dict[str, str]:
     """A checksum of each Python file of a package or module, by its name; empty if there is none."""
-    origin = origin_of(package)
-    if origin is None:
+    if (origin := origin_of(package)) is None:
         return {}
     files = origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
     return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in sorted(files)}
@@ -67,8 +66,7 @@ def code_files(package: str) -> dict[str, str]:
 
 def code_facts() -> dict[str, Any]:
     """The folder of hvtrain, and a checksum of each Python file and each config of it."""
-    origin = origin_of("hvtrain")
-    if origin is None:
+    if (origin := origin_of("hvtrain")) is None:
         return {"folder": None, "files": {}}
     folder = origin.parent
     configs = next((path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()), folder / "conf")

@@ -29,8 +29,7 @@ NUM_CHECKED = 4
 def export(model: keras.Model, source: Source, topology: Topology, folder: Path) -> None:
     """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only)."""
     preprocessing = source.preprocessing()
-    difference = check_preprocessing(preprocessing, source, topology)
-    if difference:
+    if difference := check_preprocessing(preprocessing, source, topology):
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
     save(model, preprocessing, folder / MODEL_FILE)
     write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, preprocessing), indent=2) + "\n")
@@ -82,8 +81,7 @@ def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: 
         return None  # The stream may leave out the first examples.
     split = "test" if source.num_examples("test") else "train"
     try:
-        raw = source.raw_examples(split, topology, NUM_CHECKED)
-        if not raw:
+        if not (raw := source.raw_examples(split, topology, NUM_CHECKED)):
             return None
         streamed, _ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
     except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.

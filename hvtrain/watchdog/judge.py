@@ -93,8 +93,7 @@ def silent_ranks(ranks: Sequence[RankState], now: float, rules: Rules) -> list[R
 
 def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankState]:
     """The silent ranks; else, of the ranks that wait for nobody, those furthest behind; else none."""
-    silent = silent_ranks(ranks, now, rules)
-    if silent:
+    if silent := silent_ranks(ranks, now, rules):
         return silent
     # Within a step data come first; ranks that exchange something in the forward pass wait there for such a one.
     order = {DATA: 0, FORWARD: 1}
@@ -104,8 +103,7 @@ def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankS
 
 def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Mapping[int, str]) -> str:
     """Names the culprits, or says what else it looks like. processes: what is known of silent ranks' processes."""
-    found = culprits(ranks, now, rules)
-    if found:
+    if found := culprits(ranks, now, rules):
         parts = [_describe_one(state, now, rules, processes.get(state.rank, "")) for state in found[:3]]
         return ", ".join(parts) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
     places = {(state.status.step, state.status.phase): state for state in reversed(ranks)}

@@ -101,8 +101,7 @@ class Member(Watchdog):
         assert self._connection
         messages: list[Message] = []
         while not messages:
-            data = self._connection.recv(1 << 12)
-            if not data:
+            if not (data := self._connection.recv(1 << 12)):
                 raise WireError("the hub closed the connection")
             messages = self._lines.feed(data)
         if messages[0].get("kind") != kind:

@@ -62,7 +62,7 @@ def main() -> None:
                 folder / f"{work.name}-{num_ranks}", options.steps or work.steps,
             )  # fmt: skip
             session.run(options.rounds)
-            seconds = {name: session.values(runs) for name, runs in session.found.items()}
+            seconds = {name: session.values(runs) for name, runs in session.runs.items()}
             of_runner = ratio(seconds["hvtrain-1"], seconds["keras"]).median
             alone[num_ranks, work.name] = of_runner * median(seconds["joined"])
             cost = predict(link.found["hvtrain"], num_ranks, messages[work.name], alone[num_ranks, work.name])

@@ -61,8 +61,7 @@ def by_hvtrain() -> Means:
     hvd.pin_gpu()
 
     def make(lengths: list[int]) -> Action:
-        tensors = [tf.ones([length]) for length in lengths]
-        if not tensors:
+        if not (tensors := [tf.ones([length]) for length in lengths]):
             return tf.function(lambda: tf.identity(tf.ones([])))
         name = f"bench_{lengths[0]}_{len(lengths)}"
         return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))

@@ -114,8 +114,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         equal = f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
         parts.append(f"reductions {numbers['reductions']:,} of {numbers['steps']:,} steps")
         parts.append(equal if checks else "weights not compared")
-    seen = sorted(set(numbers["examples_each_epoch"]))
-    if seen:
+    if seen := sorted(set(numbers["examples_each_epoch"])):
         counts = f"{seen[0]:,}" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,}"
         parts.append(f"{counts} of {numbers['examples']:,} samples seen once per epoch")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
