@@ -11,7 +11,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RunRecord
 from hvtrain.errors import Preempted, UserError
-from hvtrain.restore.changed_settings import with_changes
+from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics
@@ -21,7 +21,7 @@ from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.outcome import write_outcome
+from hvtrain.training.outcome import test_metrics, write_outcome
 from hvtrain.training.run import Run, summary, versions
 from hvtrain.training.run_folder import open_run_folder, remove_if_empty
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, seed_everything
@@ -90,12 +90,12 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
 
     seed_everything(config, topology.rank)
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
-    before = saved.meta if saved else None
-    changes = with_changes(before, saved.step if saved else 0, config)
-    source, plan, topology = open_data(config, comm, before)
+    changed = changed_since(saved.meta, config) if saved else {}
+    source, plan, topology = open_data(config, comm, saved.meta if saved else None)
     data = check_same_data(comm, source, config.guard.data)
+    changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, data, state.run_id, changes)
-    return Run(config, strategy, topology, source, plan, folder, meta, state), saved
+    return Run(config, strategy, topology, source, plan, folder, meta, state, changed), saved
 
 
 def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
@@ -136,10 +136,9 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         return None
     metrics = {}
     with explain_errors(run, model, position):
-        test = run.evaluation_data("test") if not cut_short else None
         monitors.weights.average_untrained()
-        if test is not None:
-            metrics = strategy.evaluate(model, test)
+        if not cut_short:
+            metrics = test_metrics(run, model)
         monitors.skipped.report()
     record = make_record(run, model, monitors, metrics)
     if cut_short:
@@ -160,8 +159,8 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
     """The numbers of the run, the same on every rank except for the counts of each process."""
     throughput, proof = monitors.throughput, monitors.proof.numbers(model.optimizer)
     return RunRecord(
-        test_accuracy=metrics.get("accuracy"),
-        test_loss=metrics.get("loss"),
+        test_accuracy=metrics.get("test_accuracy"),
+        test_loss=metrics.get("test_loss"),
         images_per_second=throughput.images_per_second,
         step_seconds=throughput.step_seconds,
         num_ranks=run.topology.size,
@@ -172,7 +171,7 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         reductions=proof["reductions"],
         first_step=monitors.position.start_step,
         proof=proof,
-        metrics={f"test_{name}": value for name, value in metrics.items()},
+        metrics=metrics,
         versions=versions(),
         config=to_dict(run.config),
         split=asdict(throughput.split) if throughput.split else None,

@@ -55,6 +55,11 @@ def read(folder: Path) -> Note | None:
     return Note(step, host, run_id) if is_note else None
 
 
+def folder_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint in a run folder on this host; None without any."""
     names = [path.name for path in folder.glob("checkpoints/step-*")]

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
-from hvtrain.checkpoint.notes import checked_run_id
+from hvtrain.checkpoint.notes import checked_run_id, folder_name
 from hvtrain.core.records import remove
 from hvtrain.errors import CheckpointError, StorageError
 
@@ -72,11 +72,6 @@ def snapshot(
     for rank, state in enumerate(rank_states):
         arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
     return arrays
-
-
-def folder_name(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
-    return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:

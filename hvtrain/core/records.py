@@ -92,6 +92,12 @@ def writing(
         ) from error
 
 
+def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
+    """Raises an error of that kind if a part of a run folder is a symbolic link."""
+    if path.is_symlink():
+        raise kind(f"{path} is a symbolic link, and may lead out of the run folder; {advice}")
+
+
 def remove(path: Path) -> None:
     """Removes a file, a link (not its target) or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():

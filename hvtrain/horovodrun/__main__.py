@@ -52,12 +52,14 @@ def main() -> None:
     except UserError as error:
         print(f"horovodrun: {error}", file=sys.stderr)
         sys.exit(2)
-    except Exception as error:
-        failed = failed_rank(str(error)) if isinstance(error, RuntimeError) else None
+    except RuntimeError as error:
+        failed = failed_rank(str(error))
         if failed is None:
             sys.exit(f"horovodrun: {' '.join(str(error).split())}")
         sys.stderr.write(Verdict(failed[0] or "?", code=failed[1]).line())
         sys.exit(shell_code(failed[1]))
+    except Exception as error:
+        sys.exit(f"horovodrun: {' '.join(str(error).split())}")
     finally:
         if os.getppid() != parent and on_host.MARK in os.environ:
             # The supervisor was killed, so nothing else will end the ranks of other hosts.

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvtrain.cli import Parser, at_least, enter
 from hvtrain.config.compose import compose, own_folders, settings
 from hvtrain.config.schema import default_run_dir, from_dict
+from hvtrain.core.records import refuse_link
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment, reach, restart
 from hvtrain.launch.clusters.choice import KINDS, Cluster, choose
@@ -159,8 +160,8 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
     default = Path(run_dir) / "launch" if run_dir else Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if not options.logs and default.is_symlink():
-        raise ConfigError(f"{default} is a symbolic link, and may lead out of the run folder; give a place with --logs")
+    if not options.logs:
+        refuse_link(default, ConfigError, "give a place with --logs")
     return restart.run(job, way, Path(options.logs or default), run_dir, options.max_restarts, options.min_np)
 
 

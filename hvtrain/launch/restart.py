@@ -43,7 +43,7 @@ def run(
             if found:
                 step = notes.newest_step(Path(run_dir)) if run_dir else None
                 # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
-                here = "" if step is None else f" (here: step-{step:08d})"
+                here = "" if step is None else f" (here: {notes.folder_name(step)})"
                 note = {} if step is None else notes.to_ranks(step, socket.gethostname())
                 now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **note})
                 about += f" in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}"

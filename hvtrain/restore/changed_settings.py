@@ -15,13 +15,12 @@ _IRRELEVANT = (
 )
 
 
-def with_changes(meta: dict[str, Any] | None, step: int, config: RunConfig) -> list[dict[str, Any]]:
-    """The changes of a run's settings so far: {"step": where, "changed": {name: [before, now]}} for each that had any.
+def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
+    """{name: [before, now]} of the settings that differ from those in a checkpoint's meta, if any.
 
-    meta is that of the checkpoint of `step` to resume, if any. Raises ConfigError where a setting cannot change.
+    Raises ConfigError where a setting cannot change.
     """
-    before, earlier = (meta or {}).get("config"), (meta or {}).get("changes")
-    changes = list(earlier) if isinstance(earlier, list) else []
+    before = meta.get("config")
     changed = changed_settings(before, to_dict(config)) if isinstance(before, dict) else {}
     for name in FIXED:
         if name in changed:
@@ -30,7 +29,13 @@ def with_changes(meta: dict[str, Any] | None, step: int, config: RunConfig) -> l
                 f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
                 "start with the same, or choose another run.dir"
             )
-    return [*changes, {"step": step, "changed": changed}] if changed else changes
+    return changed
+
+
+def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
+    """The changes so far, in meta, and that of the start at this step, if any: {"step": ..., "changed": ...}."""
+    earlier = meta.get("changes")
+    return [*(earlier if isinstance(earlier, list) else []), *([{"step": step, "changed": changed}] if changed else [])]
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:

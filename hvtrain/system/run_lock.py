@@ -44,13 +44,12 @@ class RunLock(AbstractContextManager["RunLock"]):
         # No link is followed out of the run folder.
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        deadline = time.monotonic() + wait_seconds
-        while not self._lock(file, folder / CLAIM_FILE):
+        deadline, claim = time.monotonic() + wait_seconds, folder / CLAIM_FILE
+        while not self._lock(file, claim):
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = file.read(200).strip() or "another process"
                 file.close()
-                claim = folder / CLAIM_FILE
                 gone = f", remove {claim} if it is gone," if claim.exists() else ","
                 raise BusyError(
                     f"run.dir={folder} is in use by another run ({holder}); wait for its end{gone} or choose another "

@@ -27,9 +27,7 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         log.info("test: %s", _in_words(record.metrics))
         log.info("this run was finished already and has been tested again; its results in %s stay as they are", folder)
         return record
-    last = model.get_weights()
     record = replace(record, best=_test_best(run, model, record))
-    model.set_weights(last)
 
     def write() -> None:
         export(model, run.source, run.topology, folder)
@@ -46,42 +44,46 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     return record
 
 
+def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
+    """The metrics of the test data by "test_NAME"; empty if there are none (every rank)."""
+    test = run.evaluation_data("test")
+    found = run.strategy.evaluate(model, test) if test is not None else {}
+    return {f"test_{name}": value for name, value in found.items()}
+
+
 def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
     """Tests the best checkpoint and saves it as best.keras; None if this run has none (every rank).
 
-    Leaves the model with its weights.
+    The model's weights are the same afterwards. A finished run does not fail for a checkpoint that cannot be read.
     """
-    comm = run.strategy.comm
-    best = comm.on_chief(lambda: _load_best(run, model, record.num_steps))
+    comm, last = run.strategy.comm, None
+    best = comm.on_chief(lambda: writer.read_best(run.folder / "checkpoints"))
     if best is None:
         return None
     metrics = record.metrics
     if best["step"] != record.num_steps:
+        last = model.get_weights()
+        if not comm.on_chief(lambda: _load(run, model, best)):
+            return None
         comm.broadcast_model(model)
-        test = run.evaluation_data("test")
-        found = run.strategy.evaluate(model, test) if test is not None else {}
-        metrics = {f"test_{name}": value for name, value in found.items()}
+        metrics = test_metrics(run, model)
     comm.on_chief(lambda: save(model, run.source.preprocessing(), run.folder / BEST_FILE))
+    if last is not None:
+        model.set_weights(last)
     return {**best, "metrics": metrics}
 
 
-def _load_best(run: Run, model: keras.Model, last_step: int) -> dict[str, Any] | None:
-    """Takes the weights of the best checkpoint, unless it is of the last step; its step, metric and value (chief only).
-
-    None if there is no best checkpoint on this host, or if it cannot be read: a finished run does not fail for it.
-    """
-    folder = run.folder / "checkpoints"
-    best = writer.read_best(folder)
-    if best is None or best["step"] == last_step:
-        return best
+def _load(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
+    """Sets the weights to those of the best checkpoint; False, with a warning, if it cannot be read (chief only)."""
     try:
         if "host" in best:
             raise UserError(f"it is on host {best['host']}")
-        store.restore(store.read(folder / store.folder_name(best["step"])), model, ("model",))
+        path = run.folder / "checkpoints" / store.folder_name(best["step"])
+        store.restore(store.read(path), model, ("model",))
     except UserError as error:
         log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
-        return None
-    return best
+        return False
+    return True
 
 
 def _in_words(metrics: dict[str, float]) -> str:

@@ -25,7 +25,7 @@ class Run:
     """One attempt at a run, whose ranks are started and whose data set is opened.
 
     topology has the weights by which the data are sharded. meta is in each checkpoint of the run. state survives a
-    restart of the ranks.
+    restart of the ranks. changed has the settings that differ from the checkpoint's: {name: [before, now]}.
     """
 
     config: RunConfig
@@ -36,6 +36,7 @@ class Run:
     folder: Path
     meta: dict[str, Any]
     state: RunState
+    changed: dict[str, list[Any]]
 
     def batches_from(self, step: int) -> tf.data.Dataset:
         """This rank's endless stream of batches, from a step of the run on; weighted if batches differ in size."""
@@ -114,16 +115,10 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
         lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
         if start.ended or start.step >= plan.num_steps:
             lines["resumed"] += "; nothing is left to train"
-        lines["changed"] = changed_now(run.meta["changes"], start.step)
+        shown = {name: ["null" if value is None else value for value in pair] for name, pair in run.changed.items()}
+        lines["changed"] = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in shown.items())
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
-
-
-def changed_now(changes: list[dict[str, Any]], step: int) -> str:
-    """The settings that changed at this step; empty if none did."""
-    found = [change["changed"] for change in changes if change["step"] == step]
-    changed = found[-1].items() if found else ()
-    return "; ".join(f"{name} {old} -> {new}" for name, (old, new) in changed).replace("None", "null")
 
 
 def resized(start: Start, plan: StepPlan) -> str:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from hvtrain import __version__
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.records import TEMPORARY, write_atomic
+from hvtrain.core.records import TEMPORARY, refuse_link, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 
@@ -41,11 +41,8 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None)
     """
     folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
     checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink():
-        raise ConfigError(
-            f"{checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder, or set run.dir "
-            "to the folder that it leads to"
-        )
+    advice = "make it a folder, or set run.dir to the folder that it leads to"
+    refuse_link(checkpoints, ConfigError, advice)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock.take(folder)

@@ -40,9 +40,9 @@ def resume_advice(folder: Path | None) -> str:
     def newest() -> str:
         here, note = notes.newest_step(folder), notes.read(folder)
         if note and note.step > (here or 0):
-            return f"step-{note.step:08d} on {note.host}, or a newer one"
+            return f"{notes.folder_name(note.step)} on {note.host}, or a newer one"
         if here is not None:
-            return f"step-{here:08d}"
+            return notes.folder_name(here)
         # Only rank 0 writes checkpoints, and it may be on another host.
         is_here = (folder / "checkpoints").is_dir()
         return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"

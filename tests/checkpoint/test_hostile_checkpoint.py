@@ -246,7 +246,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     meta = json.loads((path / store.META).read_text())
     optimizer = meta["config"]["optimizer"]  # Another one would be refused.
     meta["config"] = {**dict.fromkeys(meta["config"], harmful), "callbacks": {"x": harmful}, "optimizer": optimizer}
-    meta["versions"] = harmful
+    meta["versions"], meta["changes"] = harmful, [harmful, 3]
     files = {store.ARRAYS: (path / store.ARRAYS).read_bytes(), store.META: json.dumps(meta).encode()}
     writer.remove(path)
     put(folder, int(path.name[5:]), files)

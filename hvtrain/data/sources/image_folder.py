@@ -139,16 +139,15 @@ def list_files(folder: Path, class_names: list[str]) -> Files:
     files: Files = []
     others: Counter[str] = Counter()
     for label, class_name in enumerate(class_names):
-        entries = _visible(folder / class_name)
-        found = sorted(str(path) for path in entries if path.suffix.lower() in SUFFIXES)
+        found = []
+        for path in _visible(folder / class_name):
+            if path.suffix.lower() in SUFFIXES:
+                found.append(str(path))
+            else:
+                others["folder" if path.is_dir() else path.suffix or path.name] += 1
         if not found:
             raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
-        files += [(path, label) for path in found]
-        others.update(
-            "folder" if path.is_dir() else path.suffix or path.name
-            for path in entries
-            if path.suffix.lower() not in SUFFIXES
-        )
+        files += [(path, label) for path in sorted(found)]
     if others:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
         log.warning("%s: left out what is not %s: %s", folder, ", ".join(SUFFIXES), kinds)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.core.records import remove
+from hvtrain.core.records import refuse_link, remove
 from hvtrain.errors import StorageError
 from hvtrain.training.callbacks.position import RunCallback
 
@@ -60,8 +60,7 @@ class TimelineTrace(RunCallback):
         self._end()
 
     def _make_folder(self) -> None:
-        if self.folder.is_symlink():
-            raise StorageError(f"{self.folder} is a symbolic link, and may lead out of the run folder; remove it")
+        refuse_link(self.folder, StorageError, "remove it")
         self.folder.mkdir(exist_ok=True)
         remove(self.folder / REDUCTIONS)
 
