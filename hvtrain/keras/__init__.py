@@ -29,7 +29,6 @@ from horovod.tensorflow import (
     grouped_reducescatter,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_size,
     mpi_built,
@@ -64,14 +63,16 @@ from hvtrain.keras.collectives import (
     broadcast_global_variables,
     broadcast_model,
     broadcast_variables,
+    join,
     reducescatter,
+    steps_per_epoch,
 )
 from hvtrain.keras.devices import pin_gpu
+from hvtrain.keras.loading import load_model
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     is_distributed,
-    load_model,
     num_reductions,
     ranks_at_fault,
 )
@@ -148,5 +149,6 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "steps_per_epoch",
     "stop_timeline",
 ]

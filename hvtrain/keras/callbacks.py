@@ -10,59 +10,20 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.collectives import broadcast_variables, sum_arrays
+from hvtrain.keras.broadcast_callback import BroadcastGlobalVariablesCallback  # noqa: F401
+from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.in_graph import SharedFlag
 from hvtrain.keras.optimizer import is_distributed, num_reductions
-from hvtrain.keras.reduction import variable_id
 from hvtrain.keras.warmup import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
-
-
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
-
-    Before the first step if the model is built, as one with an Input is; otherwise right after the first step, which
-    creates its variables. Each rank keeps its own local_variables.
-    """
-
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self.root_rank = root_rank
-        self.device = device
-        self.broadcast_done = False
-        listed = local_variables if isinstance(local_variables, list | tuple | set) else [local_variables]
-        for variable in listed:
-            if variable is not None and not isinstance(variable, keras.Variable | tf.Variable):
-                raise ValueError(f"local_variables holds a {type(variable).__name__}; variables are needed")
-        self._local = {variable_id(variable) for variable in listed if variable is not None}
-
-    def register_local_var(self, var: Any) -> None:
-        """Excludes this variable from the broadcast."""
-        self._local.add(variable_id(var))
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self.model.built and not self.broadcast_done:
-            optimizer = self.model.optimizer
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            self._broadcast()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self.broadcast_done:
-            self._broadcast()
-
-    def _broadcast(self) -> None:
-        variables = [*self.model.weights, *self.model.optimizer.variables]
-        with tf.device(self.device or None):
-            broadcast_variables([v for v in variables if variable_id(v) not in self._local], self.root_rank)
-        self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
     Every rank weighs the same, as in Horovod, even if shards differ. Put it before callbacks that act on the logs.
+    Raises RankError if ranks have unlike metrics.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -72,6 +33,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         names = sorted(logs)
+        for rank, others in enumerate(hvd.allgather_object(names, name="hvtrain.metrics") if hvd.size() > 1 else []):
+            if others != names:
+                own, other = (sorted(set(mine) - set(theirs)) for mine, theirs in ((names, others), (others, names)))
+                raise RankError(
+                    f"ranks have unlike metrics after epoch {epoch + 1}: rank {hvd.rank()} alone has {own}, and rank "
+                    f"{rank} {other}; pass the same metrics and validation data, or none, on all ranks"
+                )
         with tf.device(self.device or None):
             sums = sum_arrays([logs[name] for name in names])
         logs.update({name: float(total) / hvd.size() for name, total in zip(names, sums)})

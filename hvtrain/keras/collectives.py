@@ -1,7 +1,7 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
 Every rank, or every rank of the process set, must enter each of them. Values travel as tensors. Only shapes and types
-of variables, and variables of types that Horovod's kernels lack, are pickled, by Horovod, between ranks of one job.
+of variables are pickled, by Horovod, between ranks of one job.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,12 @@ import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
+from hvtrain.keras import reduction
+from hvtrain.keras.in_graph import positional_name
 
 CHUNK_BYTES = 64 << 20
 
-# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc); variables of other types are pickled.
+# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc).
 _BROADCAST_TYPES = "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
 
 
@@ -77,17 +79,41 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return hvd.broadcast_global_variables(root_rank)
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+@tf.autograph.experimental.do_not_convert
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank.
+
+    Inside a tf.function it does so in the graph; in a TensorFlow 1 graph it returns the operation. Seeds of dropout and
+    the like, which `model.variables` holds too, stay each rank's own: see broadcast_model.
 
     They are matched by position and packed into few messages: names that Keras generates (dense_1, sgd_3) may differ
     between ranks, and Horovod, which pairs tensors by name, would then wait forever.
     Raises RankError if ranks hold variables of different number, shape or type.
     """
     if hvd.size() == 1:
-        return
-    tensors = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    kinds = [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]
+        return None
+    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not _is_seed(v)]
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
+    by_type: dict[tf.DType, list[Any]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    assigned = []
+    for dtype, same in by_type.items():
+        sent_as = dtype if dtype.name in _BROADCAST_TYPES else tf.uint8  # Others travel as their bytes.
+        values = [tensor if sent_as == dtype else tf.bitcast(tensor, sent_as) for tensor in same]
+        sizes = [value.shape.num_elements() for value in values]
+        for bucket in in_buckets([size * sent_as.size for size in sizes], CHUNK_BYTES, CHUNK_BYTES):
+            packed = tf.concat([tf.reshape(values[i], [-1]) for i in bucket], axis=0)
+            received = hvd.broadcast(packed, root_rank, name=positional_name("broadcast"), ignore_name_scope=True)
+            for i, part in zip(bucket, tf.split(received, [sizes[i] for i in bucket])):
+                part = tf.reshape(part, values[i].shape)
+                assigned.append(same[i].assign(part if sent_as == dtype else tf.bitcast(part, dtype)))
+    return None if tf.executing_eagerly() else tf.group(assigned)
+
+
+def _compare_kinds(kinds: list[tuple[tuple[int, ...], str]]) -> None:
     for rank, others in enumerate(hvd.allgather_object(kinds, name="hvtrain.broadcast.kinds")):
         if others != kinds:
             at = next(i for i in range(max(len(kinds), len(others))) if kinds[i : i + 1] != others[i : i + 1])
@@ -95,22 +121,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
                 f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
                 f"{kinds[at : at + 1]} and {others[at : at + 1]}; build the same model and optimizer on all ranks"
             )
-    by_type: dict[tf.DType, list[Any]] = {}
-    for tensor in tensors:
-        if tensor.dtype.name in _BROADCAST_TYPES:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, same in by_type.items():
-        sizes = [tensor.shape.num_elements() for tensor in same]
-        for bucket in in_buckets([size * dtype.size for size in sizes], CHUNK_BYTES, CHUNK_BYTES):
-            packed = tf.concat([tf.reshape(same[i], [-1]) for i in bucket], axis=0)
-            received = hvd.broadcast(packed, root_rank, name=f"hvtrain.broadcast.{dtype.name}.{bucket[0]}")
-            for i, part in zip(bucket, tf.split(received, [sizes[i] for i in bucket])):
-                same[i].assign(tf.reshape(part, same[i].shape))
-    other = [tensor for tensor in tensors if tensor.dtype.name not in _BROADCAST_TYPES]
-    if other:
-        values = hvd.broadcast_object([tensor.numpy() for tensor in other], root_rank, name="hvtrain.variables")
-        for tensor, value in zip(other, values):
-            tensor.assign(value)
+
+
+def _is_seed(variable: Any) -> bool:
+    """True for the state of a Keras seed generator."""
+    return (getattr(variable, "path", None) or variable.name).partition(":")[0].endswith("seed_generator_state")
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
@@ -125,6 +140,24 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     broadcast_variables(model.weights, root_rank)
     if optimizer is not None:
         broadcast_variables(optimizer.variables, root_rank)
+
+
+def steps_per_epoch(num_batches: int) -> int:
+    """The smallest number of batches that a rank holds: what every rank can pass to fit (every rank)."""
+    return int(hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch"))
+
+
+def join(*args: Any, **kwargs: Any) -> Any:
+    """Horovod's join: takes part in the other ranks' reductions, with zeros, until all ranks have joined (every rank).
+
+    Raises ValueError after sparse gradients, which are gathered: zeros cannot stand in for rows.
+    """
+    if reduction.gathers_rows and hvd.size() > 1:
+        raise ValueError(
+            "join cannot stand in for this rank's sparse gradients, which the others go on to gather; pass "
+            "sparse_as_dense=True to the DistributedOptimizer or the tape, or the same number of steps on every rank"
+        )
+    return hvd.join(*args, **kwargs)
 
 
 def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:

@@ -32,18 +32,20 @@ def compare_structure(
     """Raises RankError on all ranks if they would not reduce the same gradients in the same way (every rank).
 
     The ranks exchange one digest for each structure that is new to a reduction of this name: while a step is traced,
-    or in the first eager step. A step traced again, for a batch of another size, sends nothing. Only the names of layer
-    and weight are compared, without the numbers that Keras adds (dense_1): numbers depend on what else a rank has
-    built, and the model's name on whether the rank loaded it.
+    or in the first eager step. A step traced again, for a batch of another size, sends nothing. All reductions share
+    the name of that message, so that a rank that steps with another optimizer meets the others there. Only the names of
+    layer and weight are compared, without the numbers that Keras adds (dense_1): numbers depend on what else a rank
+    has built, and the model's name on whether the rank loaded it.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
             return  # A TensorFlow 1 graph cannot exchange anything while it is built.
-        lines = [settings, *(describe(*pair) for pair in zip_longest(gradients, variables[: len(gradients)]))]
+        pairs = zip_longest(gradients, variables[: len(gradients)])
+        lines = [f"{settings}, name={reduction}", *(describe(*pair) for pair in pairs)]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         if (reduction, digest) in _compared:
             return
-        options = {"name": f"{reduction}_compared_before_the_first_step", "process_set": process_set}
+        options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
         if len(set(hvd.allgather_object(digest, **options))) > 1:
             found = hvd.allgather_object(lines, **options)
             raise RankError(difference(found, getattr(process_set, "ranks", None) or range(len(found))))
@@ -79,7 +81,7 @@ def difference(found: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     subject = f"gradient {at - 1} is" if at else "the reduction is set to"
     return (
         f"cannot reduce the gradients of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
-        f"{second} on rank {other}; build the same model, loss and optimizer on every rank"
+        f"{second} on rank {other}; build the same model, loss and optimizers, in the same order, on every rank"
     )
 
 
@@ -125,6 +127,18 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     values = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in values]
     return tf.math.is_finite(tf.add_n(sums)) if sums else tf.constant(True)
+
+
+def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rows whose indices are all different, with these: the same bits on every rank, since the CPU sums in order.
+
+    >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([7, 4, 7]))
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([[4.0], [2.0]], [7, 4])
+    """
+    with tf.device("/CPU:0"):
+        unique, positions = tf.unique(indices)
+        return tf.math.unsorted_segment_sum(values, positions, tf.size(unique)), unique
 
 
 def map_values(function: Any, gradient: Any) -> Any:

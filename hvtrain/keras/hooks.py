@@ -5,6 +5,7 @@ entered, before anything that the optimizer's own class does. So a class that ov
 or hands them on to other optimizers works on the joint gradient too.
 """
 
+import io
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from keras.src.saving.keras_saveable import KerasSaveable
 
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
@@ -49,6 +51,17 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
     optimizer.__class__ = type(base.__name__, (mixin, base), {**names, "_hvtrain_wrap": staticmethod(wrap)})
 
 
+class _Variables(list[Any]):
+    """A list that can be called as well: Keras 2, for which scripts of Horovod were written, had a method."""
+
+    def __call__(self) -> list[Any]:
+        return self
+
+
+def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
+    return wrap(KerasSaveable._unpickle_model(saved))
+
+
 def hook_of(optimizer: Any) -> Hook | None:
     """The hook of a distributed optimizer; None of a plain one."""
     return getattr(optimizer, "_hvtrain", None)
@@ -64,6 +77,20 @@ class Distributed:
     """Reduces the gradients as the step is entered, once, whatever the step calls in turn."""
 
     _hvtrain: Hook
+
+    @property
+    def variables(self) -> list[Any]:
+        return _Variables(super().variables)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        """For pickle and copy: saves as Keras does, as the plain class, and the copy reduces as this one does."""
+        reducer = self._hvtrain.reducer
+        if reducer.names_variables:
+            raise ValueError(
+                "a DistributedOptimizer with local variables, or with lists of variables as groups, cannot be copied: "
+                "a copy has other variables; copy the plain optimizer, and wrap the copy"
+            )
+        return _load_copy, (super().__reduce__()[1][0], self._hvtrain_wrap)  # type: ignore[attr-defined]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables if trainable_variables is None else list(trainable_variables)
@@ -98,6 +125,14 @@ class Distributed:
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         """The gradients of the joint batch from those of this rank."""
+        if (
+            any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
+            and not self._hvtrain.reducer.averages
+        ):
+            raise ValueError(
+                "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
+                "would reduce them twice; use a plain optimizer, or a plain tape"
+            )
         known = variables or getattr(self, "_trainable_variables", ())
         # Keras itself refuses a wrong number of gradients later.
         known = known if len(known) == len(grads) else None
@@ -115,6 +150,10 @@ class DistributedAccumulation(Distributed):
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         return grads
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        grads = self._hvtrain.reducer.maxima(grads, vars)
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
     def _step(self, grads: Any, variables: Any) -> Any:
         reducer = self._hvtrain.reducer

@@ -1,9 +1,12 @@
 """Names, counters and a flag of operations between ranks inside a graph: the same names on all ranks."""
 
+from types import SimpleNamespace
+
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-_counters: dict[str, tf.Variable] = {}
+_counters = SimpleNamespace()
 
 
 def positional_name(kind: str) -> str:
@@ -25,10 +28,17 @@ def positional_name(kind: str) -> str:
 
 
 def counter(kind: str) -> tf.Variable:
-    """This process's counter of operations of that kind, which the graph increments."""
-    if kind not in _counters:
-        _counters[kind] = new_counter()
-    return _counters[kind]
+    """This process's counter of operations of that kind, which graphs increment; a TensorFlow 1 graph has its own."""
+    with tf.init_scope():
+        owner = _counters if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if not hasattr(owner, f"_hvtrain_{kind}_counter"):
+        setattr(owner, f"_hvtrain_{kind}_counter", new_counter())
+    return getattr(owner, f"_hvtrain_{kind}_counter")
+
+
+def is_compiled_by_xla() -> bool:
+    """True while a tf.function(jit_compile=True) is traced here."""
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def new_counter() -> tf.Variable:

@@ -8,7 +8,6 @@ gradient (checked against one process on the joint batch, see tests/keras).
 
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -125,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         scale_local_gradients=scale_local_gradients,
     )
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
-    wrap = partial(DistributedOptimizer, **options)
+    wrap = partial(_wrap_copy, scale=reducer.scale, **options)
     if inner.gradient_accumulation_steps:
         # A step that is not linear in the gradients: its mean over ranks is not that of the joint batch.
         if names := overridden_steps(type(inner)):
@@ -139,6 +138,13 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     else:
         make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
     return optimizer
+
+
+def _wrap_copy(optimizer: keras.optimizers.Optimizer, scale: float, **options: Any) -> keras.optimizers.Optimizer:
+    """Wraps a copy, which accumulates by itself, so that its gradients are summed or averaged as the original's are."""
+    wrapped = DistributedOptimizer(optimizer, **options)
+    hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
+    return wrapped
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -197,25 +203,3 @@ def local_weights(local_layers: Any) -> list[Any]:
         if not layer.built:
             raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
     return [weight for layer in layers for weight in layer.trainable_weights]
-
-
-def load_model(
-    filepath: str | Path,
-    custom_optimizers: Iterable[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Any = hvd.Compression.none,
-    legacy_opts: bool = False,
-) -> keras.Model:
-    """keras.models.load_model, with the optimizer wrapped in DistributedOptimizer; its slots and iterations stay.
-
-    custom_optimizers are classes of your own. A model that was saved without an optimizer comes without one.
-    Raises ValueError for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for a file that
-    holds code, such as a Lambda layer's, unless keras.config.enable_unsafe_deserialization() was called.
-    """
-    if legacy_opts:
-        raise ValueError("legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have")
-    classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
-    if model.optimizer is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
-    return model

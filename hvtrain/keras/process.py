@@ -8,6 +8,7 @@ which silently makes every rank a job of its own.
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,9 @@ def init(*args: Any, **kwargs: Any) -> None:
     """
     _choose_interface()
     _set_defaults()
+    if sys.excepthook is not _explain_lost_ranks:
+        _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
+        sys.excepthook = _explain_lost_ranks
     elastic = is_elastic()
     expected = launched_size()
     if expected is None and not elastic:
@@ -100,6 +104,8 @@ def _set_defaults() -> None:
     """
     # Buckets are the messages already; fusing them again would only copy. All ranks must set the same, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
+    # Horovod names a rank that others wait for after a minute, and would let them wait forever.
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
     if not _uses_mpi():
         return
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -140,6 +146,19 @@ def raise_for_elastic() -> Iterator[None]:
         if _LOST.search(error.message):
             raise HorovodInternalError(error.message) from error
         raise
+
+
+def _explain_lost_ranks(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Adds a line to the traceback of a rank that waited for others in vain."""
+    _explain_lost_ranks.previous(kind, error, trace)  # type: ignore[attr-defined]
+    if is_lost_rank_error(error):
+        rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "?")
+        print(
+            f"hvtrain: rank {rank} waited for a rank that is gone, or that never came. If another rank failed, its "
+            "error is the cause. If it only ended, it had fewer batches: pass fit the same steps_per_epoch on all ranks "
+            "(hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
+            file=sys.stderr,
+        )
 
 
 def is_lost_rank_error(error: BaseException) -> bool:

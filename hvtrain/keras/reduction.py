@@ -12,9 +12,9 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain.core.buckets import in_buckets
-from hvtrain.keras.gradients import compare_structure, map_values
-from hvtrain.keras.in_graph import SharedFlag, new_counter
+from hvtrain.keras.gradients import compare_structure, map_values, sum_duplicates
+from hvtrain.keras.grouping import in_groups
+from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -24,6 +24,8 @@ _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 # Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
 # than another; the order in which a program makes its optimizers does not.
 _numbers = itertools.count()
+gathers_rows = False
+"""True once this process has reduced sparse gradients."""
 
 
 def restart_numbering() -> None:
@@ -62,6 +64,9 @@ class Reducer:
     """Calls from Python: one for each step that is traced or runs eagerly."""
     flag: SharedFlag | None = None
     """Travels with the first group."""
+    sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
+    """Rows of sparse gradients with the same index become their sum, as on GPUs, which would add them to a weight in an
+    order that changes: weights of different ranks would differ in their last digits."""
     marks: StepMarks | None = None
     """Timer of the steps traced from now on: when gradients were ready, and when they were reduced."""
 
@@ -98,6 +103,16 @@ class Reducer:
         """True if there is no other rank to exchange with: one rank, or a rank outside the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
 
+    @property
+    def averages(self) -> bool:
+        """True if reducing twice gives what reducing once does."""
+        return self.op == hvd.Average and self.scale == 1.0
+
+    @property
+    def names_variables(self) -> bool:
+        """True if some variables have a way of their own."""
+        return bool(self._local) or isinstance(self.groups, list)
+
     def register_local(self, variables: Iterable[Any]) -> None:
         """Keeps the gradients of these variables on their rank."""
         self._local.update(map(variable_id, variables))
@@ -127,6 +142,11 @@ class Reducer:
         reduced = list(gradients)
         if self.is_alone:
             return reduced
+        if is_compiled_by_xla():
+            raise ValueError(
+                "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
+                "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
+            )
         variables = list(variables or [None] * len(reduced))
         ids = [variable_id(variable) for variable in variables]
         exchanged = [i for i, key in enumerate(ids) if key not in self._local]
@@ -139,7 +159,11 @@ class Reducer:
         compare_structure(self.name, self._settings(), *structure, self.process_set)
         shared = [i for i in exchanged if reduced[i] is not None]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
-        groups = self._groups(reduced, [i for i in shared if i not in sparse], ids)
+        overwriting = [i for i in shared if overwrites(variables[i])]
+        dense = [i for i in shared if i not in [*sparse, *overwriting]]
+        wanted = self.groups
+        named = [set(map(variable_id, group)) for group in wanted] if isinstance(wanted, list) else wanted
+        groups = in_groups(reduced, dense, ids, named, self.bucket_bytes)
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = []
         for number, group in enumerate(groups):
@@ -151,6 +175,8 @@ class Reducer:
                 done.append(self.flag.update(values.pop()))
             for i, value in zip(group, values):
                 reduced[i] = value
+        if overwriting:
+            reduced = self.maxima(reduced, variables)
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
         done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
@@ -164,6 +190,21 @@ class Reducer:
                 reduced[i] = value
         return reduced
 
+    def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, those that become the values of their variables replaced by the largest of all ranks.
+
+        These are the scales of float8 and the histories of largest absolute values that they come from, so those of
+        the joint batch are the maxima over its parts.
+        """
+        found = list(gradients)
+        at = [i for i, variable in enumerate(variables) if overwrites(variable) and found[i] is not None]
+        if at and not self.is_alone:
+            options = {"op": hvd.Max, "process_set": self.process_set, "ignore_name_scope": True}
+            values = hvd.grouped_allreduce([found[i] for i in at], name=f"{self.name}_maxima", **options)
+            for i, value in zip(at, values):
+                found[i] = value
+        return found
+
     def _settings(self) -> str:
         """The settings that must be the same on all ranks for their messages to match."""
         groups = self.groups if isinstance(self.groups, int | None) else [len(group) for group in self.groups]
@@ -172,27 +213,6 @@ class Reducer:
             f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}"
         )
-
-    def _groups(self, gradients: list[Any], dense: list[int], ids: list[int]) -> list[list[int]]:
-        """Positions of the dense gradients that travel together; those of one group have one type."""
-        parts = [dense]
-        if isinstance(self.groups, list):
-            wanted = [set(map(variable_id, group)) for group in self.groups]
-            parts = [[i for i in dense if ids[i] in group] for group in wanted]
-            parts += [[i] for i in dense if not any(ids[i] in group for group in wanted)]
-        elif self.bucket_bytes and self.groups is None:
-            last_first = dense[::-1]
-            # A shape that is only known at run time counts as 0 bytes.
-            sizes = [(gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in last_first]
-            buckets = in_buckets(sizes, self.bucket_bytes)
-            parts = [[last_first[position] for position in bucket] for bucket in buckets]
-        groups = []
-        for part in parts:
-            for dtype in dict.fromkeys(gradients[i].dtype for i in part):
-                same = [i for i in part if gradients[i].dtype == dtype]
-                length = -(-len(same) // (self.groups if isinstance(self.groups, int) else 1))
-                groups += [same[start : start + length] for start in range(0, len(same), length)]
-        return groups
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype
@@ -215,6 +235,8 @@ class Reducer:
         return [value if value.dtype == dtype else tf.cast(value, dtype) for value in values]
 
     def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        global gathers_rows
+        gathers_rows = True
         if self.op not in (hvd.Average, hvd.Sum):
             raise ValueError("only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops")
         with tf.device(self.device_sparse):
@@ -222,11 +244,18 @@ class Reducer:
             values = hvd.allgather(slices.values, name=f"{name}_values", **options)
             indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
         factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
+        if self.sums_duplicates:
+            values, indices = sum_duplicates(values, indices)
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
 
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
+
+
+def overwrites(variable: Any) -> bool:
+    """True if Keras sets this variable to its gradient, as it does for float8 (`overwrite_with_gradient`)."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def variable_id(variable: Any) -> int:

@@ -77,11 +77,16 @@ class _ReducesGradients:
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("use_generic_names", None)  # Horovod's; our names never depend on those of variables.
-        flat = [s.value if isinstance(s, keras.Variable) else s for s in tf.nest.flatten(sources)]
+        variables = tf.nest.flatten(sources)
+        flat = [s.value if isinstance(s, keras.Variable) else s for s in variables]
         gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
         reducer = Reducer(name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
-        return tf.nest.pack_sequence_as(sources, reducer(gradients, flat))
+        reduced = reducer(gradients, variables)
+        for gradient in reduced:
+            if gradient is not None:
+                gradient._hvtrain_reduced = True  # A DistributedOptimizer looks.
+        return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any

@@ -19,6 +19,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for that one step;
             scaling the slots gives the same product, and works in a compiled step too.
         steps_per_epoch: needed if Keras does not know it.
+
+    Raises ValueError at the start of training if the optimizer's learning rate is a schedule.
     """
 
     def __init__(
@@ -45,6 +47,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
+        schedule = getattr(self._optimizer, "_learning_rate", None)
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f"{type(self).__name__} sets the learning rate, and this optimizer's is a {type(schedule).__name__}; "
+                "give the optimizer a number, or leave the callback out and put the warm-up into the schedule"
+            )
         if self.initial_lr is None:
             self.initial_lr = float(self.model.optimizer.learning_rate)
         if not self.staircase and not self.steps_per_epoch:
@@ -68,8 +76,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
+    @property
+    def _optimizer(self) -> Any:
+        return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+
     def _set(self, epoch: float) -> None:
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        optimizer = self._optimizer
         assert self.initial_lr is not None
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new

@@ -85,6 +85,7 @@ class HorovodStrategy(Strategy):
         self.comm, self.timeline = HorovodComm(), HorovodTimeline()
 
     def start(self) -> Topology:
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")  # The watchdog looks.
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())

@@ -173,3 +173,101 @@ def test_callbacks_of_upstream(library):
         # 4 steps an epoch, 2 epochs of warm-up from base to base x size, upstream's formula.
         expected = [0.1 * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)] + [0.1 * size] * 4
         assert rates == pytest.approx(expected, rel=1e-5)
+
+
+def idioms(library, name):
+    return [found["idioms"][name] for found in library]
+
+
+def test_variables_are_broadcast_inside_a_function(library):
+    for found in idioms(library, "broadcast"):
+        assert found["before"] > 0.1 and found["after"] == 0
+        assert found["seeds differ"], "or dropout would drop the same units on all ranks"
+        assert found["bfloat16"] == [1.5, 0.0]
+        assert "hold different variables at position 0" in found["unlike"]
+
+
+def test_a_copy_of_a_distributed_optimizer_reduces(library):
+    mean = (len(library) + 1) / 2
+    for found in idioms(library, "copies"):
+        assert found["pickled"] == found["deep"] == [-mean, 1]
+        assert found["sums passes"] == 2
+        assert "copy the plain optimizer, and wrap the copy" in found["local"]
+        assert found["called"]
+
+
+def test_xla_is_refused_in_one_line(library):
+    for found in idioms(library, "xla"):
+        assert all("XLA compiles this step" in said and "pass jit_compile=False" in said for said in found)
+
+
+def test_a_warm_up_of_a_schedule_is_refused(library):
+    assert all("this optimizer's is a ExponentialDecay; give" in said for said in idioms(library, "schedule"))
+
+
+def test_optimizers_of_a_model_that_compile_does_not_know(library):
+    assert idioms(library, "two_optimizers") == [[0, 0]] * len(library)
+
+
+def test_the_broadcast_warns_of_ranks_that_train_alone(library):
+    for rank, found in enumerate(idioms(library, "warnings")):
+        assert len(found["plain"]) == 1 and f"rank {rank} of {len(library)} trains alone" in found["plain"][0]
+        assert ["call model.build(input_shape) before fit" in said for said in found["unbuilt"]] == [True] * (rank == 0)
+        assert found["neither"] == []
+
+
+def test_epochs_that_differ_between_ranks(library):
+    last = len(library) - 1
+    for found in idioms(library, "unlike"):
+        assert f"an epoch has 4 batches on rank 0 and 3 on rank {last}" in found["batches"]
+        assert "unlike metrics after epoch 1" in found["metrics"] and "['val_loss']" in found["metrics"]
+        assert found["smallest"] == 3
+
+
+def test_another_optimizer_on_one_rank(library):
+    for said in idioms(library, "another"):
+        assert said.startswith("RankError: ") and "optimizers, in the same order, on every rank" in said
+
+
+def test_a_tape_and_an_optimizer_that_both_sum(library):
+    for found in idioms(library, "twice"):
+        assert "reduce them twice; use a plain optimizer, or a plain tape" in found["sum"]
+        assert found["mean"] == [-(len(library) + 1) / 2]
+
+
+def test_scales_of_float8_are_the_same_on_all_ranks(library):
+    """Rank 1's inputs are twice as large; accumulated or not."""
+    for found in idioms(library, "float8"):
+        for number, gap, largest in found.values():
+            assert number == 6 and gap == 0 and largest > 1
+
+
+def test_rows_with_the_same_index_are_summed_where_their_order_changes(library):
+    for found in idioms(library, "rows"):
+        assert found["as they are"] > 0 and found["summed"] == 0
+
+
+def test_models_of_other_formats_and_makers_are_loaded(library):
+    for found in idioms(library, "loaded"):
+        assert found["h5"] == [True, 0, 8]
+        assert found["function"] == [True, True]
+
+
+def test_tapes_in_old_graphs_and_then_in_functions(library):
+    mean = float(len(library) + 1)
+    assert idioms(library, "old_graphs") == [[[mean], [mean]]] * len(library)
+
+
+def test_join_after_sparse_gradients_is_refused(library):
+    for has_gathered, said in idioms(library, "join"):
+        assert has_gathered and "pass sparse_as_dense=True" in said
+
+
+@pytest.mark.parametrize("waits", [[], pytest.param(["100"], marks=pytest.mark.nightly)])
+def test_a_rank_that_waits_for_another_says_so_at_the_end(waits, tmp_path):
+    """The other one ends after fewer batches, or never comes."""
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"} if waits else {}
+    worker = str(WORKERS / "unlike_batches.py")
+    code, output = run("mpirun", 2, "python", worker, *waits, cwd=tmp_path, **limits)
+    assert code != 0
+    assert "\nhvtrain: rank 0 waited for a rank that is gone, or that never came." in output

@@ -18,7 +18,8 @@ from hvtrain.strategies.horovod import HorovodStrategy
 
 hvd.init()
 
-import refusals  # noqa: E402  (it needs the rank)
+import idioms  # noqa: E402  (it needs the rank)
+import refusals  # noqa: E402
 
 RANK, SIZE = hvd.rank(), hvd.size()
 RNG = np.random.default_rng(5)
@@ -155,6 +156,7 @@ found = {
     "metrics": metrics_over_uneven_shards(),
     "overflow": overflow_on_one_rank(),
     "refusals": refusals.all_of_them(),
+    "idioms": idioms.all_of_them(Path(sys.argv[1]).parent),
     "saved": saved_and_loaded(Path(sys.argv[1]).parent),
     "unreduced": unreduced_training_stops(),
     "callbacks": callbacks(),
