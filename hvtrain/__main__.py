@@ -1,13 +1,12 @@
 """Command line of the runner, `python -m hvtrain`: composes and checks the settings, trains, and exits."""
 
-import os
 import sys
 
 from hvtrain import __version__
 from hvtrain.cli import Parser, enter
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
-from hvtrain.errors import RESTART_HELPS, ConfigError
+from hvtrain.errors import ConfigError
 from hvtrain.system import console
 
 EXAMPLES = """\
@@ -21,8 +20,7 @@ examples:
 
 def main() -> None:
     """Runs the command line and exits."""
-    # Before training there is nothing to save; later Interruption takes the signals.
-    console.take_signals(lambda *_: os._exit(RESTART_HELPS))
+    console.take_signals(console.end_before_training)  # Later Interruption takes them.
     enter(compose_and_run)
 
 

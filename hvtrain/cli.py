@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvtrain.errors import ConfigError, FailedRankError, UserError
+from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 2.0
@@ -98,9 +98,9 @@ def enter(work: Callable[[], int]) -> None:
 def _report(error: BaseException, rank: int) -> int:
     """Tells the user what went wrong; the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted; run the same command with the same run.dir to resume from the newest checkpoint"
+        text = "interrupted; nothing new was saved"
         console.say_error(text, rank, is_repeated=True)
-        return 130
+        return INTERRUPTED
     if not isinstance(error, UserError):
         if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
             # This rank only lost the others. They report first.

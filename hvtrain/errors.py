@@ -5,6 +5,7 @@ hvtrain or in the user's own code, and is shown in full.
 """
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
+INTERRUPTED = 130  # what shells report after Ctrl-C
 THIS_RANK = -1
 
 
@@ -66,8 +67,8 @@ class FailedRankError(UserError, RuntimeError):
     culprit = None
 
 
-class Preempted(SystemExit):
-    """A run that a signal asked to make room. It is saved, and can be started again. Exit code RESTART_HELPS."""
+class Stopped(SystemExit):
+    """A run that a signal asked to stop. It is saved, and can be started again.
 
-    def __init__(self) -> None:
-        super().__init__(RESTART_HELPS)
+    Exit code INTERRUPTED after Ctrl-C, else RESTART_HELPS: a scheduler asked it to make room.
+    """

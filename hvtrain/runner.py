@@ -10,7 +10,7 @@ import keras
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RunRecord
-from hvtrain.errors import Preempted, UserError
+from hvtrain.errors import Stopped, UserError
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
@@ -52,7 +52,7 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
-    """Repeats attempts until one finishes (every rank). Raises Preempted after a signal, with the run saved."""
+    """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
     state, record = RunState(time.monotonic()), None
     with state.lock:
         try:
@@ -150,8 +150,8 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         if monitors.throughput.split:
             log.info("%s", monitors.throughput.split.in_words(run.topology.size))
     strategy.stop()
-    if monitors.interruption.by_signal:
-        raise Preempted
+    if monitors.interruption.exit_code:
+        raise Stopped(monitors.interruption.exit_code)
     return record
 
 

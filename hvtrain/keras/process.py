@@ -154,9 +154,9 @@ def _explain_lost_ranks(kind: type[BaseException], error: BaseException, trace: 
     if is_lost_rank_error(error):
         rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "?")
         print(
-            f"hvtrain: rank {rank} waited for a rank that is gone, or that never came. If another rank failed, its "
-            "error is the cause. If it only ended, it had fewer batches: pass fit the same steps_per_epoch on all ranks "
-            "(hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
+            f"hvtrain: rank {rank} waited for a rank that is gone or never came. If another rank failed, its "
+            "error is the cause. If it only ended, it had fewer batches: pass fit the same steps_per_epoch on all "
+            "ranks (hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
             file=sys.stderr,
         )
 

@@ -194,8 +194,9 @@ def judge(
     if end.code == RESTART_HELPS:
         # Where the watchdog ends all ranks, a silent one may be gone before the one that says why.
         found = found or next(iter(verdicts.values()), None)
-        if found is None:
-            return Failure(place, host, "preempted, saved", RESTART_HELPS, is_preemption=True)
+        if found is None or found.cause.endswith(verdict.UNSAVED):
+            cause = found.cause if found else "preempted, saved"
+            return Failure(place, host, cause, RESTART_HELPS, is_preemption=True)
         if isinstance(found.rank, int) and found.rank < len(hosts):
             place, host = f"rank {found.rank}", hosts[found.rank]
         return Failure(place, host, f"{found.cause}; {AGAIN}", RESTART_HELPS)

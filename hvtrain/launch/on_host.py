@@ -39,14 +39,14 @@ def look(address: str) -> dict[str, Any]:
     return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions()}
 
 
-def ask(mark: str) -> Answer:
-    """Sends SIGUSR1 to the launch's ranks on this host."""
+def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
+    """Sends a signal to the launch's ranks on this host."""
     ranks = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # A process that a rank started has its variables too, and is not asked.
     first = [process for process, parent in ranks.items() if parent not in ranks]
     for process in first:
         with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGUSR1)
+            os.kill(process, number)
     return {"count": len(first), "oom_kills": oom_kills()}
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import RESTART_HELPS
+from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
 from hvtrain.launch.reach import Reached, mpirun_job
+from hvtrain.system import console
 
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
@@ -115,8 +116,9 @@ class Launch:
     def run(self, signals: Signals) -> Ending:
         """Runs the line to its end and leaves nothing behind.
 
-        SIGUSR1 and SIGTERM to this process go to one rank: then all ranks save and stop together, with code 75. Ctrl-C
-        and a closed terminal go on to the launcher. A second signal, or no end in time, ends all by force.
+        Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save and stop together,
+        with code 130 after Ctrl-C, else 75. A closed terminal goes on to the launcher. A second signal, or no end in
+        time, ends all by force.
         """
         signals.pass_to(self._take_signal)
         # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
@@ -138,11 +140,11 @@ class Launch:
         if len(self._came) > 1:
             _in_background(self._force)
             return
-        if number == signal.SIGTERM:
-            _in_background(self._ask, number)
-        else:
+        if number == signal.SIGHUP:
             self._pass_on(number)
-        last_resort = threading.Timer(SECONDS_TO_SAVE if number == signal.SIGTERM else SECONDS_TO_STOP, self._force)
+        else:
+            _in_background(self._ask, number)
+        last_resort = threading.Timer(SECONDS_TO_STOP if number == signal.SIGHUP else SECONDS_TO_SAVE, self._force)
         last_resort.daemon = True
         last_resort.start()
 
@@ -153,6 +155,8 @@ class Launch:
             # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
             code = RESTART_HELPS if self._came[0] == signal.SIGTERM else 128 + self._came[0]
             return Ending(code, _of_all(f"ended by force after {name}", code) if self._was_forced else None)
+        if self._came and self._came[0] == signal.SIGINT:
+            return Ending(INTERRUPTED)  # Rank 0 has said what was saved.
         if listener.first is None:
             if code > 0:
                 return Ending(code)
@@ -178,17 +182,20 @@ class Launch:
 
     def _ask(self, number: int) -> None:
         """Asks the ranks of this host, or of the first other host that has any."""
-        count = on_host.ask(str(self._folder))["count"]
+        sent = number if number == signal.SIGINT else signal.SIGUSR1
+        count = on_host.ask(str(self._folder), sent)["count"]
         for host in self._reached().remote if not count else ():
-            answer = self._reached().call(host, "ask", str(self._folder))
+            answer = self._reached().call(host, "ask", str(self._folder), sent)
             count = answer["count"] if answer else 0
             if count:
                 break
         self._was_asked = self._was_asked or count > 0
-        if not count:
+        if count and number == signal.SIGINT:
+            console.say_stopping()
+        elif not count:
             name = signal.Signals(number).name
             sys.stderr.write(f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n")
-            if number == signal.SIGTERM:
+            if number != signal.SIGUSR1:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:

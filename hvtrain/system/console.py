@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvtrain.errors import THIS_RANK
+from hvtrain.errors import RESTART_HELPS, THIS_RANK
 from hvtrain.system import verdict
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
@@ -52,7 +52,7 @@ def quiet_import(verbose: bool) -> Iterator[None]:
             os.dup2(held.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except Exception:
             held.seek(0)
             os.write(console, held.read())
             raise
@@ -107,14 +107,27 @@ def note_signal(*_: object) -> None:
     _signal_came.set()
 
 
-def take_signals(handler: Callable[..., object]) -> None:
-    """Sends the signals of schedulers and launchers to the handler alone.
+def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals) -> None:
+    """Sends these signals, by default those of schedulers and launchers, to the handler alone.
 
     Python delivers signals to the main thread only; a run in another thread was not launched, and takes none.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in numbers or (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)
+
+
+def end_before_training(number: int, *_: object) -> None:
+    """A handler for signals that come before there is anything to save: ends the process, and says so on rank 0."""
+    rank, text = launched_rank(), f"{signal.Signals(number).name} came {verdict.UNSAVED}"
+    sys.stderr.write(verdict.Verdict(rank, text, RESTART_HELPS).line() + ("" if rank else f"hvtrain: {text}\n"))
+    sys.stderr.flush()
+    os._exit(RESTART_HELPS)
+
+
+def say_stopping() -> None:
+    """Says what the first Ctrl-C does. Past Python's streams: the signal may have come while one of them was used."""
+    os.write(2, b"\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
 
 
 def say_error(

@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 
 PREFIX = "hvtrain-verdict: "
+UNSAVED = "before training began, so nothing was saved"
 # Every process of a launch that hvtrain watches has this variable (launch/on_host.py calls it MARK).
 _WATCHED = "HVTRAIN_LAUNCH"
 

@@ -270,4 +270,4 @@ def test_a_rank_that_waits_for_another_says_so_at_the_end(waits, tmp_path):
     worker = str(WORKERS / "unlike_batches.py")
     code, output = run("mpirun", 2, "python", worker, *waits, cwd=tmp_path, **limits)
     assert code != 0
-    assert "\nhvtrain: rank 0 waited for a rank that is gone, or that never came." in output
+    assert "\nhvtrain: rank 0 waited for a rank that is gone or never came." in output

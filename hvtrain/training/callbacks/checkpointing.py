@@ -12,6 +12,7 @@ import numpy as np
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
+from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epoch_metrics import Validation
@@ -26,18 +27,24 @@ class Interruption(keras.callbacks.Callback):
     """Requests a stop after train.max_time by the chief's clock, or after a signal to this rank (every rank).
 
     The run is saved, to be resumed later. The ranks stop together, after the same step. A signal that came between two
-    attempts counts too.
+    attempts counts too. While training goes on, Ctrl-C is such a signal; a second one ends the process at once.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.reason = ""
-        self.by_signal = False
+        self.exit_code = 0
         self._comm = run.strategy.comm
         self._limit = limit = run.config.train.max_time if run.topology.is_chief else None
         self._deadline = run.state.began + seconds("train.max_time", limit) if limit else float("inf")
         self._signals = run.state.signals
         console.take_signals(self._take_signal)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        console.take_signals(self._take_signal, signal.SIGINT)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        console.take_signals(signal.default_int_handler, signal.SIGINT)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._signals or time.monotonic() >= self._deadline:
@@ -47,14 +54,19 @@ class Interruption(keras.callbacks.Callback):
         """Sets the reason for which training has stopped, the same on all ranks; empty if it is not this callback's."""
         name = signal.Signals(self._signals[0]).name if self._signals else ""
         by_signal = f"{name} to rank {self._comm.topology.rank} on {socket.gethostname()}" if name else ""
+        by_user = "Ctrl-C" if signal.SIGINT in self._signals else ""
         by_clock = f"train.max_time={self._limit}" if time.monotonic() >= self._deadline else ""
-        signals, clocks = zip(*self._comm.gather((by_signal, by_clock)))
-        self.by_signal = any(signals)
-        self.reason = next(filter(None, [*signals, *clocks]), "")
+        users, signals, clocks = zip(*self._comm.gather((by_user, by_signal, by_clock)))
+        self.exit_code = INTERRUPTED if any(users) else RESTART_HELPS if any(signals) else 0
+        self.reason = next(filter(None, [*users, *signals, *clocks]), "")
 
     def _take_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
         console.note_signal()
+        if number == signal.SIGINT:
+            console.take_signals(signal.SIG_DFL, signal.SIGINT)
+            if not console.is_launched():  # Otherwise the launcher says it.
+                console.say_stopping()
 
 
 class CallbackState(keras.callbacks.Callback):
