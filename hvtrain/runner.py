@@ -19,7 +19,6 @@ from hvtrain.system import console
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
-from hvtrain.training.callbacks.recording import verbosity
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
 from hvtrain.training.outcome import test_metrics, write_outcome
 from hvtrain.training.run import Run, summary, versions
@@ -123,8 +122,8 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
                 check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
             if monitors.position.in_epoch:
                 build_metrics(model, run.batches_from(start.step))
-            verbose, steps = verbosity(run.topology.is_chief), call_steps(config, strategy, callbacks)
-            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, verbose, steps)
+            steps = call_steps(config, strategy, callbacks)
+            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return monitors
 
 

@@ -107,7 +107,6 @@ class Strategy:
         plan: StepPlan,
         start_step: int,
         callbacks: list[keras.callbacks.Callback],
-        verbose: int,
         call_steps: CallSteps,
     ) -> None:
         """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
@@ -118,10 +117,9 @@ class Strategy:
             plan: the steps of the run.
             start_step: steps already done.
             callbacks: all of them, in the order of calls.
-            verbose: as in Keras's fit.
             call_steps: chooses the number of steps in each call of the graph.
         """
-        train(model, batches_from, plan, start_step, callbacks, verbose, call_steps, self.marks)
+        train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks)
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.

@@ -56,7 +56,6 @@ def train(
     plan: StepPlan,
     start_step: int,
     callbacks: list[keras.callbacks.Callback],
-    verbose: int,
     call_steps: CallSteps,
     marks: StepMarks,
 ) -> None:
@@ -67,9 +66,8 @@ def train(
     callback_list = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
-        add_progbar=verbose > 0,
         model=model,
-        verbose=verbose,
+        verbose=0,
         epochs=plan.num_epochs,
         steps=plan.steps_per_epoch,
     )

@@ -76,7 +76,7 @@ def batches(step):
 
 def trained(calls, callbacks=(), start_step=0):
     model, marks = made(), StepMarks()
-    loop.train(model, batches, PLAN, start_step, list(callbacks), 0, calls, marks)
+    loop.train(model, batches, PLAN, start_step, list(callbacks), calls, marks)
     return model, marks
 
 
@@ -107,7 +107,7 @@ def test_xla_compiles_forward_and_backward_and_changes_no_result(loss_scale):
             jit_compile=by_xla,
         )
         logs = Notes()
-        loop.train(model, batches, PLAN, 0, [logs], 0, loop.CallSteps(5, [], lambda value: value), StepMarks())
+        loop.train(model, batches, PLAN, 0, [logs], loop.CallSteps(5, [], lambda value: value), StepMarks())
         assert optimizer.steps == 36
         weights[by_xla] = [*model.get_weights(), *([row[name] for name in ("loss", "accuracy")] for row in logs.logs)]
     for plain, compiled in zip(weights[False], weights[True], strict=True):
@@ -120,7 +120,7 @@ def test_what_xla_cannot_compile_is_told():
     model.add(UncompiledLayer())
     model.compile("sgd", model.loss, jit_compile=True)
     with pytest.raises(tf.errors.OpError, match=r"(?s)EagerPyFunc.*XLA"):
-        loop.train(model, batches, PLAN, 0, [], 0, loop.CallSteps(5, [], lambda value: value), StepMarks())
+        loop.train(model, batches, PLAN, 0, [], loop.CallSteps(5, [], lambda value: value), StepMarks())
 
 
 def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
@@ -175,7 +175,7 @@ def test_marks_tell_data_from_compute():
     options.autotune.enabled = False  # Its tuner may add a prefetch, and so begin a batch while a step computes.
     model, marks = made(), StepMarks()
     data = batches(0).map(slow).with_options(options)
-    loop.train(model, lambda _: data, PLAN, 16, [], 0, loop.CallSteps(4, [], lambda value: value), marks)
+    loop.train(model, lambda _: data, PLAN, 16, [], loop.CallSteps(4, [], lambda value: value), marks)
     times = marks.times().each()
     assert marks.times().steps == 20
     assert times.data >= 0.02 > times.compute > 0 and times.communication == 0

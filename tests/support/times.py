@@ -83,7 +83,7 @@ CASES = {
     "exception on rank 1": Case([ACTS % "raise"], code=1),
     "no memory on rank 1": Case([ACTS % "memory"], code=1),
     "disk full": Case(["checkpoint.keep=9"], text="No space left", code=2, disk="size=1600k"),
-    "unreadable image": Case(IMAGES, text="Epoch 1/", code=2),
+    "unreadable image": Case(IMAGES, text="run folder", code=2),
 }
 
 

@@ -121,6 +121,8 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     assert output.count("hvtrain: Ctrl-C: saving and stopping; press it again to end at once") == 1
     step = re.search(r"stopped by Ctrl-C after step ([\d,]+) of", output)[1].replace(",", "")
     assert max(checkpoints.glob("step-*")).name == f"step-{int(step):08d}"
+    epoch, done, whole = map(int, re.findall(r"Epoch (\d+)/100000: (\d+)/(\d+) steps, ", output)[-1])
+    assert (epoch - 1) * whole + done == int(step), "the last line counts what was done of the epoch"
     deadline = time.monotonic() + 10
     while not no_ranks_left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -22,7 +22,8 @@ from hvtrain.training.callbacks.checkpointing import (
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
 from hvtrain.training.callbacks.guard import Guard, Proof
 from hvtrain.training.callbacks.position import Position
-from hvtrain.training.callbacks.recording import Progress, Recording, Skipped, verbosity
+from hvtrain.training.callbacks.progress import Progress
+from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run
@@ -74,7 +75,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         *strategy.stop_callbacks(),
         Recording(*place, throughput=monitors.throughput),
         Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
-        *([Progress(*place)] if verbosity(run.topology.is_chief) == 2 else []),
+        *([Progress(*place)] if run.topology.is_chief else []),
         monitors.skipped,
         *([TimelineTrace(*place)] if config.profile.timeline else []),
         *([MemoryCommit(*place, callback_state=state)] if strategy.membership.commit_steps else []),

@@ -1,20 +1,15 @@
-"""What a run tells while it trains: rows of history.csv, progress on the console, examples that it left out."""
+"""What a run records while it trains: rows of history.csv, and examples that it left out."""
 
 import logging
-import sys
-import time
 from typing import Any
 
 from hvtrain.core.records import EpochRecord, read_history, write_history
 from hvtrain.data.source import Unreadable
 from hvtrain.errors import StorageError
-from hvtrain.system.console import is_launched
 from hvtrain.training.callbacks.position import RunCallback
 from hvtrain.training.callbacks.speed import Throughput
 
 log = logging.getLogger(__name__)
-
-SECONDS_BETWEEN_LINES = 30.0
 
 
 class Recording(RunCallback):
@@ -55,32 +50,6 @@ class Recording(RunCallback):
             if self.run.config.checkpoint.on_error == "stop":
                 raise
             log.warning("%s; training continues (checkpoint.on_error=warn)", error)
-
-
-def verbosity(is_chief: bool) -> int:
-    """Keras's verbose: a moving bar on a terminal, one line an epoch elsewhere, nothing on other ranks.
-
-    A launcher prefixes each line, which breaks a moving bar; mpirun gives its ranks terminals nevertheless.
-    """
-    if not is_chief:
-        return 0
-    return 1 if sys.stdout.isatty() and not is_launched() else 2
-
-
-class Progress(RunCallback):
-    """Logs a line every 30 seconds within long epochs if Keras shows no moving bar (chief only)."""
-
-    _last = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._last = time.monotonic()
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if self.position.in_epoch and now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
-            numbers = " - ".join(f"{name}: {value:.4g}" for name, value in logs.items())
-            log.info("%d/%d - %s", batch + 1, self.params["steps"], numbers)
 
 
 class Skipped(RunCallback):
