@@ -19,6 +19,8 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PR
 SECONDS_FOR_ANOTHER_RANK = 10.0
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
 _signal_came = threading.Event()
+# Descriptor of this process's error output, also while TensorFlow's notes go elsewhere.
+_error_output = 2
 
 
 def launched_rank() -> int:
@@ -43,10 +45,11 @@ def quiet_import(verbose: bool) -> Iterator[None]:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
+    global _error_output
     left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
     sys.stderr.flush()
-    console = os.dup(2)
+    console = _error_output = os.dup(2)
     with tempfile.TemporaryFile() as held:
         if not verbose:
             os.dup2(held.fileno(), 2)
@@ -59,6 +62,7 @@ def quiet_import(verbose: bool) -> Iterator[None]:
         finally:
             sys.stderr.flush()
             os.dup2(console, 2)
+            _error_output = 2
             os.close(console)
             for name in left_out:
                 del sys.modules[name]
@@ -120,8 +124,8 @@ def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: sig
 def end_before_training(number: int, *_: object) -> None:
     """A handler for signals that come before there is anything to save: ends the process, and says so on rank 0."""
     rank, text = launched_rank(), f"{signal.Signals(number).name} came {verdict.UNSAVED}"
-    sys.stderr.write(verdict.Verdict(rank, text, RESTART_HELPS).line() + ("" if rank else f"hvtrain: {text}\n"))
-    sys.stderr.flush()
+    line = verdict.Verdict(rank, text, RESTART_HELPS).line() + ("" if rank else f"hvtrain: {text}\n")
+    os.write(_error_output, line.encode())
     os._exit(RESTART_HELPS)
 
 
