@@ -26,7 +26,7 @@ from horovod.runner.driver import driver_service
 from horovod.runner.util import remote
 
 from hvtrain.errors import UserError
-from hvtrain.horovodrun import changes
+from hvtrain.horovodrun import changes, elastic_start
 from hvtrain.launch import on_host, reach
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
@@ -76,6 +76,8 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         if args.hostfile and not args.hosts:
             args.hosts = hosts_word(parse_hostfile(Path(args.hostfile)))
         folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
+        if launch._is_elastic(args):
+            elastic_start.prepare(args)
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():

@@ -53,11 +53,13 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
 def test_the_rendezvous_of_an_elastic_job(tmp_path):
     """Horovod's own unpickles what anybody puts there as a worker's address (CVE-2024-10190)."""
     script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:2\necho 'x;touch executed:1'\necho -oProxyCommand=x:1\n")
+    # A host is there after some seconds.
+    late = f"test -e {tmp_path}/asked && echo localhost:2; touch {tmp_path}/asked"
+    script.write_text(f"#!/bin/sh\n{late}\necho 'x;touch executed:1'\necho -oProxyCommand=x:1\n")
     script.chmod(0o755)
     launched = start(
         None, 1, "horovodrun", "--gloo", "-np", "2", "--min-np", "2", "--host-discovery-script", str(script),
-        "--network-interfaces", "lo", "python", "-c", WAITING.format(folder=str(tmp_path)), cwd=tmp_path,
+        "python", "-c", WAITING.format(folder=str(tmp_path)), cwd=tmp_path,
     )  # fmt: skip
     while not (tmp_path / "rank-1").exists():
         assert launched.poll() is None, launched.communicate()[0]

@@ -48,7 +48,7 @@ def elastic(folder, scenario):
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
     options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(script)]
-    return ended(folder, scenario, "gloo", 2, *options, "--network-interfaces", "lo")
+    return ended(folder, scenario, "gloo", 2, *options)
 
 
 def test_rank_0_is_killed(tmp_path):

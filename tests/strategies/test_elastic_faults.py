@@ -23,10 +23,11 @@ def path_with_own():
     return os.pathsep.join([str(OWN), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def elastic(folder, num_ranks, fates, *words, gloo_seconds=120, disks=None):
+def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None):
     """Exit code and output of an elastic run, with what `fates.Fates` does to its ranks.
 
-    Ranks wait gloo_seconds for one that joins, and of three or more one may wait so long for one that was killed.
+    Ranks wait gloo_seconds (None: the default) for one that joins, and of three or more one may wait so long for one
+    that was killed.
     disks: where each host has a disk of its own, by its name; None: they share one.
     """
     (folder / "hosts").write_text("".join(f"{name}:1\n" for name in NAMES[:num_ranks]))
@@ -34,8 +35,9 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=120, disks=None):
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
     settings = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
-    command = ["--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script), "--network-interfaces", "lo"]
-    command += ["--gloo-timeout-seconds", str(gloo_seconds), *([str(WORKERS / "own_disk")] if disks else [])]
+    command = ["--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
+    command += ["--gloo-timeout-seconds", str(gloo_seconds)] if gloo_seconds else []
+    command += [*([str(WORKERS / "own_disk")] if disks else [])]
     command += ["python", "-m", "hvtrain", "strategy=elastic"]
     command += [*WORDS, *words]
     command += [f"+callbacks.fates={{_target_: fates.Fates, {settings}}}", f"run.dir={folder / 'run'}"]
@@ -109,6 +111,7 @@ def test_rank_0_is_killed_and_another_joins(uninterrupted, tmp_path):
         "step-00000025 in memory: 25 of 66 steps were done, on 2 ranks; on 1 now: global batch 64 and learning rate"
     )
     assert before in output
+    assert f"hvtrain: starting rank 1 on {NAMES[2]}; the others wait, 120 s at most" in output
     assert f"in memory: {at - 1} of 66 steps were done, on 1 rank; on 2 now: global batch 64 and" in output
     assert_same_end(tmp_path, uninterrupted, 2)
 
