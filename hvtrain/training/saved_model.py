@@ -49,12 +49,8 @@ def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> kera
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
-        # optimizer that is not built. Under mixed_float16 Keras adds a loss scale but does not save that it did, and
-        # the file would not load under another policy.
-        optimizer = keras.optimizers.SGD()
-        if one.dtype_policy.name == "mixed_float16":
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        compile_model(one, optimizer)
+        # optimizer that is not built.
+        compile_model(one, keras.optimizers.SGD())
         one.optimizer.build(one.trainable_variables)
     return whole
 

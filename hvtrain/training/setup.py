@@ -96,8 +96,19 @@ class LearningRate:
         self._optimizer: Any = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Takes the step from this optimizer, whose learning rate this is."""
-        self._optimizer = optimizer
+        """Takes the step from this optimizer, whose learning rate this is.
+
+        Keras saves the optimizer with a schedule of its own, constant at the rate of that moment, so that a model that
+        a callback saves loads without hvtrain.
+        """
+        self._optimizer, get_config, schedules = optimizer, optimizer.get_config, keras.optimizers.schedules
+        optimizer.get_config = lambda: {
+            **get_config(),
+            "learning_rate": schedules.serialize(schedules.ExponentialDecay(float(self()), 1, 1.0)),
+        }
+
+    def get_config(self) -> dict[str, Any]:
+        return {}  # Keras's optimizers ask for it; see follow.
 
     def __call__(self) -> Any:
         # As in Keras's schedules, batches that only accumulate count too; the public counter leaves them out.
@@ -119,30 +130,33 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     return optimizer
 
 
-class RankWeighted(keras.losses.Loss):
-    """The mean of a loss over the batch, with its gradient multiplied by the batch's weight."""
-
-    def __init__(self, loss: keras.losses.Loss) -> None:
-        super().__init__(name=loss.name)
-        self.loss = loss
+class RankWeighted(keras.losses.SparseCategoricalCrossentropy):
+    """The mean of the loss over the batch, with its gradient multiplied by the batch's weight."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = self.loss(y_true, y_pred)
+        value = super().__call__(y_true, y_pred)
         if sample_weight is None:
             return value
         weighted = value * tf.cast(sample_weight[0], value.dtype)
         return weighted + tf.stop_gradient(value - weighted)
 
 
+# Keras writes these names into saved models, which then load as the plain loss.
+RankWeighted.__module__, RankWeighted.__name__ = RankWeighted.__base__.__module__, RankWeighted.__base__.__name__
+
+
 def compile_model(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False, weighted: bool = False
 ) -> None:
     """Compiles a classifier of logits against class indices; weighted: for batches that carry their rank's weight."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = RankWeighted if weighted else keras.losses.SparseCategoricalCrossentropy
+    if model.dtype_policy.name == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Never "auto", which is on if there is a GPU: the user decides about XLA.
     model.compile(
         optimizer=optimizer,
-        loss=RankWeighted(loss) if weighted else loss,
+        loss=loss(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         jit_compile=jit_compile,
     )
