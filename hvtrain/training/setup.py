@@ -13,7 +13,7 @@ from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.run import versions
@@ -38,7 +38,7 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
     saved is the meta of the checkpoint to resume, if any, whose plan continues.
     """
-    source: Source = comm.all_or_raise(lambda: build("dataset", config.dataset))
+    source: Source = comm.all_or_raise(lambda: build(config, "dataset", Source))
     source.on_error = config.data.on_error
     hosts = comm.gather(comm.topology.host)
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
@@ -52,7 +52,9 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     with strategy.scope():
-        model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
+        model = build(config, "model", keras.Model, **shape)
+        check_model(model, f"model._target_={config.model['_target_']}", source)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -68,11 +70,33 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
     return model
 
 
+def check_model(model: keras.Model, name: str, source: Source) -> None:
+    """Builds the model if it is not, and checks that it turns the source's images into logits of its classes."""
+    try:
+        outputs = keras.tree.flatten(model(keras.Input(source.image_shape)))
+    except Exception as error:
+        place = place_of(error)
+        raise ConfigError(
+            f"{name} must take one input, images of shape {source.image_shape} as {source.name} gives them; it failed "
+            f"with {in_one_line(error)}{f' ({place})' if place else ''}; debug=true shows its traceback"
+        ) from error
+    shapes = [tuple(output.shape) for output in outputs]
+    # A step or a loss of the user's own may take whatever outputs it likes.
+    plain = all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss"))
+    if plain and shapes != [(None, source.num_classes)]:
+        raise ConfigError(
+            f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
+            f"(None, {source.num_classes}), the logits of the classes of {source.name}; "
+            f"end it with keras.layers.Dense({source.num_classes})"
+        )
+
+
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     """Builds the learning rate over the plan's own steps."""
     return build(
+        config,
         "schedule",
-        config.schedule,
+        Schedule,
         base=plan.base_learning_rate,
         peak=plan.peak_learning_rate,
         steps_per_epoch=plan.steps_per_epoch,
@@ -125,7 +149,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     accumulate = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
-    optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulate)
+    optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 

@@ -6,12 +6,12 @@ import pytest
 
 from launching import many_runs, without_hvtrain
 
-# Settings of each; FOLDER is the run's.
+# Settings of each.
 WORK = {
-    "ModelCheckpoint": ["filepath='FOLDER/{epoch:d}.keras'"],
-    "ModelCheckpoint weights": ["filepath=FOLDER/newest.weights.h5", "save_weights_only=true"],
-    "ModelCheckpoint steps": ["filepath='FOLDER/{batch:d}.weights.h5'", "save_weights_only=true", "save_freq=3"],
-    "CSVLogger": ["filename=FOLDER/log.csv"],
+    "ModelCheckpoint": ["filepath='${run.dir}/{epoch:d}.keras'"],
+    "ModelCheckpoint weights": ["filepath=${run.dir}/newest.weights.h5", "save_weights_only=true"],
+    "ModelCheckpoint steps": ["filepath='${run.dir}/{batch:d}.weights.h5'", "save_weights_only=true", "save_freq=3"],
+    "CSVLogger": ["filename=${run.dir}/log.csv"],
     "EarlyStopping": ["monitor=loss", "patience=0", "min_delta=100"],
     "ReduceLROnPlateau": ["monitor=loss", "patience=0", "min_delta=100"],
     "LearningRateScheduler": ["schedule={_target_: leaves.halved, _partial_: true}"],
@@ -21,11 +21,11 @@ WORK = {
     "History": [],
 }
 REFUSED = {
-    "BackupAndRestore": (["backup_dir=FOLDER/backup"], "leave it out, since a run saves and resumes by itself"),
+    "BackupAndRestore": (["backup_dir=${run.dir}/backup"], "leave it out, since a run saves and resumes by itself"),
     "SwapEMAWeights": ([], "leave it out, since with +optimizer.use_ema=true the averages become the weights"),
-    "OrbaxCheckpoint": (["directory=FOLDER/orbax"], "use keras.callbacks.ModelCheckpoint"),
+    "OrbaxCheckpoint": (["directory=${run.dir}/orbax"], "use keras.callbacks.ModelCheckpoint"),
     "TensorBoard": ([], "needs the package tensorboard, which is missing; pip install tensorboard"),
-    "ModelCheckpoint best": (["filepath=FOLDER/best.keras", "save_best_only=true"], "++callbacks.own.monitor=loss"),
+    "ModelCheckpoint best": (["filepath=${run.dir}/best.keras", "save_best_only=true"], "++callbacks.own.monitor=loss"),
 }
 # Whatever changes what Keras saves of a model: weights of unlike batches, a loss scale, a distributed optimizer.
 SAVED = {
@@ -58,7 +58,7 @@ def ran(folder):
     runs = {}
     for name, own in settings.items():
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
-        words = [f"_target_=keras.callbacks.{kind}", *(word.replace("FOLDER", str(folder / name)) for word in own)]
+        words = [f"_target_=keras.callbacks.{kind}", *own]
         runs[name] = [*(f"+callbacks.own.{word}" for word in words), "train.epochs=3", *SAVED.get(name, [])]
     found, output = many_runs(None, 1, runs, folder)
     return found[0], output

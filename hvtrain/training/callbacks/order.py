@@ -126,13 +126,11 @@ def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[st
         package, _, kind = settings["_target_"].rpartition(".")
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
-    built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
+    built = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
     best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in METRICS]
     if best not in metrics and not built:  # Callbacks may add metrics.
         raise ConfigError(f"checkpoint.best={best} is not a metric of this run; {nearest(best, metrics)}")
     for name, callback in built.items():
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
         if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
             raise ConfigError(
                 f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
