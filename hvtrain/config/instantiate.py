@@ -35,11 +35,13 @@ def build(config: RunConfig, group: str, kind: type, **values: Any) -> Any:
     try:
         built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}).called, _convert_="all")
     except InstantiationException as error:
-        cause = error.__cause__ or error
+        cause = own = error.__cause__ or error
+        while not place_of(own) and own.__cause__:
+            own = own.__cause__  # Hydra's error about a module has that of the user's import within.
         if not isinstance(cause, UserError):
-            if place := place_of(cause):
-                said = f"{in_one_line(cause)} ({place}); debug=true shows its traceback"
-                raise ConfigError(f"{target} failed: {said}") from cause
+            if place := place_of(own):
+                said = f"{in_one_line(own)} ({place}); debug=true shows its traceback"
+                raise ConfigError(f"{target} failed: {said}") from own
             if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
                 reason = " ".join(str(cause).split())
                 advice = f"fix the settings of {group}, or see --help"

@@ -34,6 +34,7 @@ FAILED = {
     "data run": ("RuntimeError: a leaf fell off", ""),  # Converted by AutoGraph within another function.
     "callback": ("AttributeError: no leaf", "callback"),
 }
+BROKEN = "failed: ModuleNotFoundError: No module named 'no_such_package' ({folder}/broken.py, line 3); debug=true shows"
 WORK = ["model subclassed", "model unbuilt"]
 
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-    runs = {"callback": ["+callbacks.own._target_=careless.Callback"]}
+    runs = {"callback": ["+callbacks.own._target_=careless.Callback"], "module": ["model._target_=careless.broken.f"]}
     for name in [*REFUSED, *FAILED, *WORK]:
         kind, _, how = name.partition(" ")
         group = {"model": "model", "data": "dataset"}.get(kind)
@@ -65,6 +66,10 @@ def test_a_mistake_is_refused_in_one_line(ran, name):
     kind, _, message = ran[name]["error"].partition(": ")
     assert kind in ("ConfigError", "DataError") and "\n" not in message
     assert with_places(REFUSED[name]) in message
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(ran):
+    assert BROKEN.format(folder=CODE.parent) in ran["module"]["error"]
 
 
 @pytest.mark.parametrize("name", FAILED)
