@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError
+from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, place_of
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 2.0
@@ -108,8 +108,8 @@ def _report(error: BaseException, rank: int) -> int:
             console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
             return 1
         traceback.print_exc()
-        summary = str(error).strip().partition("\n")[0]
-        what = f"{type(error).__name__}: {summary}; see its traceback above"
+        place = place_of(error)
+        what = f"{in_one_line(error)}{f' ({place})' if place else ''}; see its traceback above"
         console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
         return 1
     if any(word == "debug=true" for word in map(str.lower, sys.argv)):

@@ -1,8 +1,13 @@
 """The errors that a user can cause. Each message says what came, what was needed and what to do.
 
 Every command prints the message of a UserError as one line, without a traceback. Any other exception is a defect, in
-hvtrain or in the user's own code, and is shown in full.
+hvtrain or in the user's own code, and is shown in full, after which `in_one_line` and `place_of` sum it up.
 """
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
 
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
 INTERRUPTED = 130  # what shells report after Ctrl-C
@@ -72,3 +77,52 @@ class Stopped(SystemExit):
 
     Exit code INTERRUPTED after Ctrl-C, else RESTART_HELPS: a scheduler asked it to make room.
     """
+
+
+# What Keras and TensorFlow put around the message of an exception in the user's code, each with the message inside.
+_AROUND = (
+    # AutoGraph: the lines of code that led there, then the exception.
+    r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
+    # Keras: the layer, the message in bold, and the arguments of the call.
+    r"['\"]?Exception encountered when calling .*\n\s*\x1b\[1m(?P<text>(?s:.*))\x1b\[0m(?s:.*)",
+    r"Could not automatically infer the output shape .* Error encountered:\n\n(?P<text>(?s:.*))",
+    # A Python function in a graph: its traceback, which ends with the exception.
+    r"Graph execution error:\n(?s:.*)\nTraceback \(most recent call last\):\n(?s:.*)\n(?P<kind>\w+): (?P<text>(?s:.*))",
+    # Any other operation: where it was added to the graph, then the message.
+    r"Graph execution error:(?:\s*\n(?:Detected at .*| *File .*|<stack .*))*\s*\n(?P<text>(?s:.*))",
+    # Names of nodes at the end.
+    r"(?P<text>(?s:.*?))\s*\[\[\{\{(?s:.*)",
+)
+_NOT_THE_USERS = (f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), "<")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The exception's type and the first line of its message, without what Keras and TensorFlow put around them.
+
+    >>> in_one_line(ValueError("in user code:\\n\\n    File 'a', line 2, in f  *\\n        f()\\n\\n    KeyError: 'x'"))
+    "KeyError: 'x'"
+    """
+    kind, text = type(error).__name__, _message(error)
+    while found := next(filter(None, (re.fullmatch(pattern, text) for pattern in _AROUND)), None):
+        kind, text = found.groupdict().get("kind") or kind, found["text"].strip()
+    text = " ".join(text.partition("\n")[0].split())
+    return f"{kind}: {text if len(text) <= 300 else text[:300] + ' ...'}".rstrip(": ")
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code that hvtrain called, as "FILE, line N"; empty if there is none."""
+    frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    # In a graph the message has what the traceback lacks.
+    frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _message(error))
+    ours = next((index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0)
+    places = [
+        f"the function {name}" if "__autograph_generated_file" in file else f"{file}, line {line}"
+        for file, line, name in frames[ours:]
+        if not file.startswith(_NOT_THE_USERS) and not re.search("/(site|dist)-packages/", file)
+    ]
+    return next((place for place in reversed(places) if "," in place), places[-1] if places else "")
+
+
+def _message(error: BaseException) -> str:
+    """Its text; that of a KeyError is in quotes and escaped, also inside another message."""
+    return str(error).replace("\\n", "\n").replace("\\x1b", "\x1b").strip()

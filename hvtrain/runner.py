@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import keras
 
@@ -33,7 +33,7 @@ def train(config: RunConfig) -> RunRecord:
 
     Raises UserError, on all ranks at once where possible, for what the user can fix.
     """
-    strategy: Strategy = build("strategy", config.strategy)
+    strategy: Strategy = build(config, "strategy", Strategy)
     if config.comm.tune:
         strategy.expect_restart()
     if config.profile.timeline:
@@ -85,6 +85,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
     folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder))
     strategy.watchdog.folder = folder
+    config = replace(config, run=replace(config.run, dir=str(folder)))
     console.log_to_file(folder / "logs", topology.rank)
 
     seed_everything(config, topology.rank)

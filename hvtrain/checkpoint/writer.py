@@ -133,11 +133,11 @@ def sweep(folder: Path) -> None:
 
 
 def save_model(model: "keras.Model", path: Path) -> None:
-    """Saves the model as a Keras file, completely or not at all. Raises StorageError."""
+    """Saves the model as a Keras file, or its weights as .weights.h5, completely or not at all. Raises StorageError."""
     temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
     with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
         temporary.mkdir()
-        model.save(temporary / path.name)
+        (model.save_weights if path.suffix == ".h5" else model.save)(temporary / path.name)
         flush(temporary / path.name)
         (temporary / path.name).replace(path)
         remove(temporary)

@@ -36,7 +36,7 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
 
     ConfigStore.instance().store("hvtrain_schema", schema())
     trees: list[Any] = []
@@ -50,13 +50,23 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
         if tree.run.name is None:
             name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
             tree.run.name = name.replace("/", "-")
-        trees.append(OmegaConf.to_container(tree, resolve=True))
+        trees.append(resolved(tree))
 
     try:
         job()
     except Exception as error:
         raise ConfigError(_in_one_line(error)) from error
     return trees
+
+
+def resolved(tree: Any) -> dict[str, Any]:
+    """A composed run as plain values. ${run.dir} stays in them until the folder is known; see instantiate.build."""
+    from omegaconf import OmegaConf
+
+    folder, tree.run.dir = tree.run.dir, r"\${run.dir}"
+    values = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
+    values["run"]["dir"] = folder
+    return values
 
 
 def schema() -> dict[str, Any]:

@@ -4,25 +4,51 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from hvtrain.errors import ConfigError, UserError
+from hvtrain.config.schema import RunConfig
+from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
+
+NEEDED = {
+    "model": "a keras.Model",
+    "dataset": "an hvtrain.data.Source; hvtrain.data.from_arrays(images, labels) makes one",
+    "optimizer": "a keras.optimizers.Optimizer",
+    "schedule": "an hvtrain.core.schedule.Schedule",
+    "strategy": "an hvtrain.strategies.base.Strategy",
+    "callbacks": "a keras.callbacks.Callback",
+}
+"""What the target of each group returns."""
 
 
-def build(group: str, settings: dict[str, Any], **values: Any) -> Any:
-    """Calls settings["_target_"] with the other settings and with `values`, which take precedence.
+def build(config: RunConfig, group: str, kind: type, **values: Any) -> Any:
+    """Calls the group's _target_ with its other settings and with `values`, which take precedence.
 
-    Raises ConfigError if the target cannot be imported or refuses its arguments.
+    group: a group of the configuration, or callbacks.NAME. Raises ConfigError if the target cannot be imported, refuses
+    its arguments, fails in the user's own code or returns no `kind`.
     """
+    section, _, name = group.partition(".")
+    settings = getattr(config, section)[name] if name else getattr(config, section)
+    target = f"{group}._target_={settings['_target_']}"
+    if config.run.dir is None and "${run.dir}" in str(settings):
+        raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
+    tree = {"run": {"dir": config.run.dir}, "called": {**settings, **values}}
     try:
-        return instantiate({**settings, **values}, _convert_="all")
+        built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}).called, _convert_="all")
     except InstantiationException as error:
-        cause = error.__cause__ or error
-        refused = isinstance(cause, InstantiationException | ImportError | TypeError | ValueError)
-        if refused and not isinstance(cause, UserError):
-            reason = " ".join(str(cause).split())
-            raise ConfigError(
-                f"{group}._target_={settings['_target_']} cannot be used: {reason}; "
-                f"fix the settings of {group}, or see --help"
-            ) from error
-        # A bug in the target's own code: show its traceback without Hydra's around it.
+        cause = own = error.__cause__ or error
+        while not place_of(own) and own.__cause__:
+            own = own.__cause__  # Hydra's error about a module has that of the user's import within.
+        if not isinstance(cause, UserError):
+            if place := place_of(own):
+                said = f"{in_one_line(own)} ({place}); debug=true shows its traceback"
+                raise ConfigError(f"{target} failed: {said}") from own
+            if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
+                reason = " ".join(str(cause).split())
+                advice = f"fix the settings of {group}, or see --help"
+                raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
+        # A defect, or a refusal of hvtrain's own: show its traceback without Hydra's around it.
         raise cause from None
+    if not isinstance(built, kind):
+        came = "None" if built is None else f"a {type(built).__name__}"
+        raise ConfigError(f"{target} returned {came}; it must return {NEEDED[section]}")
+    return built

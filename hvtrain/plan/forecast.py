@@ -95,7 +95,7 @@ def forecast(
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
     if examples is None:
         try:
-            source: Source = build("dataset", config.dataset)
+            source: Source = build(config, "dataset", Source)
         except DataError as error:
             raise DataError(f"{error}; for a data set on other machines give --examples N") from error
         return source

@@ -59,7 +59,7 @@ class Comm:
         if rank is not None:
             first, host = errors[rank]
             where = "" if all(errors) else f"rank {rank} on {host}: "
-            raise type(first)(f"{where}{first}")
+            raise type(first)(f"{where}{first}") from error
         return value
 
 

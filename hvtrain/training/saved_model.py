@@ -17,6 +17,7 @@ from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.records import write_atomic
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
+from hvtrain.errors import in_one_line
 from hvtrain.training.setup import compile_model
 
 log = logging.getLogger(__name__)
@@ -38,9 +39,18 @@ def export(model: keras.Model, source: Source, topology: Topology, folder: Path)
 def save(model: keras.Model, preprocessing: Preprocessing, path: Path) -> None:
     """Saves the model with its preprocessing.
 
-    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain.
+    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain. Only the
+    weights are saved of a model with classes of the user's own that Keras cannot write down.
     """
-    save_model(with_preprocessing(model, preprocessing), path)
+    whole = with_preprocessing(model, preprocessing)
+    try:
+        whole.get_config()
+    except Exception as error:
+        weights = path.with_suffix(".weights.h5")
+        log.warning("%s is written instead of %s, since Keras fails: %s", weights.name, path.name, in_one_line(error))
+        save_model(model, weights)
+    else:
+        save_model(whole, path)
 
 
 def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> keras.Model:
@@ -49,12 +59,8 @@ def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> kera
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
-        # optimizer that is not built. Under mixed_float16 Keras adds a loss scale but does not save that it did, and
-        # the file would not load under another policy.
-        optimizer = keras.optimizers.SGD()
-        if one.dtype_policy.name == "mixed_float16":
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        compile_model(one, optimizer)
+        # optimizer that is not built.
+        compile_model(one, keras.optimizers.SGD())
         one.optimizer.build(one.trainable_variables)
     return whole
 

@@ -13,7 +13,7 @@ from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.run import versions
@@ -38,7 +38,7 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
     saved is the meta of the checkpoint to resume, if any, whose plan continues.
     """
-    source: Source = comm.all_or_raise(lambda: build("dataset", config.dataset))
+    source: Source = comm.all_or_raise(lambda: build(config, "dataset", Source))
     source.on_error = config.data.on_error
     hosts = comm.gather(comm.topology.host)
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
@@ -52,7 +52,9 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     with strategy.scope():
-        model = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
+        model = build(config, "model", keras.Model, **shape)
+        check_model(model, f"model._target_={config.model['_target_']}", source)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -68,11 +70,33 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
     return model
 
 
+def check_model(model: keras.Model, name: str, source: Source) -> None:
+    """Builds the model if it is not, and checks that it turns the source's images into logits of its classes."""
+    try:
+        outputs = keras.tree.flatten(model(keras.Input(source.image_shape)))
+    except Exception as error:
+        place = place_of(error)
+        raise ConfigError(
+            f"{name} must take one input, images of shape {source.image_shape} as {source.name} gives them; it failed "
+            f"with {in_one_line(error)}{f' ({place})' if place else ''}; debug=true shows its traceback"
+        ) from error
+    shapes = [tuple(output.shape) for output in outputs]
+    # A step or a loss of the user's own may take whatever outputs it likes.
+    plain = all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss"))
+    if plain and shapes != [(None, source.num_classes)]:
+        raise ConfigError(
+            f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
+            f"(None, {source.num_classes}), the logits of the classes of {source.name}; "
+            f"end it with keras.layers.Dense({source.num_classes})"
+        )
+
+
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     """Builds the learning rate over the plan's own steps."""
     return build(
+        config,
         "schedule",
-        config.schedule,
+        Schedule,
         base=plan.base_learning_rate,
         peak=plan.peak_learning_rate,
         steps_per_epoch=plan.steps_per_epoch,
@@ -96,8 +120,19 @@ class LearningRate:
         self._optimizer: Any = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Takes the step from this optimizer, whose learning rate this is."""
-        self._optimizer = optimizer
+        """Takes the step from this optimizer, whose learning rate this is.
+
+        Keras saves the optimizer with a schedule of its own, constant at the rate of that moment, so that a model that
+        a callback saves loads without hvtrain.
+        """
+        self._optimizer, get_config, schedules = optimizer, optimizer.get_config, keras.optimizers.schedules
+        optimizer.get_config = lambda: {
+            **get_config(),
+            "learning_rate": schedules.serialize(schedules.ExponentialDecay(float(self()), 1, 1.0)),
+        }
+
+    def get_config(self) -> dict[str, Any]:
+        return {}  # Keras's optimizers ask for it; see follow.
 
     def __call__(self) -> Any:
         # As in Keras's schedules, batches that only accumulate count too; the public counter leaves them out.
@@ -114,35 +149,38 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     accumulate = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
-    optimizer = build("optimizer", config.optimizer, learning_rate=rate, **accumulate)
+    optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 
 
-class RankWeighted(keras.losses.Loss):
-    """The mean of a loss over the batch, with its gradient multiplied by the batch's weight."""
-
-    def __init__(self, loss: keras.losses.Loss) -> None:
-        super().__init__(name=loss.name)
-        self.loss = loss
+class RankWeighted(keras.losses.SparseCategoricalCrossentropy):
+    """The mean of the loss over the batch, with its gradient multiplied by the batch's weight."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = self.loss(y_true, y_pred)
+        value = super().__call__(y_true, y_pred)
         if sample_weight is None:
             return value
         weighted = value * tf.cast(sample_weight[0], value.dtype)
         return weighted + tf.stop_gradient(value - weighted)
 
 
+# Keras writes these names into saved models, which then load as the plain loss.
+RankWeighted.__module__, RankWeighted.__name__ = RankWeighted.__base__.__module__, RankWeighted.__base__.__name__
+
+
 def compile_model(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False, weighted: bool = False
 ) -> None:
     """Compiles a classifier of logits against class indices; weighted: for batches that carry their rank's weight."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = RankWeighted if weighted else keras.losses.SparseCategoricalCrossentropy
+    if model.dtype_policy.name == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Never "auto", which is on if there is a GPU: the user decides about XLA.
     model.compile(
         optimizer=optimizer,
-        loss=RankWeighted(loss) if weighted else loss,
+        loss=loss(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         jit_compile=jit_compile,
     )

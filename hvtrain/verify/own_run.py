@@ -180,7 +180,7 @@ def run_checks(checks: Checks, strategy: Strategy) -> bool:
 
 def verify(config: RunConfig, own_run: bool) -> bool:
     """True if every check passes on every rank. own_run: also check the model, data and optimizer of config."""
-    strategy: Strategy = build("strategy", config.strategy) if own_run else HorovodStrategy()
+    strategy: Strategy = build(config, "strategy", Strategy) if own_run else HorovodStrategy()
     # With the ten bits of TF32, healthy GPUs from Ampere on differ by up to 2.5e-3 where these checks allow 1e-5.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:

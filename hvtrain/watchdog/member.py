@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from hvtrain.errors import RESTART_HELPS, UserError
+from hvtrain.errors import RESTART_HELPS, UserError, in_one_line
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
 from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Lines, Message, WireError, encode, is_cut, notice_cuts, proof
@@ -61,10 +61,9 @@ class Member(Watchdog):
 
     def fail(self, error: BaseException) -> None:
         """Returns once the others know, or after a second."""
-        line, code = str(error).strip().partition("\n")[0][:300], 1
-        text = f"{type(error).__name__}: {line}".rstrip(": ")
+        text, code = in_one_line(error), 1
         if isinstance(error, UserError):
-            text, code = line, error.exit_code
+            text, code = str(error).strip().partition("\n")[0][:300], error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             code = 130
         elif isinstance(error, SystemExit) and isinstance(error.code, int):

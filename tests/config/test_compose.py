@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import GROUPS, from_dict
+from hvtrain.core.schedule import Schedule
 
 CHOICES = {
     group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
@@ -38,7 +39,7 @@ def test_every_choice_composes(word):
 @pytest.mark.parametrize("name", CHOICES["schedule"])
 def test_every_schedule_is_built(name):
     run = {"base": 0.1, "peak": 0.2, "steps_per_epoch": 10, "num_steps": 120}
-    schedule = build("schedule", composed(f"schedule={name}").schedule, **run)
+    schedule = build(composed(f"schedule={name}"), "schedule", Schedule, **run)
     assert schedule(0) == pytest.approx(0.1), "a warm-up from the rate of one rank is the default"
     assert schedule(10) == pytest.approx(0.2)
 
@@ -47,7 +48,7 @@ def test_every_schedule_is_built(name):
 def test_every_strategy_is_built(name):
     from hvtrain.strategies.base import Strategy
 
-    assert isinstance(build("strategy", composed(f"strategy={name}").strategy), Strategy)
+    assert build(composed(f"strategy={name}"), "strategy", Strategy)
 
 
 @pytest.mark.parametrize("name", CHOICES["experiment"])

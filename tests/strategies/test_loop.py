@@ -129,7 +129,9 @@ def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
     def network(image_shape, num_classes, **_):
         kept_out = UncompiledLayer(name="mine")
         kept_out.supports_jit = False
-        return keras.Sequential([keras.Input(image_shape), kept_out, keras.layers.Flatten()])
+        return keras.Sequential(
+            [keras.Input(image_shape), kept_out, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+        )
 
     monkeypatch.setattr(models, "mlp", network)
     config = from_dict(compose(["model=mlp", "train.jit_compile=true"])[0])

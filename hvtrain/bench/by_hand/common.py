@@ -35,10 +35,11 @@ class Setup:
 
     def model(self) -> keras.Model:
         shape, num_classes = self.source.image_shape, self.source.num_classes
-        return build("model", self.config.model, image_shape=shape, num_classes=num_classes)
+        return build(self.config, "model", keras.Model, image_shape=shape, num_classes=num_classes)
 
     def optimizer(self) -> keras.optimizers.Optimizer:
-        return build("optimizer", self.config.optimizer, learning_rate=self.plan.peak_learning_rate)
+        rate = self.plan.peak_learning_rate
+        return build(self.config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate)
 
     @staticmethod
     def loss() -> keras.losses.Loss:
@@ -72,7 +73,7 @@ def make_setup(rank: int = 0, size: int = 1) -> Setup:
     """Sets up the training that the command line describes, for one rank of `size` on one host. Sets the seeds."""
     config = from_dict(compose(sys.argv[1:])[0])
     keras.utils.set_random_seed(config.seed + rank)
-    source = build("dataset", config.dataset)
+    source = build(config, "dataset", Source)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
     return Setup(config, source, plan, Topology(rank, size, rank, size))

@@ -152,17 +152,25 @@ class ArraySource(IndexedSource):
             raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
         if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
             raise DataError(f"{where}: images hold NaN or infinite values; fix or drop those examples")
-        if labels.ndim == 2 and labels.shape[1] == 1:
-            labels = labels[:, 0]
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            fix = "give one integer per image (for one-hot rows: labels.argmax(axis=1))"
-            raise DataError(f"{where}: labels are {labels.dtype} of shape {labels.shape}; {fix}")
+        labels = _class_indices(labels, where)
         if len(labels) != len(images):
             raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
         if (outside := np.flatnonzero((labels < 0) | (labels >= self.num_classes))).size:
             found = f"label {labels[outside[0]]} at index {outside[0]} is outside 0 ... {self.num_classes - 1}"
             raise DataError(f"{where}: {found}; fix the labels or set num_classes")
         return Part(images, labels, np.arange(len(labels)))
+
+
+def _class_indices(labels: np.ndarray, where: str) -> np.ndarray:
+    """Labels [n] or [n, 1] as [n]. Raises DataError if they are not integers; where begins its message."""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        fix = "for one-hot rows: labels.argmax(axis=1); for names: np.unique(labels, return_inverse=True)[1]"
+        raise DataError(
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per image ({fix})"
+        )
+    return labels
 
 
 def from_arrays(
@@ -194,5 +202,6 @@ def from_arrays(
     if len(shape) not in (2, 3):
         raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
     height, width, channels = (*shape, 1)[:3]
-    num_classes = int(np.max(y_train)) + 1 if num_classes is None else num_classes
+    if num_classes is None:
+        num_classes = int(np.max(_class_indices(arrays["train"][1], f"{name}, y_train"))) + 1
     return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)

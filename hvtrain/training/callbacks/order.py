@@ -1,5 +1,7 @@
 """All callbacks of a run, in their order."""
 
+from importlib.util import find_spec
+
 import keras
 from keras.callbacks import LambdaCallback
 
@@ -89,11 +91,16 @@ def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.call
     A call must not cross the step intervals after which a callback acts.
     """
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
-    own = [type(item) for item in callbacks if type(item).__module__.split(".")[0] not in ("hvtrain", "keras")]
-    by_batch = any(getattr(kind, hook) is not getattr(keras.callbacks.Callback, hook) for kind in own for hook in hooks)
+    modules = {getattr(item, hook).__module__.split(".")[0] for item in callbacks for hook in hooks}
+    # ModelCheckpoint and TensorBoard count batches themselves.
+    counted = [getattr(item, name, None) for item in callbacks for name in ("save_freq", "update_freq")]
+    # The chief alone has the callbacks that only write.
+    by_batch, counts = strategy.comm.broadcast(
+        (bool(modules - {"hvtrain", "keras"}), [steps for steps in counted if isinstance(steps, int)])
+    )
     clock = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate if config.checkpoint.every_minutes else None
     traced = config.profile.steps if config.profile.timeline else None
-    configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every]
+    configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every, *counts]
     intervals = [steps for steps in (*configured, strategy.membership.commit_steps, clock, traced) if steps]
     return CallSteps(config.train.steps_per_execution or (1 if by_batch else None), intervals, strategy.comm.broadcast)
 
@@ -102,25 +109,38 @@ def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.call
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
-    keras.callbacks.BackupAndRestore,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+_REFUSED = {
+    "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
+    "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out, since with "
+    "+optimizer.use_ema=true the averages become the weights at the end of the run",
+    "OrbaxCheckpoint": "is not made for several ranks of TensorFlow; use keras.callbacks.ModelCheckpoint",
+}
+"""Keras's callbacks that do harm in a run, and what to do instead."""
 
 
 def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
     """The user's callbacks by name, on every rank; those of Keras that only write are on the chief alone."""
-    built = {name: build(f"callbacks.{name}", settings) for name, settings in config.callbacks.items()}
+    for name, settings in config.callbacks.items():
+        package, _, kind = settings["_target_"].rpartition(".")
+        if package.startswith("keras.") and kind in _REFUSED:
+            raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
+    built = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
     best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in METRICS]
     if best not in metrics and not built:  # Callbacks may add metrics.
         raise ConfigError(f"checkpoint.best={best} is not a metric of this run; {nearest(best, metrics)}")
     for name, callback in built.items():
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise ConfigError(f"callbacks.{name} made a {type(callback).__name__}; a Keras callback is needed")
+        if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
+            raise ConfigError(
+                f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
+            )
         monitor = str(getattr(callback, "monitor", ""))
-        if monitor.startswith("val_") and not validates:
+        if monitor.startswith("val_") and not validates and getattr(callback, "save_best_only", True):
+            takes = "dataset.num_validation=N" if "num_validation" in config.dataset else "as the split validation"
             raise ConfigError(
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
-                f"training data (dataset.num_validation=N) or choose callbacks.{name}.monitor={monitor[4:]}"
+                f"training data ({takes}) or choose ++callbacks.{name}.monitor={monitor[4:]}"
             )
     return {name: callback for name, callback in built.items() if is_chief or not isinstance(callback, _WRITERS)}

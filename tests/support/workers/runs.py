@@ -14,18 +14,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import fast_keras  # noqa: F401
+import keras
 import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 import hvtrain.keras as hvd
 from hvtrain import runner
-from hvtrain.config.compose import CONFIGS, schema
+from hvtrain.config.compose import CONFIGS, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.data import StreamRequest
-from hvtrain.errors import UserError
+from hvtrain.errors import UserError, in_one_line, place_of
+from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.run import with_rank_weights
 from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
@@ -38,7 +39,7 @@ FOLDER = Path(sys.argv[1]).parent
 
 def staying(config):
     """The run's strategy, which leaves the other ranks only when all runs are done."""
-    strategy = build("strategy", config.strategy)
+    strategy = build(config, "strategy", Strategy)
     strategy.stop = lambda: None
     return strategy
 
@@ -55,7 +56,7 @@ def composed(name, words):
         words.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
-    return from_dict(OmegaConf.to_container(tree, resolve=True))
+    return from_dict(resolved(tree))
 
 
 def one_run(config):
@@ -65,7 +66,7 @@ def one_run(config):
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{in_one_line(error)} ({place_of(error)})"}
 
 
 def against_the_joint_batches(config):
@@ -87,7 +88,7 @@ def against_the_joint_batches(config):
         model.set_weights(first)
         batches = with_rank_weights(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
         model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
-        one = build("model", config.model, image_shape=source.image_shape, num_classes=source.num_classes)
+        one = build(config, "model", keras.Model, image_shape=source.image_shape, num_classes=source.num_classes)
         one.set_weights(first)
         compile_model(one, build_optimizer(config, plan))
         for parts in zip(*everyone):
