@@ -73,7 +73,9 @@ def train(
     )
     model.stop_training = False
     callback_list.on_train_begin()
-    steps = make_steps(model, iter(batches_from(start_step)), marks)
+    gpus = tf.config.list_logical_devices("GPU")
+    batches = batches_from(start_step)
+    steps = make_steps(model, iter(to_device(batches, gpus[0].name) if gpus else batches), marks)
     step, logs = start_step, {}
     while step < plan.num_steps and not model.stop_training:
         epoch, in_epoch = plan.position(step)
@@ -95,6 +97,11 @@ def train(
     # Not after each epoch: it overwrites weights with their moving average, if the optimizer keeps one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
+
+
+def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
+    """Copies batches to the device ahead of the steps that take them, while earlier steps compute."""
+    return batches.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=2))
 
 
 def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[int], dict[str, Any]]:
