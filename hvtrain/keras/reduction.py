@@ -13,6 +13,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
+from hvtrain.keras.adasum import check_adasum
 from hvtrain.keras.gradients import compare_structure, map_values
 from hvtrain.keras.in_graph import SharedFlag, new_counter
 from hvtrain.step_timing import StepMarks
@@ -78,17 +79,7 @@ class Reducer:
         if self.op not in _OP_NAMES:
             raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
         if self.op == hvd.Adasum:
-            if self.process_set.process_set_id not in (None, 0):
-                raise ValueError("Adasum works over all ranks only; leave process_set out")
-            size = hvd.size()
-            if size & (size - 1):
-                raise ValueError(
-                    f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
-                )
-            if size > 1 and not hvd.mpi_enabled():
-                raise ValueError(
-                    "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
-                )
+            check_adasum(self.process_set, self.device_dense)
         groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
