@@ -7,8 +7,13 @@
 # Several hosts: on the others `docker run --network=host -v KEYS:/home/hvtrain/.ssh ... hvtrain worker`, on the
 # first `docker run --network=host -v KEYS:/home/hvtrain/.ssh ... hvtrain horovodrun --ssh-port 2222 -H s1:4,s2:4 ...`.
 
+# To build on an image that nobody can exchange, give its digest; see docs/docker.md.
+ARG CPU_BASE=debian:bookworm-slim
+ARG CUDA_BASE=nvidia/cuda:12.9.1-devel-ubuntu24.04
+ARG GPU_BASE=ubuntu:24.04
+
 # ---- what both images hold besides the environment
-FROM debian:bookworm-slim AS base-cpu
+FROM ${CPU_BASE} AS base-cpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # openssh-server makes host keys as it is installed: out in the same layer, or every container would share them. Each
 # worker makes its own as it starts, so the client cannot know them (Horovod's launcher does not check them either).
@@ -65,7 +70,7 @@ ENTRYPOINT ["/opt/hvtrain/scripts/docker-entrypoint"]
 CMD ["help"]
 
 # ---- the same for GPUs: nvcc and CUDA's headers to build; at run time TensorFlow brings CUDA, cuDNN and NCCL itself
-FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS build-gpu
+FROM ${CUDA_BASE} AS build-gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends \
@@ -94,7 +99,7 @@ RUN .venv/bin/uv pip uninstall --quiet --python .venv/bin/python \
 COPY . .
 RUN ./scripts/run horovodrun -np 2 python -m hvtrain train.epochs=1 run.dir=/tmp/first && rm -r /tmp/first
 
-FROM ubuntu:24.04 AS gpu
+FROM ${GPU_BASE} AS gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # openssh-server makes host keys as it is installed: out in the same layer, or every container would share them. Each
 # worker makes its own as it starts, so the client cannot know them (Horovod's launcher does not check them either).

@@ -7,7 +7,8 @@
   ranks inherit all of them.
 - The rendezvous server listens only on the interface of the launch, and in an elastic job on the one that
   --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this
-  one accepts plain values and nothing that names code, and does not hand out the workers' keys.
+  one accepts plain values and nothing that names code, and does not hand out the workers' keys. And it forgets the
+  addresses of all ranks that have met, so that ranks can start again (comm.tune); Horovod's keeps some at times.
 """
 
 import base64
@@ -56,6 +57,7 @@ def make() -> None:
     find = discovery.HostDiscoveryScript.find_available_hosts_and_slots
     discovery.HostDiscoveryScript.find_available_hosts_and_slots = lambda script: _with_plain_names(find(script))
     http_server.RendezvousHTTPServer.handle_error = _report_sender
+    http_server.RendezvousHandler.do_DELETE = _forgetting(http_server.RendezvousHandler.do_DELETE)
     gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
 
 
@@ -139,6 +141,28 @@ def _report_sender(server: Any, request: Any, client: tuple[str, int]) -> None:
     if client[0] not in senders:
         senders.add(client[0])
         sys.stderr.write(f"horovodrun: {client[0]} sent what no rank would to this launch's port; it was dropped\n")
+
+
+def _forgetting(delete: Callable[[Any], None]) -> Callable[[Any], None]:
+    """How the server takes a rank's word that it has met the others of a scope: forgets them after the last one's.
+
+    Horovod's forgets with one scope whose word has come in the others, and never empties those.
+    """
+
+    def do_delete(request: Any) -> None:
+        server, (_, scope, *rank) = request.server, request.path.split("/")
+        if scope not in server.scope_size or len(rank) != 1:
+            delete(request)
+            return
+        with server.finished_list_lock:
+            server.finished_list[scope] += rank
+            if len(server.finished_list[scope]) == server.scope_size[scope]:
+                del server.finished_list[scope]
+                with server.cache_lock:
+                    server.cache.pop(scope, None)
+        request.send_status_code(http_server.OK)
+
+    return do_delete
 
 
 def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:

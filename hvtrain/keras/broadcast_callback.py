@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvtrain.errors import RankError
 from hvtrain.keras.collectives import broadcast_variables
 from hvtrain.keras.hooks import hook_of
-from hvtrain.keras.reduction import variable_id
 from hvtrain.keras.tape import num_tape_reductions
+from hvtrain.keras.variables import variable_id
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

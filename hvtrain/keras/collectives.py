@@ -16,6 +16,7 @@ from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras import reduction
 from hvtrain.keras.in_graph import positional_name
+from hvtrain.keras.variables import is_seed
 
 CHUNK_BYTES = 64 << 20
 
@@ -92,7 +93,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """
     if hvd.size() == 1:
         return None
-    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not _is_seed(v)]
+    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not is_seed(v)]
     with tf.init_scope():
         if tf.executing_eagerly():
             _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
@@ -121,11 +122,6 @@ def _compare_kinds(kinds: list[tuple[tuple[int, ...], str]]) -> None:
                 f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
                 f"{kinds[at : at + 1]} and {others[at : at + 1]}; build the same model and optimizer on all ranks"
             )
-
-
-def _is_seed(variable: Any) -> bool:
-    """True for the state of a Keras seed generator."""
-    return (getattr(variable, "path", None) or variable.name).partition(":")[0].endswith("seed_generator_state")
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:

@@ -23,6 +23,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.variables import VariableList
 
 
 @dataclass(eq=False)
@@ -51,13 +52,6 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
     optimizer.__class__ = type(base.__name__, (mixin, base), {**names, "_hvtrain_wrap": staticmethod(wrap)})
 
 
-class _Variables(list[Any]):
-    """A list that can be called as well: Keras 2, for which scripts of Horovod were written, had a method."""
-
-    def __call__(self) -> list[Any]:
-        return self
-
-
 def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
     return wrap(KerasSaveable._unpickle_model(saved))
 
@@ -80,7 +74,7 @@ class Distributed:
 
     @property
     def variables(self) -> list[Any]:
-        return _Variables(super().variables)  # type: ignore[misc]
+        return VariableList(super().variables)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """For pickle and copy: saves as Keras does, as the plain class, and the copy reduces as this one does."""

@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
         name: new name of the optimizer.
-        op: Average, Sum or Adasum, over the ranks. Adasum (Maleki et al. 2020) needs MPI and 2, 4, 8, ... ranks.
+        op: Average, Sum or Adasum, over the ranks. Adasum (Maleki et al. 2020): see adasum.py.
         compression: Compression.none or Compression.fp16 on the wire.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.

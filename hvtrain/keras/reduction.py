@@ -12,9 +12,11 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvtrain.keras.adasum import check_adasum
 from hvtrain.keras.gradients import compare_structure, map_values, sum_duplicates
 from hvtrain.keras.grouping import in_groups
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
+from hvtrain.keras.variables import overwrites, variable_id
 from hvtrain.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
@@ -83,17 +85,7 @@ class Reducer:
         if self.op not in _OP_NAMES:
             raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
         if self.op == hvd.Adasum:
-            if self.process_set.process_set_id not in (None, 0):
-                raise ValueError("Adasum works over all ranks only; leave process_set out")
-            size = hvd.size()
-            if size & (size - 1):
-                raise ValueError(
-                    f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
-                )
-            if size > 1 and not hvd.mpi_enabled():
-                raise ValueError(
-                    "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
-                )
+            check_adasum(self.process_set, self.device_dense)
         groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
@@ -251,13 +243,3 @@ class Reducer:
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
-def overwrites(variable: Any) -> bool:
-    """True if Keras sets this variable to its gradient, as it does for float8 (`overwrite_with_gradient`)."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def variable_id(variable: Any) -> int:
-    """The same number for a Keras variable and for the TensorFlow variable inside it."""
-    return id(variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable))

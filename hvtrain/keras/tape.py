@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvtrain.keras.in_graph import counter, positional_name
 from hvtrain.keras.optimizer import local_weights
-from hvtrain.keras.reduction import Reducer, variable_id
+from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.variables import variable_id
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)

@@ -1,7 +1,8 @@
 """comm.tune=true: finds the reduction settings with which this model trains fastest on these ranks.
 
 Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training. This one times some
-steps of a copy of the model before the training, and keeps the result in the run folder for resumed runs. It leaves
+steps of a copy of the model before the training, and keeps the result in the run folder for resumed runs on the same
+hosts and kinds of device, with gradients of the same sizes. It leaves
 Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.28.1 crashes when it is restarted with
 both a fusion threshold and a cycle time.
 """
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -70,15 +72,17 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     build makes a compiled model whose optimizer reduces by the strategy's current settings.
     """
     comm, default = run.strategy.comm, default_settings(run.config)
-    hosts = comm.gather(comm.topology.host)
-    best = comm.on_chief(lambda: _read(run.folder, hosts))
+    sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
+    hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
+    measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}
+    best = comm.on_chief(lambda: _read(run.folder, measured_for))
     if best is None:
         began = time.monotonic()
-        best, default, seconds = _search(run, build, default)
+        best, default, seconds = _search(run, build, default, sum(sizes) / (1 << 20))
         gain = "the default" if best == default else f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
         log.info("comm.tune: %s, %s (%d tried in %.0f s)\n", best, gain, len(seconds), time.monotonic() - began)
         tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
-        content = json.dumps({"comm": asdict(best), "hosts": hosts, "tried": tried}, indent=1)
+        content = json.dumps({"comm": asdict(best), **measured_for, "tried": tried}, indent=1)
         comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
     else:
         log.info("comm.tune: %s, from %s\n", best, run.folder / FILE)
@@ -86,12 +90,14 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
 
 
 def _search(
-    run: Run, build: Callable[[], keras.Model], default: CommSettings
+    run: Run, build: Callable[[], keras.Model], default: CommSettings, mib: float
 ) -> tuple[CommSettings, CommSettings, dict[CommSettings, float]]:
-    """Finds the fastest settings; returns them, the default, and the step seconds of all (the same on every rank)."""
+    """Finds the fastest settings for gradients of so many MiB.
+
+    Returns them, the default, and the step seconds of all (the same on every rank).
+    """
     strategy, batches = run.strategy, run.batches_from(0)
     seconds = dict[CommSettings, float]()
-    mib = sum(v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables) / (1 << 20)
     # A larger bucket would contain all gradients; 0 means that.
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
     best = default = replace(default, bucket_mib=default.bucket_mib if default.bucket_mib < mib else 0.0)
@@ -130,10 +136,16 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     return lambda: seconds(number)
 
 
-def _read(folder: Path, hosts: list[str]) -> CommSettings | None:
-    """The earlier result for the same hosts; None if there is none, or the file is damaged (chief only)."""
+def _device_kind() -> str:
+    """What this rank computes on: the GPU's model, or CPU."""
+    gpus = tf.config.get_visible_devices("GPU")
+    return tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU") if gpus else "CPU"
+
+
+def _read(folder: Path, measured_for: dict[str, list[Any]]) -> CommSettings | None:
+    """The earlier result for the same; None if there is none, or the file is damaged (chief only)."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         earlier = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if earlier["hosts"] == hosts:
+        if all(earlier[name] == value for name, value in measured_for.items()):
             return CommSettings(**earlier["comm"])
     return None

@@ -1,4 +1,4 @@
-"""Runs on each rank: where it computes, what it sums, and whether compiled steps stay equal. JSON to argv[1].
+"""Runs on each rank: where it computes, what it sums, and whether steps of several kinds stay equal. JSON to argv[1].
 
 The second word, share, lets ranks use one GPU together. Started by test_gpu_ranks.py.
 """
@@ -85,7 +85,7 @@ def loop(compiled: bool, joint: bool) -> list[np.ndarray]:
 
 
 def distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    return max(float(np.max(np.abs(a - b))) for a, b in zip(one, other))
+    return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in zip(one, other))
 
 
 def loops() -> dict[str, float]:
@@ -99,9 +99,75 @@ def loops() -> dict[str, float]:
     }
 
 
+def normalization() -> dict[str, float]:
+    """SyncBatchNormalization on this rank's part of a batch against Keras's layer on all of it."""
+    rows = tf.constant(RANDOM.normal(3, 2, (SIZE, 32, 6, 6, 8)).astype("float32"))
+
+    def through(layer: keras.Layer, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[np.ndarray]]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True)
+            loss = tf.reduce_sum(tf.sin(y))
+        return y, tape.gradient(loss, x), [np.asarray(weight) for weight in layer.non_trainable_weights]
+
+    together, alone = hvd.SyncBatchNormalization(momentum=0.5), keras.layers.BatchNormalization(momentum=0.5)
+    joint = keras.layers.BatchNormalization(momentum=0.5)
+    y, gradient, moving = through(together, rows[RANK])
+    joint_y, joint_gradient, joint_moving = through(joint, tf.reshape(rows, (-1, 6, 6, 8)))
+    mine = slice(32 * RANK, 32 * RANK + 32)
+    return {
+        "outputs": distance([y], [joint_y[mine]]),
+        "input_gradient": distance([gradient], [joint_gradient[mine]]),
+        "moving": distance(moving, joint_moving),
+        "moving_alone": distance(through(alone, rows[RANK])[2], joint_moving),
+        "ranks_differ": max(distance(moving, other) for other in strategy.comm.gather(moving)),
+    }
+
+
+def sparse(reduces: bool = True, joint: bool = False) -> list[np.ndarray]:
+    """An embedding's table after some steps. An index comes about 80 times in a batch, and its gradients are added."""
+    keras.utils.set_random_seed(4)
+    random = np.random.default_rng(6)
+    layer = keras.layers.Embedding(50, 16)
+    layer.build()
+    optimizer = keras.optimizers.SGD(5.0)
+    optimizer = hvd.DistributedOptimizer(optimizer) if reduces else optimizer
+    optimizer.build(layer.trainable_variables)
+    hvd.broadcast_variables(layer.weights, 0)
+
+    @tf.function
+    def step(indices: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.reduce_sum((layer(indices) - targets) ** 2, -1))
+        gradient = tape.gradient(loss, layer.embeddings.value)
+        assert isinstance(gradient, tf.IndexedSlices)
+        optimizer.apply([gradient], layer.trainable_variables)
+
+    for _ in range(20):
+        indices, targets = random.integers(0, 50, (SIZE, 4096)), random.normal(size=(SIZE, 4096, 16)).astype("float32")
+        part = slice(None) if joint else slice(RANK, RANK + 1)
+        step(tf.constant(indices[part].ravel()), tf.constant(targets[part].reshape(-1, 16)))
+    return [np.asarray(weight) for weight in layer.get_weights()]
+
+
+def sparse_gradients() -> dict[str, float]:
+    """On GPUs each rank adds the gradients of an index in an order of its own, unless operations are deterministic."""
+    plain, joint, alone = sparse(), sparse(reduces=False, joint=True), sparse(reduces=False)
+    tf.config.experimental.enable_op_determinism()  # As train.deterministic=true does. It stays on: so this comes last.
+    exact = sparse()
+    return {
+        "against_joint": distance(plain, joint),
+        "alone_against_joint": distance(alone, joint),
+        "ranks_differ": max(distance(plain, other) for other in strategy.comm.gather(plain)),
+        "deterministic_against_joint": distance(exact, joint),
+        "deterministic_ranks_differ": max(distance(exact, other) for other in strategy.comm.gather(exact)),
+    }
+
+
 # TensorFloat-32 would round a product to three digits, and the comparisons say more than that.
 tf.config.experimental.enable_tensor_float_32_execution(False)
-found = strategy.comm.gather({"place": place(), "sums": sums(), "loops": loops()})
+parts = (place, sums, loops, normalization, sparse_gradients)
+found = strategy.comm.gather({part.__name__: part() for part in parts})
 if topology.is_chief:
     Path(sys.argv[1]).write_text(json.dumps(found))
 strategy.stop()

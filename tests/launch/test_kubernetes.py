@@ -139,12 +139,28 @@ def test_workers_get_their_ranks_gpus_memory_and_volumes(kind):
     assert container["resources"]["limits"] == {"cpu": "8", "memory": "32Gi", "nvidia.com/gpu": "2"}
     assert "nvidia.com/gpu" not in launcher["containers"][0]["resources"]["limits"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"shared-memory": "/dev/shm", "data": "/data", "runs": "/home/hvtrain/runs"}
+    claims = {"data": "/data", "runs": "/home/hvtrain/runs"}
+    assert mounts == {"scratch": "/tmp", "home": "/home/hvtrain", "shared-memory": "/dev/shm", **claims}
     assert {volume["name"] for volume in worker["volumes"]} == set(mounts)
     assert all(pod["securityContext"]["runAsUser"] == 10001 for pod in (launcher, worker))
     first, *_ = documents(kind)
     count = first["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] if kind == "mpijob" else None
     assert (count or first["spec"]["mlPolicy"]["numNodes"]) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_write_to_volumes_alone_and_gain_no_rights(kind):
+    """That a worker trains so is in test_kubernetes_root.py."""
+    for pod in pods(kind):
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        empty = {volume["name"] for volume in pod["volumes"] if volume.get("emptyDir") == {}}
+        assert {mounts["/tmp"], mounts["/home/hvtrain"]} == empty
 
 
 def test_trainer_finds_the_pods_by_name():

@@ -39,6 +39,13 @@ def test_images_run_as_an_ordinary_user_through_the_entry_point():
         assert STAGES[name].all("ENTRYPOINT") == ['["/opt/hvtrain/scripts/docker-entrypoint"]']
 
 
+def test_a_site_can_choose_the_digest_of_each_base_image():
+    bases = {stage.base for stage in STAGES.values()} - set(STAGES)
+    assert bases == {"debian:bookworm-slim", "nvidia/cuda:12.9.1-devel-ubuntu24.04", "ubuntu:24.04"}
+    pinned = dockerfile.stages(re.sub(r"^(ARG \w+=.+)$", r"\1@sha256:0", TEXT, flags=re.MULTILINE))
+    assert {stage.base for stage in pinned.values()} - set(STAGES) == {f"{base}@sha256:0" for base in bases}
+
+
 def test_compilers_stay_in_the_build_stages():
     for name in ("cpu", "gpu"):
         stage = STAGES[name]

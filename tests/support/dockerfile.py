@@ -22,18 +22,23 @@ class Stage:
 
 
 def stages(text: str) -> dict[str, Stage]:
-    """Each stage by its name, in order.
+    """Each stage by its name, in order. An ARG before the first has its default in the FROM lines.
 
     >>> stages("FROM debian AS a\\nRUN x \\\\\\n  && y")
     {'a': Stage(base='debian', instructions=[('RUN', 'x   && y')])}
+    >>> stages("ARG BASE=debian\\nFROM ${BASE} AS a")
+    {'a': Stage(base='debian', instructions=[])}
     """
     found: dict[str, Stage] = {}
+    arguments: dict[str, str] = {}
     uncommented = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     for line in filter(None, uncommented.replace("\\\n", "").splitlines()):
         word, _, rest = line.partition(" ")
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
-            found[name] = Stage(base)
+            found[name] = Stage(_replaced(base, arguments))
+        elif word == "ARG" and not found:
+            arguments |= assignments(rest, {})
         else:
             next(reversed(found.values())).instructions.append((word, rest))
     return found
@@ -46,7 +51,11 @@ def assignments(rest: str, known: dict[str, str]) -> dict[str, str]:
     {'A': '1', 'PATH': '/x:/bin'}
     """
     pairs = (word.partition("=") for word in shlex.split(rest))
-    return {name: re.sub(r"\$\{?(\w+)\}?", lambda use: known.get(use[1], ""), value) for name, _, value in pairs}
+    return {name: _replaced(value, known) for name, _, value in pairs}
+
+
+def _replaced(text: str, known: dict[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda use: known.get(use[1], ""), text)
 
 
 def is_sent(path: str, rules: Iterable[str]) -> bool:

@@ -1,12 +1,16 @@
 """comm.tune=true tries settings before a run, keeps what it found, and changes no result."""
 
 import json
+from types import SimpleNamespace
 
+import keras
 import pytest
+import tensorflow as tf
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
+from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.elastic import ElasticStrategy
 from hvtrain.training import comm_tuning
 from launching import train
@@ -31,6 +35,37 @@ def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     words = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm.tune=true"]
     code, output = train(launcher, 2, *words, cwd=tmp_path)
     assert code == 0 and f"from {tuned}/comm.json" in output, output
+
+
+def network(width):
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(width), keras.layers.Dense(2)])
+
+
+def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monkeypatch):
+    found, searched = comm_tuning.CommSettings(0.2, 4.0), []
+    monkeypatch.setattr(comm_tuning, "_search", lambda *args: searched.append(1) or (found, found, {found: 0.1}))
+    applied = []
+    strategy = SimpleNamespace(comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib)))
+    run = SimpleNamespace(config=from_dict(compose(["comm.tune=true"])[0]), strategy=strategy, folder=tmp_path)
+
+    def searches(width):
+        before = len(searched)
+        comm_tuning.tune(run, lambda: network(width))
+        assert applied.pop() == ({"HOROVOD_CYCLE_TIME": "0.2"}, 4.0)
+        return len(searched) - before
+
+    assert [searches(3), searches(3)] == [1, 0], "kept"
+    assert [searches(5), searches(5), searches(3)] == [1, 0, 1], "a model of other sizes"
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
+    for name in ("NVIDIA A100", "NVIDIA H100"):
+        details = {"device_name": name}
+        monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu, details=details: details)
+        assert [searches(3), searches(3)] == [1, 0], "another device"
+    kept = json.loads((tmp_path / "comm.json").read_text())
+    assert kept["devices"] == ["NVIDIA H100"] and kept["gradient_bytes"] == [48, 12, 24, 8]
+    (tmp_path / "comm.json").write_text(json.dumps({name: kept[name] for name in ("comm", "hosts")}))
+    assert searches(3) == 1, "a file of an earlier version"
 
 
 def test_what_it_does_not_go_with(monkeypatch):

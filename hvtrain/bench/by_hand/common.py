@@ -62,10 +62,29 @@ class Setup:
                 model.fit(batches, **span, callbacks=[clock], verbose=2)
 
 
+def pin(number: int, size: int) -> None:
+    """Pins this process, one of `size` on the host, as the runner pins a rank: to a GPU of its own, or else to cores.
+
+    Call it before TensorFlow initializes a device.
+    """
+    if not use_gpu(number):
+        cores.pin(number, size)
+
+
+def use_gpu(number: int | None) -> bool:
+    """Hides all GPUs but the number-th, whose memory is taken as needed; None: hides all. False if there are none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    mine = [gpus[number % len(gpus)]] if gpus and number is not None else []
+    tf.config.set_visible_devices(mine, "GPU")
+    for gpu in mine:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return bool(gpus)
+
+
 def pinned_job() -> int:
-    """Pins this job to its share of the cores, as a rank would be; returns its number among the jobs, from 0."""
+    """Pins this job and returns its number among the jobs, from 0."""
     number, _, jobs = os.environ[contender_report.JOB].partition(" of ")
-    cores.pin(int(number), int(jobs))
+    pin(int(number), int(jobs))
     return int(number)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
-from hvtrain.bench.by_hand.common import make_setup
-from hvtrain.system import cores
+from hvtrain.bench.by_hand.common import make_setup, pin
 
 
 def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -23,7 +22,7 @@ def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 def main() -> None:
     """Trains, and reports."""
     hvd.init()
-    cores.pin(hvd.rank(), hvd.size())
+    pin(hvd.local_rank(), hvd.local_size())
     setup = make_setup(hvd.rank(), hvd.size())
     model, optimizer = setup.model(), reducing(setup.optimizer())
     optimizer.build(model.trainable_variables)

@@ -3,17 +3,17 @@
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import make_setup
+from hvtrain.bench.by_hand.common import make_setup, pin
 from hvtrain.bench.contender_report import Stopwatch
-from hvtrain.system import cores
 
 
 def main() -> None:
     """Trains, and reports."""
     stopwatch = Stopwatch()
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
-    cores.pin(rank, size)
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    rank, size = resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+    pin(rank, size)  # First: the strategy initializes all GPUs that it sees.
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     setup = make_setup(rank, size)
     keras.utils.set_random_seed(1)  # Every worker makes the same weights.
     with strategy.scope():

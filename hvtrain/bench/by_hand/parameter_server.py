@@ -7,13 +7,14 @@ server.
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import make_setup
+from hvtrain.bench.by_hand.common import make_setup, use_gpu
 from hvtrain.bench.contender_report import Stopwatch
 
 
 def main() -> None:
     """Serves, or coordinates and reports."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    use_gpu(resolver.task_id if resolver.task_type == "worker" else None)
     if resolver.task_type != "chief":
         server = tf.distribute.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc")
         server.join()

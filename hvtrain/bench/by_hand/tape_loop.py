@@ -4,16 +4,15 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.bench.by_hand.common import make_setup
+from hvtrain.bench.by_hand.common import make_setup, pin
 from hvtrain.bench.contender_report import Stopwatch
-from hvtrain.system import cores
 
 
 def main() -> None:
     """Trains, and reports."""
     stopwatch = Stopwatch()
     hvd.init()
-    cores.pin(hvd.rank(), hvd.size())
+    pin(hvd.local_rank(), hvd.local_size())
     setup = make_setup(hvd.rank(), hvd.size())
     model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
     optimizer.build(model.trainable_variables)

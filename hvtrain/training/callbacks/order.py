@@ -21,10 +21,10 @@ from hvtrain.training.callbacks.checkpointing import (
     Interruption,
     MemoryCommit,
 )
+from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
 from hvtrain.training.callbacks.guard import Guard, Proof
 from hvtrain.training.callbacks.position import Position
-from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace

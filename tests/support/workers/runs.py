@@ -26,6 +26,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.data import StreamRequest
 from hvtrain.errors import UserError, in_one_line, place_of
+from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.run import with_rank_weights
@@ -105,9 +106,12 @@ def against_the_joint_batches(config):
 
 def main():
     ConfigStore.instance().store("hvtrain_schema", schema())
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    if any("comm.tune=true" in words for words in runs.values()):
+        keep_mpi_initialized()
     hvd.init()
     found = {}
-    for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
+    for name, words in runs.items():
         began = time.monotonic()
         config = composed(name, words)
         found[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)

@@ -1,0 +1,102 @@
+"""Two ranks of the runner on GPUs, several runs in one start: precisions, XLA, resume, tuning, where the time goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hardware import sharing
+from safetensors.numpy import load_file
+
+from launching import many_runs
+
+pytestmark = pytest.mark.distributed
+DIGITS = ["dataset=digits", "model=mlp", "train.epochs=8"]
+PRECISIONS = ["float32", "mixed_float16", "mixed_bfloat16"]
+# Dropout, augmentation and Adam's slots: what a resume could lose.
+RESUMED = ["dataset=digits", "model=cnn", "dataset.shift_pixels=1", "train.deterministic=true"]
+SYNTHETIC = ["dataset.image_shape=[32,32,3]", "dataset.num_classes=10", "dataset.num_train=2560"]
+RUNS = {
+    **{precision: [*DIGITS, f"train.precision={precision}"] for precision in PRECISIONS},
+    "xla": [*DIGITS, "train.jit_compile=true"],
+    "timed": ["dataset=synthetic", *SYNTHETIC, "model=cnn", "train.steps=120"],
+    "tuned": [*DIGITS, "comm.tune=true"],
+    # Last: deterministic operations stay on in a process.
+    "whole": [*RESUMED, "train.epochs=4"],
+    "resumed/first": [*RESUMED, "train.epochs=2"],
+    "resumed/second": [*RESUMED, "train.epochs=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder, what rank 0 saw of RUNS, all output)."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = {name: [*words, *sharing(2)] for name, words in RUNS.items()}
+    found, output = many_runs("mpi", 2, words, folder, TF_CPP_MIN_LOG_LEVEL="0")
+    return folder, found[0], output
+
+
+def record(runs, name: str) -> dict:
+    _, found, output = runs
+    assert "record" in found[name], f"{found[name]}\n{output}"
+    return found[name]["record"]
+
+
+@pytest.mark.parametrize("name", [*PRECISIONS, "xla"])
+def test_two_ranks_train(runs, name, record_property):
+    found = record(runs, name)
+    record_property("accuracy", found["test_accuracy"])
+    record_property("images/s", found["images_per_second"])
+    assert found["num_ranks"] == 2
+    assert found["test_accuracy"] > 0.85
+    assert found["reductions"] == found["num_steps"], "every step was reduced, and once"
+    assert found["proof"]["ranks"] == 2 and found["proof"]["weight_checks"] > 0
+    assert found["config"]["train"]["precision"] == (name if name in PRECISIONS else "float32")
+    assert found["config"]["train"]["jit_compile"] == (name == "xla")
+
+
+def test_compiled_steps_end_with_nearly_the_same_loss(runs, record_property):
+    plain, compiled = record(runs, "float32"), record(runs, "xla")
+    assert "Compiled cluster using XLA" in runs[2]
+    difference = abs(plain["test_loss"] - compiled["test_loss"])
+    record_property("difference of the losses", difference)
+    assert difference < 0.02
+
+
+def test_data_compute_and_communication_add_up_to_a_step(runs, record_property):
+    """Against the clock around the calls of the graph, which the graph's own clocks do not see."""
+    found = record(runs, "timed")
+    split = {name: found["split"][f"{name}_seconds"] for name in ("data", "compute", "communication")}
+    for name, seconds in split.items():
+        record_property(f"{name} ms", 1000 * seconds)
+    record_property("step ms", 1000 * found["step_seconds"])
+    assert all(seconds > 0 for seconds in split.values())
+    assert sum(split.values()) == pytest.approx(found["step_seconds"], rel=0.1)
+
+
+def test_settings_of_the_reduction_are_tuned(runs, record_property):
+    folder, _, output = runs
+    assert record(runs, "tuned")["test_accuracy"] > 0.85
+    kept = json.loads((folder / "tuned" / "comm.json").read_text())
+    record_property("cycle ms", kept["comm"]["cycle_ms"])
+    record_property("bucket MiB", kept["comm"]["bucket_mib"])
+    record_property("devices", ", ".join(kept["devices"]))
+    assert len(kept["devices"]) == 2 and "comm.tune: cycle " in output
+
+
+def newest(run: Path) -> dict:
+    path = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name)
+    return load_file(path / "state.safetensors")
+
+
+def test_a_resumed_run_ends_with_the_same_bits(runs):
+    """With deterministic operations, on GPUs too."""
+    folder, *_ = runs
+    whole, resumed = record(runs, "whole"), record(runs, "resumed/second")
+    assert resumed["first_step"] == record(runs, "resumed/first")["num_steps"] > 0
+    assert resumed["test_loss"] == whole["test_loss"]
+    ours, theirs = newest(folder / "resumed"), newest(folder / "whole")
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all((ours[name] == theirs[name]).all() for name in ours)

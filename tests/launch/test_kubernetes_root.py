@@ -1,0 +1,119 @@
+"""A worker's pod as its manifest describes it, without Kubernetes: its user, no capabilities, a read-only root file
+system, and tmpfs in place of each emptyDir. The key pair lies where the operators mount it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvtrain.launch.clusters import kubernetes
+from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.job import Job
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+HOME = "/home/hvtrain"
+pytestmark = [pytest.mark.nightly, pytest.mark.distributed]
+
+# PLACES: what can be written. PARTS: this checkout and its environment, which stay visible where a tmpfs hides them.
+MAKE_POD = """
+set -e
+mount -t tmpfs none /media
+number=0
+for part in $PARTS; do mkdir /media/$((++number)); mount --rbind "$part" /media/$number; done
+{ cat /etc/passwd; echo 'hvtrain:x:10001:10001::/home/hvtrain:/bin/bash'; } >/media/passwd
+mount --bind /media/passwd /etc/passwd
+for hidden in /root /home; do mount -t tmpfs -o mode=755 none $hidden; done
+mkdir /home/hvtrain
+for place in /tmp /home/hvtrain /dev/shm; do mount -t tmpfs -o mode=2777,gid=10001 none $place; done
+mkdir /home/hvtrain/.ssh
+mount -t tmpfs -o mode=750,gid=10001 none /home/hvtrain/.ssh
+ssh-keygen -q -t ed25519 -N '' -f /home/hvtrain/.ssh/id_ed25519
+cp /home/hvtrain/.ssh/id_ed25519.pub /home/hvtrain/.ssh/authorized_keys
+chown -R 10001:10001 /home/hvtrain/.ssh
+number=0
+for part in $PARTS; do
+  mkdir -p "$part"
+  mount --rbind /media/$((++number)) "$part"
+  mount -o remount,bind,ro "$part"
+done
+for place in / /root /home /media /home/hvtrain/.ssh /tmp /home/hvtrain /dev/shm; do
+  [[ " $PLACES " == *" $place "* ]] || mount -o remount,bind,ro $place
+done
+cd /home/hvtrain
+exec setpriv --reuid 10001 --regid 10001 --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \\
+  env -i HOME=/home/hvtrain PATH="$PATH" bash -c "$1"
+"""
+# The training comes by ssh, as a launcher's does; `touch` says that the root cannot be written.
+WORK = """
+{root}/scripts/docker-entrypoint worker 2299 & worker=$!
+trap 'kill $worker' EXIT
+ssh=(ssh -p 2299 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR localhost)
+for _ in {{1..50}}; do "${{ssh[@]}}" true 2>/dev/null && break; kill -0 $worker || exit 9; sleep 0.2; done
+"${{ssh[@]}}" 'touch /etc/x {root}/x /home/x /opt/x'
+"${{ssh[@]}}" "OPAL_PREFIX={prefix} PYTHONPATH={root} TF_CPP_MIN_LOG_LEVEL=3 $COMMAND"
+"""
+
+
+def places() -> list[str]:
+    """Where the worker of the manifest can write."""
+    job = Job(("python", "-m", "hvtrain"), 2)
+    (text,) = Cluster("mpijob", kubernetes.Settings(image="hvtrain:cpu", gpus_per_rank=0)).texts(job).values()
+    worker = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = worker["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert all("emptyDir" in volume for volume in worker["volumes"] if volume["name"] in mounts)
+    assert set(mounts.values()) == {"/tmp", "/dev/shm", HOME}, "those that MAKE_POD makes"
+    return list(mounts.values())
+
+
+def in_pod(command: str, writable: list[str]) -> tuple[int, str]:
+    """Exit code and output of a worker to which the command came by ssh."""
+    missing = [name for name in ("unshare", "setpriv", "ssh", "sshd") if not shutil.which(name, path=PATH)]
+    if os.geteuid() or missing:
+        pytest.skip(f"a pod of its own needs root and unshare, setpriv, ssh, sshd (missing: {missing})")
+    hidden = [Path(place) for place in ("/root", "/home", "/tmp")]
+    parts = dict.fromkeys(map(Path, (ROOT, sys.prefix, sys.base_prefix)))
+    parts = [str(part) for part in parts if any(place in part.parents for place in hidden)]
+    enter = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"]
+    work = f"COMMAND={command!r}\n{WORK.format(root=ROOT, prefix=sys.prefix)}"
+    done = subprocess.run(
+        [*enter, "--mount-proc", "bash", "-c", MAKE_POD, "pod", work],
+        env={"PATH": PATH, "PLACES": " ".join(writable), "PARTS": " ".join(parts)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+PATH = f"{BIN}:{os.environ['PATH']}:/usr/sbin"
+
+
+@pytest.mark.parametrize("start", ["", "horovodrun --mpi -np 2 "], ids=["one", "mpi"])
+def test_a_worker_trains_on_a_read_only_root(start):
+    code, output = in_pod(f"{start}python -m hvtrain model=mlp train.steps=2", places())
+    assert code == 0, output
+    assert output.count("Read-only file system") == 4, output
+    assert "results in /home/hvtrain/runs/" in output
+    assert not start or "weights equal on 2/2 ranks" in output
+
+
+@pytest.mark.parametrize(("place", "said"), [("/tmp", "mktemp: failed"), (HOME, "cannot be written: Read-only file")])
+def test_each_place_is_needed(place, said):
+    """The test above can fail: without the host key's folder no worker starts, and without a home no run."""
+    writable = [other for other in places() if other != place]
+    assert len(writable) == len(places()) - 1
+    code, output = in_pod("python -m hvtrain model=mlp train.steps=2", writable)
+    assert code != 0
+    assert said in output, output
