@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, replace
 
 import keras
+import tensorflow as tf
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
@@ -92,6 +93,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
     changed = changed_since(saved.meta, config) if saved else {}
     source, plan, topology = open_data(config, comm, saved.meta if saved else None)
+    source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
     data = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, data, state.run_id, changes)

@@ -111,6 +111,10 @@ class Source(ABC):
     same_on_all_ranks: bool = False
     """Set it if ranks are meant to read the same data; otherwise equal first batches are an error."""
 
+    raw_batches: bool = False
+    """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
+    way there are then a quarter as large. Set before streams are opened."""
+
     @abstractmethod
     def num_examples(self, split: str) -> int:
         """Number of examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
@@ -127,6 +131,10 @@ class Source(ABC):
 
         Batches are full, unless request.num_examples is less: they are then as request.share_of() cuts them.
         """
+
+    def finish(self, images: tf.Tensor) -> tf.Tensor:
+        """Images of a training stream with raw_batches as the model sees them. In the graph of the step."""
+        return images
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:

@@ -187,7 +187,8 @@ class Strategy:
 def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
     """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it."""
     images, labels = dataset.element_spec[:2]
-    blank = [np.zeros([1, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in (images, labels)]
+    # A training stream may have raw images; the metrics see none.
+    blank = np.zeros([1, *images.shape[1:]], np.float32), np.zeros([1, *labels.shape[1:]], labels.dtype.as_numpy_dtype)
     model.evaluate(*blank, verbose=0)
     model.reset_metrics()
 

@@ -67,7 +67,19 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
         )
         compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
         model.optimizer.build(model.trainable_variables)
+    if source.raw_batches:
+        finish_in_step(model, source)
     return model
+
+
+def finish_in_step(model: keras.Model, source: Source) -> None:
+    """Makes the model's train step take raw batches of the source."""
+    train_step = model.train_step
+
+    def finish_and_train(data: Any) -> Any:
+        return train_step((source.finish(data[0]), *data[1:]))
+
+    model.train_step = finish_and_train
 
 
 def check_model(model: keras.Model, name: str, source: Source) -> None:

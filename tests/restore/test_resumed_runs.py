@@ -1,14 +1,17 @@
 """A run that was killed and goes on ends with the bits of one that was not."""
 
 import json
+import os
 import shutil
+import signal
 import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launching import finish, kill, many_runs, start
+from launching import finish, many_runs, start
+from ranks import MARK, rank_processes, send
 
 pytestmark = pytest.mark.distributed
 
@@ -40,14 +43,15 @@ def interrupted(tmp_path_factory):
     """Killed, all ranks at once, in the middle of an epoch."""
     folder = tmp_path_factory.mktemp("interrupted")
     run = folder / "run"
-    process = start("mpirun", 2, "python", "-m", "hvtrain", *WORDS, f"run.dir={run}", cwd=folder)
+    mark = f"interrupted-{os.getpid()}"
+    process = start("mpirun", 2, "python", "-m", "hvtrain", *WORDS, f"run.dir={run}", cwd=folder, **{MARK: mark})
     deadline = time.monotonic() + 120
     while not (run / "checkpoints" / "step-00000028").exists():
         assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
         time.sleep(0.005)
-    kill(process)
-    process.communicate()
-    time.sleep(1)
+    for rank in rank_processes(mark).values():
+        send(rank, signal.SIGKILL)
+    finish(process)
     assert not (run / "result.json").exists()
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > 28:

@@ -121,10 +121,13 @@ class StreamedSource(Source):
         @unconverted
         def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             images = self.transform.augment(images, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
-            return self.transform.normalize(images), labels
+            return images if self.raw_batches else self.transform.normalize(images), labels
 
         batches = self.training_batches(request)
         return finish(self.load(batches, "train", request.topology, augment), request.topology)
+
+    def finish(self, images: tf.Tensor) -> tf.Tensor:
+        return self.transform.normalize(images)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         @unconverted
