@@ -23,7 +23,7 @@ def path_with_own():
     return os.pathsep.join([str(OWN), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None):
+def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None, options=()):
     """Exit code and output of an elastic run, with what `fates.Fates` does to its ranks.
 
     Ranks wait gloo_seconds (None: the default) for one that joins, and of three or more one may wait so long for one
@@ -35,7 +35,7 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None):
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
     settings = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
-    command = ["--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
+    command = [*options, "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
     command += ["--gloo-timeout-seconds", str(gloo_seconds)] if gloo_seconds else []
     command += [*([str(WORKERS / "own_disk")] if disks else [])]
     command += ["python", "-m", "hvtrain", "strategy=elastic"]
@@ -124,6 +124,19 @@ def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_
     assert "on 2 ranks; on 3 now: global batch 64 and learning rate as before (22 + 21 + 21)" in output
     assert "step-00000056 in memory: 56 of 66 steps were done, on 3 ranks; on 2 now: global batch 64" in output
     assert_same_end(tmp_path, uninterrupted, 2)
+
+
+@pytest.mark.nightly
+def test_a_host_that_was_left_out_comes_back(tmp_path):
+    """Three hosts; one loses its rank, is left out for some seconds, and then has a rank again."""
+    options = ["--blacklist-cooldown-range", "2", "3"]
+    words = ["strategy.commit_steps=5", "train.epochs=150"]
+    code, output = elastic(tmp_path, 3, {"kill_rank": 2, "kill_step": 60}, *words, options=options)
+    assert code == 0, output
+    dead, *others = steps(tmp_path)
+    assert dead[-1] == (60, 3)
+    assert [ranks[-1] for ranks in others] == [(150 * 14, 3)] * 3
+    assert any(size == 2 for _, size in others[0]), "they went on without it"
 
 
 @pytest.mark.nightly
