@@ -28,7 +28,7 @@ def batch(number):
     return np.float32(np.random.default_rng(int(number)).normal(size=(8, 17)))
 
 
-def trained(ahead):
+def trained(ahead, gates=False):
     numbers = tf.data.Dataset.range(100)
     rows = numbers.map(lambda n: tf.ensure_shape(tf.numpy_function(batch, [n], tf.float32), [8, 17]))
     batches = rows.map(lambda row: (row[:, :16], row[:, 16:]))
@@ -38,17 +38,22 @@ def trained(ahead):
         model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
         model.optimizer.build(model.trainable_variables)
         pulled.clear()
-        steps = make_steps(model, iter(to_device(batches, "/CPU:1") if ahead else batches), StepMarks())
+        marks = StepMarks()
+        marks.gates = gates
+        steps = make_steps(model, iter(to_device(batches, "/CPU:1") if ahead else batches), marks)
         context.enable_run_metadata()
         steps(5)
         partitions = [part for run in context.export_run_metadata().function_graphs for part in run.partition_graphs]
     received = [node for part in partitions for node in part.node if node.op == "_Recv" and "CPU:1" in node.device]
-    crossing = sum(b"IteratorGetNext" in node.attr["tensor_name"].s for node in received)
+    crossing, clocks = (
+        sum(word in node.attr["tensor_name"].s for node in received) for word in (b"IteratorGetNext", b"Timestamp")
+    )
     time.sleep(0.5)  # Time to run ahead.
-    return {"pulled": max(pulled) + 1, "crossing": crossing, "weights": [w.tolist() for w in model.get_weights()]}
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return {"pulled": max(pulled) + 1, "crossing": crossing, "clocks": clocks, "weights": weights}
 
 
-print(json.dumps({"ahead": trained(True), "plain": trained(False)}))
+print(json.dumps({"ahead": trained(True), "gated": trained(True, gates=True), "plain": trained(False)}))
 """
 
 
@@ -62,6 +67,11 @@ def found():
 def test_a_step_copies_no_batch(found):
     assert found["plain"]["crossing"] == 2, "images and labels"
     assert found["ahead"]["crossing"] == 0
+
+
+def test_the_forward_pass_does_not_wait_for_the_hosts_clock(found):
+    """What is left: the clock is read before the step asks for its batch."""
+    assert (found["gated"]["clocks"], found["ahead"]["clocks"]) == (2, 1)
 
 
 def test_the_next_batches_are_copied_meanwhile(found):
