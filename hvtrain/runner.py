@@ -163,7 +163,7 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
     return RunRecord(
         test_accuracy=metrics.get("test_accuracy"),
         test_loss=metrics.get("test_loss"),
-        images_per_second=throughput.images_per_second,
+        examples_per_second=throughput.examples_per_second,
         step_seconds=throughput.step_seconds,
         num_ranks=run.topology.size,
         num_parameters=model.count_params(),

@@ -91,12 +91,12 @@ def named(words: str) -> Contender:
 class Measured:
     """One run of a contender.
 
-    step_seconds is the time of a joint step and images_per_second the rate of all processes; first_step_seconds is the
-    slowest process's and peak_bytes the largest's.
+    step_seconds is the time of a joint step and examples_per_second the rate of all processes; first_step_seconds is
+    the slowest process's and peak_bytes the largest's.
     """
 
     step_seconds: float
-    images_per_second: float
+    examples_per_second: float
     first_step_seconds: float
     peak_bytes: int
     loss: float
@@ -122,10 +122,10 @@ def measure(
         more.append(f"run.dir='{folder}/run'")
     variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
     reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
-    images = sum(batch_size / found["step_seconds"] for found in reports)
+    examples_per_second = sum(batch_size / found["step_seconds"] for found in reports)
     return Measured(
-        step_seconds=batch_size * size / images,
-        images_per_second=images,
+        step_seconds=batch_size * size / examples_per_second,
+        examples_per_second=examples_per_second,
         first_step_seconds=max(found["first_step_seconds"] for found in reports),
         peak_bytes=max(found["peak_bytes"] for found in reports),
         loss=mean(found["loss"] for found in reports),

@@ -19,7 +19,7 @@ RUNNER, APART = CONTENDERS["hvtrain-mpi"], CONTENDERS["independent"]
 
 @dataclass
 class Scaling:
-    """A session. found["weak" | "strong" | "apart"][ranks] are images/s, one value for each round.
+    """A session. found["weak" | "strong" | "apart"][ranks] are examples/s, one value for each round.
 
     Raises ConfigError if the strong scaling's global batch cannot be divided.
     """
@@ -55,14 +55,14 @@ class Scaling:
                 speed = self._once(kind, count, self.folder / f"round-{number}" / f"{kind}-{count}")
                 self.found.setdefault(kind, {}).setdefault(count, []).append(speed)
                 progress("")
-                print(f"{title} {speed:12,.0f} images/s", flush=True)
+                print(f"{title} {speed:12,.0f} examples/s", flush=True)
 
     def _once(self, kind: str, count: int, folder: Path) -> float:
         batch_size = self.global_batch // count if kind == "strong" else self.workload.batch_size
         work = replace(self.workload, batch_size=batch_size)
         words = work.words(self.data, 1 if kind == "apart" else count, self.steps)
         steps, contender = (work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
-        return measure(contender, words, count, work.batch_size, steps, folder, self.threads).images_per_second
+        return measure(contender, words, count, work.batch_size, steps, folder, self.threads).examples_per_second
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds, and efficiencies as ratios with their intervals."""
@@ -70,14 +70,14 @@ class Scaling:
         lines = [
             f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
             f"rank (weak) or {self.global_batch} in all (strong), medians of {len(self.found['weak'][first])} rounds",
-            f"{'ranks':>5}{'weak images/s':>15}{'strong images/s':>17}{'jobs apart':>12}  "
+            f"{'ranks':>5}{'weak examples/s':>17}{'strong examples/s':>19}{'jobs apart':>12}  "
             f"{f'weak against {first} rank(s)':<32}{'weak against jobs apart':<32}",
         ]
         for count in self.counts:
             weak, strong, apart = (self.found[kind][count] for kind in ("weak", "strong", "apart"))
             efficiency = ratio([speed * first / count for speed in weak], self.found["weak"][first])
             lines.append(
-                f"{count:>5}{median(weak):>15,.0f}{median(strong):>17,.0f}{median(apart):>12,.0f}  "
+                f"{count:>5}{median(weak):>17,.0f}{median(strong):>19,.0f}{median(apart):>12,.0f}  "
                 f"{efficiency!s:<32}{ratio(weak, apart)!s:<32}".rstrip()
             )
         return lines
@@ -103,6 +103,6 @@ class Scaling:
                 axes.plot(self.counts, middle, "o-", color=colour, label=label)
             axes.set_xticks(self.counts, [str(count) for count in self.counts])
             axes.set_ylim(bottom=0)
-            axes.set(xlabel="ranks", ylabel="images/s")
+            axes.set(xlabel="ranks", ylabel="examples/s")
             axes.set_title(f"{self.workload.name}: {self.workload.about}", loc="left")
             axes.legend(frameon=False)

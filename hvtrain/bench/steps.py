@@ -59,7 +59,7 @@ class Session:
         steps = (work.warmup_steps, self.steps)
         measured = measure(contender, words, self.num_ranks, work.batch_size, steps, folder, self.threads)
         progress("")
-        speed = f"{1000 * measured.step_seconds:9.2f} ms/step {measured.images_per_second:12,.0f} images/s"
+        speed = f"{1000 * measured.step_seconds:9.2f} ms/step {measured.examples_per_second:12,.0f} examples/s"
         print(f"{title:<40} {speed}", flush=True)
         return measured
 
@@ -88,13 +88,13 @@ class Session:
         lines = [
             f"{work.name} ({work.about}), {self.data}, batch {work.batch_size} per rank, {self.num_ranks} ranks, "
             f"{self.threads} thread(s) per rank, {self.steps} steps, median of {len(self.repeats)} rounds",
-            f"{'contender':<{width}}{'ms/step':>10}{'images/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
+            f"{'contender':<{width}}{'ms/step':>10}{'examples/s':>12}{'first step s':>14}{'peak MB':>9}{'loss':>9}  "
             f"{COMPARED[self.figure]} against {first}",
         ]
         for name, runs in self.runs.items():
             middle = Measured(*(median(getattr(run, key) for run in runs) for key in Measured.__dataclass_fields__))
             lines.append(
-                f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.images_per_second:>12,.0f}"
+                f"{name:<{width}}{1000 * middle.step_seconds:>10.2f}{middle.examples_per_second:>12,.0f}"
                 f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
                 f"{ratio(self.values(runs), self.values(self.runs[first]))}"
             )
@@ -120,8 +120,8 @@ class Session:
         (self.folder / "bench.json").write_text(json.dumps(summary, indent=1))
 
     def plot(self) -> None:
-        """Writes bench.png: images/s of each contender, or seconds to the first step (bars: medians, dots: runs)."""
-        shown = "images_per_second" if self.figure == "step_seconds" else self.figure
+        """Writes bench.png: examples/s of each contender, or seconds to the first step (bars: medians, dots: runs)."""
+        shown = "examples_per_second" if self.figure == "step_seconds" else self.figure
         names, work = [contender.name for contender in reversed(self.contenders)], self.workload
         with picture(self.folder / "bench.png", 9, 1.2 + 0.45 * len(names)) as (_, axes):
             for place, name in enumerate(names):
@@ -129,7 +129,7 @@ class Session:
                 axes.barh(place, median(values), color=BLUE if name.startswith("hvtrain") else "#b9c3cc", height=0.65)
                 axes.plot(values, [place] * len(values), "o", color="#222222", markersize=3, alpha=0.7)
             axes.set_yticks(range(len(names)), names)
-            what = "images/s" if shown == "images_per_second" else "seconds to the first step"
+            what = "examples/s" if shown == "examples_per_second" else "seconds to the first step"
             axes.set_xlabel(f"{what} (bar: median)")
             about = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} per rank"
             axes.set_title(about, loc="left")

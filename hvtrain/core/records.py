@@ -27,7 +27,7 @@ class EpochRecord:
     step: int
     learning_rate: float
     seconds: float
-    images_per_second: float
+    examples_per_second: float
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -35,14 +35,14 @@ class EpochRecord:
 class RunRecord:
     """The final numbers of a run, in result.json.
 
-    images_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
+    examples_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
     step over the same steps; both are None if every step was warm-up. num_steps counts the whole run. The metrics are
     those of the last step.
     """
 
     test_accuracy: float | None
     test_loss: float | None
-    images_per_second: float | None
+    examples_per_second: float | None
     step_seconds: float | None
     num_ranks: int
     num_parameters: int
@@ -150,7 +150,8 @@ def read_history(folder: Path) -> list[EpochRecord]:
     try:
         with path.open(encoding="utf-8", newline="") as stream:
             for row in csv.DictReader(stream):
-                numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "images_per_second")}
+                row.setdefault("examples_per_second", row.pop("images_per_second", None))  # its name in older files
+                numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
                 epoch, step = int(row.pop("epoch")), int(row.pop("step"))
                 metrics = {name: float(cell) for name, cell in row.items() if cell}
                 records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))

@@ -39,7 +39,9 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         why = "step {step:,} ({metric} {value:.4f})".format(**record.best)
         log.info("best: %s, in %s; %s", why, BEST_FILE, _in_words(record.best["metrics"]))
     log.info("proof: %s", proof_in_words(record.proof))
-    speed = f"{record.images_per_second:,.0f} images/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
+    speed = (
+        f"{record.examples_per_second:,.0f} examples/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
+    )
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
     return record
 

@@ -36,7 +36,7 @@ def test_contenders_do_the_same_work(names, tmp_path):
     assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
     assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
     assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
-    assert any(line.startswith("images_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))
+    assert any(line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,11 @@ def test_history_comes_back(tmp_path):
     write_history(tmp_path, records)
     assert read_history(tmp_path) == records
     header = (tmp_path / "history.csv").read_text().splitlines()[0]
-    assert header == "epoch,step,learning_rate,seconds,images_per_second,loss,accuracy,val_loss"
+    assert header == "epoch,step,learning_rate,seconds,examples_per_second,loss,accuracy,val_loss"
     assert [path.name for path in tmp_path.iterdir()] == ["history.csv"], "no temporary file stays"
+    older = (tmp_path / "history.csv").read_text().replace("examples_per_second", "images_per_second")
+    (tmp_path / "history.csv").write_text(older)
+    assert read_history(tmp_path) == records
 
 
 def test_no_history_is_empty(tmp_path):
@@ -38,7 +41,7 @@ def test_a_damaged_history_is_named(tmp_path, text):
     (tmp_path / "history.csv").write_bytes(text.encode("latin-1"))
     with contextlib.suppress(StorageError):
         assert read_history(tmp_path) == []
-    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,images_per_second\n1,22,0.1,1.5")
+    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,examples_per_second\n1,22,0.1,1.5")
     with pytest.raises(StorageError, match=r"history.csv is damaged .*; fix it or move it away, then start again"):
         read_history(tmp_path)
 

@@ -40,7 +40,7 @@ def speeds(readme: str, bench: str) -> Iterator[tuple[str, str]]:
 def quoted(readme: str) -> list[str]:
     """Figures of speed in README's prose."""
     prose = re.sub(r"^```.*?^```$|^\|.*?$", "", readme, flags=re.MULTILINE | re.DOTALL)
-    unit = r"(?: to [\d.,]+)?\s*(?:times|ms\b|us\b|images/s|GB/s|of the (?:time|speed)|% (?:faster|slower|of))"
+    unit = r"(?: to [\d.,]+)?\s*(?:times|ms\b|us\b|examples/s|GB/s|of the (?:time|speed)|% (?:faster|slower|of))"
     return [number for match in re.finditer(rf"{NUMBER.pattern}{unit}", prose) for number in NUMBER.findall(match[0])]
 
 

@@ -48,7 +48,7 @@ def record(runs, name: str) -> dict:
 def test_two_ranks_train(runs, name, record_property):
     found = record(runs, name)
     record_property("accuracy", found["test_accuracy"])
-    record_property("images/s", found["images_per_second"])
+    record_property("examples/s", found["examples_per_second"])
     assert found["num_ranks"] == 2
     assert found["test_accuracy"] > 0.85
     assert found["reductions"] == found["num_steps"], "every step was reduced, and once"

@@ -58,7 +58,7 @@ def distance(ours, theirs):
 def history(run_dir):
     lines = (run_dir / "history.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), map(float, line.split(",")))) for line in lines[1:]]
-    return [{name: row[name] for name in row if name not in ("seconds", "images_per_second")} for row in rows]
+    return [{name: row[name] for name in row if name not in ("seconds", "examples_per_second")} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_defaults_reach_97_percent(default_run):
     assert result["num_parameters"] == 53_002
     assert result["num_steps"] == 12 * (718 // 32)
     assert result["reductions"] == result["num_steps"], "one for each step, counted in the graph"
-    assert result["images_per_second"] == pytest.approx(64 / result["step_seconds"])
+    assert result["examples_per_second"] == pytest.approx(64 / result["step_seconds"])
     assert result["test_loss"] > 0
 
 
@@ -74,7 +74,7 @@ def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
         r"0.001 x 2 = 0.002 \(base x linear scale\)",
         r"264 \(22 an epoch\)",
         r"Epoch 3/12: 22/22 steps, .*; 25% of the run, 0:\d\d left\n",
-        r"Epoch 12/12: 22/22 steps, [\d.]+ ms/step, accuracy 0\.9\d*, loss 0\.\d+, [\d,]+ images/s; 100% of the run\n",
+        r"Epoch 12/12: 22/22 steps, [\d.]+ ms/step, accuracy 0\.9\d*, loss 0\.\d+, [\d,]+ examples/s; 100% of the run",
         r"test: test_loss 0\.\d+, test_accuracy 0\.9\d+",
         r"results in ",
     ]:

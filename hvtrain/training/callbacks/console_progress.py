@@ -59,9 +59,9 @@ class Progress(RunCallback):
         parts = [f"{step - begin:,}/{min(plan.steps_per_epoch, plan.num_steps - begin):,} steps"]
         if seconds := _seconds_per_step(self._first_in_epoch, (self._last_step_at, step)):
             parts.append(f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step")
-        parts += [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "images/s"]
-        if speed := logs.get("images/s"):
-            parts.append(f"{speed:,.0f} images/s")
+        parts += [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"]
+        if speed := logs.get("examples/s"):
+            parts.append(f"{speed:,.0f} examples/s")
         epoch, done = f"Epoch {self.position.epoch + 1}/{plan.num_epochs}", f"{step / plan.num_steps:.0%} of the run"
         line = f"{epoch}: {', '.join(parts)}; {done}"
         left = (plan.num_steps - step) * _seconds_per_step(self._started, (time.monotonic(), step))

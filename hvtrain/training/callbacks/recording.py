@@ -29,7 +29,7 @@ class Recording(RunCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.position.in_epoch:
             return  # Stopped within the epoch; the run that resumes and finishes it writes the row.
-        metrics = {name: float(value) for name, value in logs.items() if name != "images/s"}
+        metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
         # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
         record = EpochRecord(
@@ -37,7 +37,7 @@ class Recording(RunCallback):
             step=self.position.step,
             learning_rate=float(f"{rate:.7g}"),  # the precision of float32
             seconds=round(self.throughput.epoch_seconds, 3),
-            images_per_second=round(self.throughput.epoch_images_per_second, 1),
+            examples_per_second=round(self.throughput.epoch_examples_per_second, 1),
             metrics=metrics,
         )
         self.records.append(record)

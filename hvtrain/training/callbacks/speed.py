@@ -60,7 +60,7 @@ class Split:
 
 
 class Throughput(RunCallback):
-    """Times the steps, puts images/s into the logs, and splits the time of a step (every rank).
+    """Times the steps, puts examples/s into the logs, and splits the time of a step (every rank).
 
     Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
     not validation, checkpoints and other callbacks. The split is of the steps after the warm-up, so far.
@@ -85,11 +85,11 @@ class Throughput(RunCallback):
         return self._seconds / self._steps if self._steps else None
 
     @property
-    def images_per_second(self) -> float | None:
+    def examples_per_second(self) -> float | None:
         return self._examples_per_step * self._steps / self._seconds if self._steps else None
 
     @property
-    def epoch_images_per_second(self) -> float:
+    def epoch_examples_per_second(self) -> float:
         """Images per second over the steps of the epoch so far, warm-up included."""
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
@@ -110,11 +110,11 @@ class Throughput(RunCallback):
             self._steps += steps
         if self._warm is None and self.position.step >= self._first:
             self._warm = self.run.strategy.marks.times()
-        logs["images/s"] = self.epoch_images_per_second
+        logs["examples/s"] = self.epoch_examples_per_second
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self.epoch_seconds = time.perf_counter() - self._epoch_begin
-        logs["images/s"] = self.epoch_images_per_second
+        logs["examples/s"] = self.epoch_examples_per_second
         marks, topology = self.run.strategy.marks, self.comm.topology
         times = marks.times()
         if self._warm is None or times.steps == self._warm.steps or not marks.timed:
