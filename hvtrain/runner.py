@@ -17,6 +17,7 @@ from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
+from hvtrain.tasks import Task
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
@@ -97,7 +98,8 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     data = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, data, state.run_id, changes)
-    return Run(config, strategy, topology, source, plan, folder, meta, state, changed), saved
+    task = build(config, "task", Task)
+    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed), saved
 
 
 def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:

@@ -12,6 +12,7 @@ from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 NEEDED = {
     "model": "a keras.Model",
     "dataset": "an hvtrain.data.Source; hvtrain.data.from_arrays(images, labels) makes one",
+    "task": "an hvtrain.tasks.Task",
     "optimizer": "a keras.optimizers.Optimizer",
     "schedule": "an hvtrain.core.schedule.Schedule",
     "strategy": "an hvtrain.strategies.base.Strategy",

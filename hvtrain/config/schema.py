@@ -1,7 +1,7 @@
 """The typed schema of a run, with the rules for single settings. Pure.
 
-`from_dict` turns Hydra's composed tree into a RunConfig. The groups model, dataset, optimizer, schedule and strategy
-stay open dictionaries with a `_target_`, so that YAML alone can name anything in a user's own package.
+`from_dict` turns Hydra's composed tree into a RunConfig. The groups (model, dataset, task, ...) stay open dictionaries
+with a `_target_`, so that YAML alone can name anything in a user's own package.
 """
 
 import sys
@@ -13,7 +13,7 @@ from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-GROUPS = ("model", "dataset", "optimizer", "schedule", "strategy")
+GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 RENAMED = {
     "dataset.uneven": "data.uneven",
     "dataset.on_error": "data.on_error",
@@ -128,6 +128,10 @@ class RunConfig:
     optimizer: dict[str, Any] = field(metadata={"doc": "a Keras optimizer; its learning_rate is for one rank"})
     schedule: dict[str, Any] = field(metadata={"doc": "the learning rate over the steps"})
     strategy: dict[str, Any] = field(metadata={"doc": "how ranks work together"})
+    task: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"},
+        metadata={"doc": "what is learned: loss and metrics"},
+    )
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     run: RunFolderConfig = field(default_factory=RunFolderConfig)

@@ -6,8 +6,9 @@ from hvtrain.config.schema import GROUPS, RunConfig, to_dict
 from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError
 
-# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own.
-FIXED = ("seed", "optimizer._target_")
+# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
+# the state of those before.
+FIXED = ("seed", "optimizer._target_", "task._target_", "task.metrics")
 # They do not change what is learned.
 _IRRELEVANT = (
     *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
@@ -22,9 +23,8 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     """
     before = meta.get("config")
     changed = changed_settings(before, to_dict(config)) if isinstance(before, dict) else {}
-    for name in FIXED:
-        if name in changed:
-            then, now = changed[name]
+    for name, (then, now) in changed.items():
+        if name.startswith(FIXED):
             raise ConfigError(
                 f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
                 "start with the same, or choose another run.dir"
@@ -45,8 +45,9 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, l
     {'train.epochs': [1, 2]}
     """
     old, new = flatten(before), flatten(now)
-    # An earlier version may have had fewer typed settings.
-    names = [name for name in {**old, **new} if name in old or name.startswith((*GROUPS, "callbacks"))]
+    # An earlier version may have had fewer typed settings, or groups.
+    groups = tuple(f"{group}." for group in (*GROUPS, "callbacks") if group in before)
+    names = [name for name in {**old, **new} if name in old or name.startswith(groups)]
     return {
         name: [old.get(name), new.get(name)]
         for name in names

@@ -30,7 +30,7 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     record = replace(record, best=_test_best(run, model, record))
 
     def write() -> None:
-        export(model, run.source, run.topology, folder)
+        export(model, run.source, run.task, run.topology, folder)
         write_result(folder, record)
 
     comm.on_chief(write)
@@ -69,7 +69,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
-    comm.on_chief(lambda: save(model, run.source.preprocessing(), run.folder / BEST_FILE))
+    comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
     if last is not None:
         model.set_weights(last)
     return {**best, "metrics": metrics}

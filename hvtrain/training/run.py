@@ -18,6 +18,7 @@ from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
+from hvtrain.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Run:
     strategy: Strategy
     topology: Topology
     source: Source
+    task: Task
     plan: StepPlan
     folder: Path
     meta: dict[str, Any]
@@ -75,7 +77,7 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
     """Turns (images, labels), from start_step on, into (images, labels, weights float32 [batch]).
 
     The mean over ranks of their mean gradients is the joint batch's only if batches are equal. Otherwise a rank with n
-    of the step's N examples needs the weight n x ranks / N. Its batch carries that weight, and the loss (RankWeighted)
+    of the step's N examples needs the weight n x ranks / N. Its batch carries that weight, and the loss (tasks/task.py)
     applies it to the gradient alone, so that losses and metrics still count examples.
     """
     steps = tf.data.Dataset.range(start_step, 2**62)

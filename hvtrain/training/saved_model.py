@@ -18,7 +18,7 @@ from hvtrain.core.records import write_atomic
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
 from hvtrain.errors import in_one_line
-from hvtrain.training.setup import compile_model
+from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +27,22 @@ DESCRIPTION_FILE = "model.json"
 NUM_CHECKED = 4
 
 
-def export(model: keras.Model, source: Source, topology: Topology, folder: Path) -> None:
+def export(model: keras.Model, source: Source, task: Task, topology: Topology, folder: Path) -> None:
     """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only)."""
     preprocessing = source.preprocessing()
     if difference := check_preprocessing(preprocessing, source, topology):
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
-    save(model, preprocessing, folder / MODEL_FILE)
-    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, preprocessing), indent=2) + "\n")
+    save(model, task, preprocessing, folder / MODEL_FILE)
+    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, task, preprocessing), indent=2) + "\n")
 
 
-def save(model: keras.Model, preprocessing: Preprocessing, path: Path) -> None:
+def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:
     """Saves the model with its preprocessing.
 
     The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain. Only the
     weights are saved of a model with classes of the user's own that Keras cannot write down.
     """
-    whole = with_preprocessing(model, preprocessing)
+    whole = with_preprocessing(model, task, preprocessing)
     try:
         whole.get_config()
     except Exception as error:
@@ -53,19 +53,19 @@ def save(model: keras.Model, preprocessing: Preprocessing, path: Path) -> None:
         save_model(whole, path)
 
 
-def with_preprocessing(model: keras.Model, preprocessing: Preprocessing) -> keras.Model:
+def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
     """The model from raw examples to logits, compiled; its last layer is the trained model."""
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for one in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
         # optimizer that is not built.
-        compile_model(one, keras.optimizers.SGD())
+        task.compile(one, keras.optimizers.SGD())
         one.optimizer.build(one.trainable_variables)
     return whole
 
 
-def description(source: Source, preprocessing: Preprocessing) -> dict[str, Any]:
+def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
     """The contents of model.json: inputs and outputs of the saved model."""
     return {
         "dataset": source.name,
@@ -75,7 +75,7 @@ def description(source: Source, preprocessing: Preprocessing) -> dict[str, Any]:
             "values": preprocessing.values,
             "range": list(preprocessing.range) if preprocessing.range else None,
         },
-        "output": {"shape": [source.num_classes], "values": "logits; keras.ops.softmax makes them probabilities"},
+        "output": {"shape": list(task.output_shape(source)), "values": task.output},
         "num_classes": source.num_classes,
         "class_names": list(source.class_names) if source.class_names else None,
     }

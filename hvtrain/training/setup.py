@@ -16,9 +16,8 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
+from hvtrain.tasks import Task
 from hvtrain.training.run import versions
-
-METRICS = ("loss", "accuracy")
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
@@ -51,10 +50,12 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
 def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
+    task = build(config, "task", Task)
+    task.check_metrics(source)
     with strategy.scope():
         shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
         model = build(config, "model", keras.Model, **shape)
-        check_model(model, f"model._target_={config.model['_target_']}", source)
+        check_model(model, f"model._target_={config.model['_target_']}", source, task)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -65,7 +66,7 @@ def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Str
             check_finite=config.guard.finite,
             divide_losses=type(model).train_step is keras.Model.train_step,
         )
-        compile_model(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
+        task.compile(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
         model.optimizer.build(model.trainable_variables)
     if source.raw_batches:
         finish_in_step(model, source)
@@ -82,8 +83,8 @@ def finish_in_step(model: keras.Model, source: Source) -> None:
     model.train_step = finish_and_train
 
 
-def check_model(model: keras.Model, name: str, source: Source) -> None:
-    """Builds the model if it is not, and checks that it turns the source's images into logits of its classes."""
+def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:
+    """Builds the model if it is not, and checks that it turns the source's images into what the task needs."""
     try:
         outputs = keras.tree.flatten(model(keras.Input(source.image_shape)))
     except Exception as error:
@@ -95,11 +96,12 @@ def check_model(model: keras.Model, name: str, source: Source) -> None:
     shapes = [tuple(output.shape) for output in outputs]
     # A step or a loss of the user's own may take whatever outputs it likes.
     plain = all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss"))
-    if plain and shapes != [(None, source.num_classes)]:
+    needed = task.output_shape(source)
+    if plain and shapes != [(None, *needed)]:
         raise ConfigError(
             f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
-            f"(None, {source.num_classes}), the logits of the classes of {source.name}; "
-            f"end it with keras.layers.Dense({source.num_classes})"
+            f"{(None, *needed)} for {source.name}, {task.output.partition(';')[0]}; "
+            f"end it with keras.layers.Dense({needed[-1]})"
         )
 
 
@@ -164,38 +166,6 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
-
-
-class RankWeighted(keras.losses.SparseCategoricalCrossentropy):
-    """The mean of the loss over the batch, with its gradient multiplied by the batch's weight."""
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = super().__call__(y_true, y_pred)
-        if sample_weight is None:
-            return value
-        weighted = value * tf.cast(sample_weight[0], value.dtype)
-        return weighted + tf.stop_gradient(value - weighted)
-
-
-# Keras writes these names into saved models, which then load as the plain loss.
-RankWeighted.__module__, RankWeighted.__name__ = RankWeighted.__base__.__module__, RankWeighted.__base__.__name__
-
-
-def compile_model(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, jit_compile: bool = False, weighted: bool = False
-) -> None:
-    """Compiles a classifier of logits against class indices; weighted: for batches that carry their rank's weight."""
-    loss = RankWeighted if weighted else keras.losses.SparseCategoricalCrossentropy
-    if model.dtype_policy.name == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    # Never "auto", which is on if there is a GPU: the user decides about XLA.
-    model.compile(
-        optimizer=optimizer,
-        loss=loss(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        jit_compile=jit_compile,
-    )
 
 
 def checkpoint_meta(

@@ -19,6 +19,7 @@ from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import ConfigError
+from hvtrain.tasks import Classification
 from hvtrain.training.saved_model import check_preprocessing, description
 from tiny_data import SHAPE, random_images
 
@@ -175,7 +176,7 @@ def test_a_stream_that_does_more_than_was_declared_is_named():
 def test_the_description_names_classes_and_input():
     images, labels = random_images(12)
     source = from_arrays(images, labels, class_names=["ash", "elm", "oak"])
-    found = description(source, source.preprocessing())
+    found = description(source, Classification(), source.preprocessing())
     assert found["class_names"] == ["ash", "elm", "oak"] and found["num_classes"] == 3
     assert found["input"]["shape"] == list(SHAPE)
     assert found["input"]["range"] == [images.min(), images.max()]

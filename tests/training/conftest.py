@@ -3,6 +3,7 @@
 import pytest
 
 from launching import many_runs
+from more_metrics import MORE_METRICS
 
 DIGITS = ["model=mlp", "dataset=digits", "optimizer=momentum", "train.epochs=2"]
 SUMS = [*DIGITS, "train.learning_rate_scale=none"]
@@ -14,7 +15,7 @@ RUNS = {
     "forgetful": ["strategy=forgetful"],
     "elastic": ["strategy=elastic"],
     # Trained.
-    "uneven": ["train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51"],
+    "uneven": ["train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", *MORE_METRICS],
     "one batch": [*SUMS, "train.batch_size=32"],
     "two batches": [*SUMS, "train.batch_size=16", "train.accumulate=2"],
     "plain": HALF,

@@ -11,6 +11,7 @@ import pytest
 
 from hvtrain.data.sources import digits
 from launching import ROOT, train, without_hvtrain
+from more_metrics import MORE_METRICS
 
 pytestmark = pytest.mark.distributed
 
@@ -172,13 +173,15 @@ def weights_of(run):
 @pytest.mark.nightly
 def test_uneven_shards_give_the_single_process_metrics(two_ranks, tmp_path):
     """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
-    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", "run.dir=run"]
-    code, output = train(None, 1, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", *MORE_METRICS]
+    code, output = train(None, 1, *words, "run.dir=run", cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 0, output
     alone = json.loads((tmp_path / "run" / "result.json").read_text())
     together = record_of(two_ranks, "uneven")
+    assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+    assert {"test_top2", "test_iou"} <= together["metrics"].keys()
     for ours, theirs in ((together, alone), (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0])):
-        for name in ("test_loss", "test_accuracy", "val_loss", "val_accuracy"):
+        for name in ("test_loss", "test_accuracy", "val_loss", "val_accuracy", "val_top2", "val_iou"):
             assert name not in theirs or float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-6)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
+from hvtrain.tasks import Classification
 from hvtrain.training.saved_model import DESCRIPTION_FILE, MODEL_FILE, export
-from hvtrain.training.setup import compile_model
 
 
 @pytest.fixture(params=["float32", "mixed_bfloat16", "mixed_float16"])
@@ -26,10 +26,10 @@ def test_a_loaded_model_evaluates_raw_examples_as_the_run_did(precision, tmp_pat
     source = from_arrays(x, y, x, y)
     layers = [keras.Input((5, 5, 1)), keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
-    compile_model(model, keras.optimizers.Adam(0.01))
+    Classification().compile(model, keras.optimizers.Adam(0.01))
     model.fit(source.training(StreamRequest(Topology(), 20, 0, 0, 3)), steps_per_epoch=9, shuffle=False, verbose=0)
     reported = model.evaluate(source.evaluation("test", Topology(), 20), verbose=0, return_dict=True)
-    export(model, source, Topology(), tmp_path)
+    export(model, source, Classification(), Topology(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION_FILE, MODEL_FILE]
     assert json.loads((tmp_path / DESCRIPTION_FILE).read_text())["input"]["shape"] == [5, 5]
     keras.config.set_dtype_policy("float32")  # That of whoever loads it.

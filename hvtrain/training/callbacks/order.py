@@ -29,7 +29,6 @@ from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.run import Run
-from hvtrain.training.setup import METRICS
 from hvtrain.watchdog.progress import EXCHANGE
 
 
@@ -57,7 +56,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     progress = strategy.watchdog.progress
     dataset = run.evaluation_data("validation")
     validation = Validation(*place, dataset=dataset)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(config, run.topology.is_chief, dataset is not None))
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
     interruption, writer = monitors.interruption, monitors.writer
     return [
@@ -121,14 +120,16 @@ _REFUSED = {
 """Keras's callbacks that do harm in a run, and what to do instead."""
 
 
-def own_callbacks(config: RunConfig, is_chief: bool, validates: bool) -> dict[str, keras.callbacks.Callback]:
+def own_callbacks(run: Run, validates: bool) -> dict[str, keras.callbacks.Callback]:
     """The user's callbacks by name, on every rank; those of Keras that only write are on the chief alone."""
+    config, is_chief = run.config, run.topology.is_chief
     for name, settings in config.callbacks.items():
         package, _, kind = settings["_target_"].rpartition(".")
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
     built = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
-    best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in METRICS]
+    names = run.task.metric_names
+    best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in names]
     if best not in metrics and not built:  # Callbacks may add metrics.
         raise ConfigError(f"checkpoint.best={best} is not a metric of this run; {nearest(best, metrics)}")
     for name, callback in built.items():

@@ -28,9 +28,10 @@ from hvtrain.data import StreamRequest
 from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
+from hvtrain.tasks import Classification
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
 from hvtrain.training.run import with_rank_weights
-from hvtrain.training.setup import build_model, build_optimizer, compile_model, open_data, seed_everything
+from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
 
 OWN = Path(__file__).parents[1] / "own"
@@ -91,7 +92,7 @@ def against_the_joint_batches(config):
         model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
         one = build(config, "model", keras.Model, image_shape=source.image_shape, num_classes=source.num_classes)
         one.set_weights(first)
-        compile_model(one, build_optimizer(config, plan))
+        Classification().compile(one, build_optimizer(config, plan))
         for parts in zip(*everyone):
             metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
         found[name] = largest_difference(model.get_weights(), one.get_weights())
