@@ -1,4 +1,4 @@
-"""Words of a run that give a task of four classes two more metrics: a mean, and one whose state is a matrix of counts."""
+"""Words that give a task of four classes two more metrics: a mean, and one whose state is a matrix of counts."""
 
 MORE_METRICS = [
     *("+task.metrics.top2._target_=keras.metrics.SparseTopKCategoricalAccuracy", "+task.metrics.top2.k=2"),
