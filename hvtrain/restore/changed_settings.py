@@ -8,7 +8,7 @@ from hvtrain.errors import ConfigError
 
 # A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
 # the state of those before.
-FIXED = ("seed", "optimizer._target_", "task._target_", "task.metrics")
+FIXED = ("seed", "optimizer._target_", "task._target_")
 # They do not change what is learned.
 _IRRELEVANT = (
     *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
@@ -24,7 +24,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     before = meta.get("config")
     changed = changed_settings(before, to_dict(config)) if isinstance(before, dict) else {}
     for name, (then, now) in changed.items():
-        if name.startswith(FIXED):
+        if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(
                 f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
                 "start with the same, or choose another run.dir"
