@@ -100,7 +100,7 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
     if plain and shapes != [(None, *needed)]:
         raise ConfigError(
             f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
-            f"{(None, *needed)} for {source.name}, {task.output.partition(';')[0]}; "
+            f"{(None, *needed)}, {task.output.partition(';')[0]} for {source.name}; "
             f"end it with keras.layers.Dense({needed[-1]})"
         )
 

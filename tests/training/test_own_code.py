@@ -11,7 +11,7 @@ CODE = ROOT / "tests/support/own/careless/__init__.py"
 # What the one line says of a mistake that is found before training.
 REFUSED = {
     "model none": "model._target_=careless.model returned None; it must return a keras.Model",
-    "model five": "has 1 output(s) of shape (None, 5) and needs one of (None, 4), the logits of the classes of leaves; "
+    "model five": "has 1 output(s) of shape (None, 5) and needs one of (None, 4), logits for leaves; "
     "end it with keras.layers.Dense(4)",
     "model two outputs": "has 2 output(s) of shape (None, 4), (None, 4) and needs one of (None, 4)",
     "model takes two": "must take one input, images of shape (6, 6, 1) as leaves gives them; it failed with TypeError",
