@@ -17,7 +17,6 @@ from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.system import console
-from hvtrain.tasks import Task
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
@@ -25,7 +24,7 @@ from hvtrain.training.consistency import check_first_batches, check_same_data, c
 from hvtrain.training.outcome import test_metrics, write_outcome
 from hvtrain.training.run import Run, summary, versions
 from hvtrain.training.run_folder import open_run_folder, remove_if_empty
-from hvtrain.training.setup import build_model, checkpoint_meta, open_data, seed_everything
+from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     data = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, data, state.run_id, changes)
-    task = build(config, "task", Task)
+    task = comm.all_or_raise(lambda: open_task(config, source))
     return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed), saved
 
 
@@ -106,9 +105,9 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
     """Builds the model with the weights of the checkpoint, or new ones, equal on all ranks."""
     config, strategy = run.config, run.strategy
     if config.comm.tune and run.topology.size > 1:
-        comm_tuning.tune(run, lambda: build_model(config, run.source, run.plan, strategy))
+        comm_tuning.tune(run, lambda: build_model(config, run.source, run.task, run.plan, strategy))
         seed_everything(config, run.topology.rank)
-    model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.plan, strategy))
+    model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.task, run.plan, strategy))
     start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
     strategy.comm.broadcast_model(model)
     return model, start

@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.errors import RankError
-from hvtrain.system import cores, interfaces
+from hvtrain.system import console, cores, interfaces
 
 # Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -152,7 +152,7 @@ def _explain_lost_ranks(kind: type[BaseException], error: BaseException, trace: 
     """Adds a line to the traceback of a rank that waited for others in vain."""
     _explain_lost_ranks.previous(kind, error, trace)  # type: ignore[attr-defined]
     if is_lost_rank_error(error):
-        rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "?")
+        rank = console.launched_rank()
         print(
             f"hvtrain: rank {rank} waited for a rank that is gone or never came. If another rank failed, its "
             "error is the cause. If it only ended, it had fewer batches: pass fit the same steps_per_epoch on all "

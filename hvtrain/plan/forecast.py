@@ -21,7 +21,7 @@ from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan.costs.step import Gradient
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.setup import build_model, build_schedule, seed_everything
+from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
 
 # Layers whose output shares the memory of their input.
 _VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
@@ -87,7 +87,7 @@ def forecast(
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
     schedule = build_schedule(config, plan)
-    model = build_model(config, source, plan, Strategy())
+    model = build_model(config, source, open_task(config, source), plan, Strategy())
     found = footprint(model, max(plan.batch_sizes))
     return Forecast(config, plan, schedule, source, found, gradients(model), model.name)
 

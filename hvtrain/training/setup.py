@@ -48,10 +48,15 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 
-def build_model(config: RunConfig, source: Source, plan: StepPlan, strategy: Strategy) -> keras.Model:
-    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
-    task = build(config, "task", Task)
+def open_task(config: RunConfig, source: Source) -> Task:
+    """Builds the task, and checks its metrics on what the source has."""
+    task: Task = build(config, "task", Task)
     task.check_metrics(source)
+    return task
+
+
+def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, strategy: Strategy) -> keras.Model:
+    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     with strategy.scope():
         shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
         model = build(config, "model", keras.Model, **shape)

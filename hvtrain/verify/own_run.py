@@ -24,7 +24,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.training.run import training_batches
-from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
+from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
 from hvtrain.verify.library import CheckError, Checks, library_checks, round_trip
 
@@ -41,7 +41,8 @@ class OwnRun:
         seed_everything(config, strategy.topology.rank)
         self.config, self.strategy = config, strategy
         self.source, self.plan, self.topology = open_data(config, strategy.comm)
-        self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, self.plan, strategy))
+        task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
+        self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, task, self.plan, strategy))
         strategy.comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:

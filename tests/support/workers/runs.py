@@ -83,7 +83,7 @@ def against_the_joint_batches(config):
     found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
     first = None
     for name in ("weighted", "unweighted"):
-        model = build_model(config, source, plan, strategy)
+        model = build_model(config, source, Classification(), plan, strategy)
         hvd.broadcast_model(model)
         if first is None:
             first = model.get_weights()
