@@ -15,7 +15,7 @@ from hvtrain.errors import Stopped, UserError
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
-from hvtrain.strategies.base import Strategy, build_metrics
+from hvtrain.strategies.base import Strategy, batched, build_metrics
 from hvtrain.system import console
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.guard import explain_errors
@@ -123,9 +123,9 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:
             if config.guard.batches:
-                check_first_batches(strategy.comm, run.source, run.batches_from(start.step))
+                check_first_batches(strategy.comm, run.source, run.task, run.stream_from(start.step))
             if monitors.position.in_epoch:
-                build_metrics(model, run.batches_from(start.step))
+                build_metrics(model, batched(run.source.element_spec))
             steps = call_steps(config, strategy, callbacks)
             strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
     return monitors

@@ -147,9 +147,12 @@ class Writer:
     """Writes checkpoints in a background thread, one at a time; records the best, deletes old ones (chief only).
 
     As a context manager it finishes a write even if training fails, within SECONDS_TO_FINISH.
+
+    best: the metric whose best checkpoint is kept. sign: 1 if more of it is better, otherwise -1.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, best: str = "val_loss", sign: int = -1) -> None:
+        self._best, self._sign = best, sign
         self._folder = folder
         self._config = config
         self._thread: threading.Thread | None = None
@@ -194,9 +197,8 @@ class Writer:
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
             write(self._folder, step, arrays, meta)
-            name, best = self._config.best, read_best(self._folder)
+            name, sign, best = self._best, self._sign, read_best(self._folder)
             value = meta["metrics"].get(name, math.nan)
-            sign = -1 if "loss" in name or "error" in name else 1
             is_best = best is None or best["metric"] != name or sign * value > sign * best["value"]
             if math.isfinite(value) and is_best:
                 mark_best(self._folder, step, name, value)

@@ -1,11 +1,14 @@
 """Builds the object that a group of the configuration names, with errors that a user can act on."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
+from hvtrain.config.facts import declared
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 
@@ -21,17 +24,24 @@ NEEDED = {
 """What the target of each group returns."""
 
 
-def build(config: RunConfig, group: str, kind: type, **values: Any) -> Any:
-    """Calls the group's _target_ with its other settings and with `values`, which take precedence.
+def build(
+    config: RunConfig, group: str, kind: type, facts: Mapping[str, Any] | None = None, giver: str = "", **values: Any
+) -> Any:
+    """Calls the group's _target_ with its other settings, with `values`, which take precedence, and with those facts of
+    the giver, a data set, that it declares as arguments.
 
     group: a group of the configuration, or callbacks.NAME. Raises ConfigError if the target cannot be imported, refuses
     its arguments, fails in the user's own code or returns no `kind`.
     """
     section, _, name = group.partition(".")
     settings = getattr(config, section)[name] if name else getattr(config, section)
-    target = f"{group}._target_={settings['_target_']}"
+    target, builder = f"{group}._target_={settings['_target_']}", None
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
+    if facts is not None:
+        with suppress(Exception):  # What cannot be imported is refused below.
+            builder = get_object(settings["_target_"])
+        values |= declared(builder, settings, facts, target, giver) if builder else {}
     tree = {"run": {"dir": config.run.dir}, "called": {**settings, **values}}
     try:
         built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}).called, _convert_="all")

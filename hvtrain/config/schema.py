@@ -54,6 +54,9 @@ class TrainConfig:
         None, "steps in one call of the graph; null: as many as take 0.2 s, or one if a callback acts on batches", low=1
     )
     jit_compile: bool = setting(False, "compile the forward and backward pass with XLA, without reduction and update")
+    class_weights: str | dict[str, Any] | None = setting(  # noqa: RUF009
+        None, "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name"
+    )
 
 
 @dataclass
@@ -98,7 +101,7 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
     keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
-    best: str = setting("val_accuracy", "metric whose best checkpoint is kept (the lowest for a loss)")
+    best: str | None = setting(None, "metric whose best checkpoint is kept; null: the task's, in validation")
     on_error: str = setting("stop", "if one cannot be written: stop, or warn and continue", choices=("stop", "warn"))
 
 

@@ -46,6 +46,8 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
         return None
     if isinstance(value, list) and list[int] in options:
         return [_value(name, item, int, rule) for item in value]
+    if isinstance(value, dict) and any(typing.get_origin(option) is dict for option in options):
+        return value
     kind = next(option for option in options if option is not type(None))
     if typing.get_origin(kind) is dict:
         kind = dict

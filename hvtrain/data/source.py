@@ -51,14 +51,15 @@ class StreamRequest:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Turns one raw example, of any numeric type, into the float32 image that the model trains on.
+    """Turns one raw example into what the model trains on.
 
     It goes into the saved model, before the trained one. So it may hold only what plain Keras loads without hvtrain,
     and it must give the same bits as the input pipeline.
     """
 
-    shape: tuple[int | None, ...]
-    """Shape of a raw example; None for a side of any size."""
+    shape: Any
+    """Shape of a raw example, an array of any numeric type; None for a side of any size. Or, for raw examples that are
+    no single array of numbers, a nested structure of tf.TensorSpec, which the model takes as it is."""
     layers: Sequence[Callable[[Any], Any]] = ()
     """Keras layers or functions of keras.ops, in order."""
     values: str = "as the data set's streams give them"
@@ -66,14 +67,21 @@ class Preprocessing:
     range: tuple[float, float] | None = None
     """The smallest and the largest value, if known."""
 
-    def inputs(self) -> keras.KerasTensor:
-        """The input of a saved model: float32, to which Keras converts all other numeric types."""
-        return keras.Input(self.shape, dtype="float32", name="raw")
+    def inputs(self) -> Any:
+        """The inputs of a saved model; an array's is float32, to which Keras converts all other numeric types."""
+        if isinstance(self.shape, tuple):
+            return keras.Input(self.shape, dtype="float32", name="raw")
+        return symbolic(self.shape)
 
     def __call__(self, raw: Any) -> Any:
         for layer in self.layers:
             raw = layer(raw)
         return raw
+
+
+def symbolic(spec: Any) -> Any:
+    """Keras inputs for a nested structure of tf.TensorSpec of one example."""
+    return tf.nest.map_structure(lambda one: keras.Input(tuple(one.shape), dtype=one.dtype.name, name=one.name), spec)
 
 
 class Unreadable(NamedTuple):
@@ -102,10 +110,11 @@ class Source(ABC):
     origin: str
     """Origin of the data, shown in the run's header."""
     image_shape: tuple[int, int, int]
-    """Height, width, channels."""
+    """Height, width, channels. Unset if the inputs are no images."""
     num_classes: int
+    """Unset if the targets are no classes."""
     class_names: Sequence[str] | None = None
-    """By label, if the source knows them."""
+    """By class, if the source knows them."""
     on_error: str = "stop"
     """Reaction to an example that cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
     same_on_all_ranks: bool = False
@@ -114,6 +123,29 @@ class Source(ABC):
     raw_batches: bool = False
     """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
     way there are then a quarter as large. Set before streams are opened."""
+
+    @property
+    def element_spec(self) -> tuple[Any, ...]:
+        """One example as streams give it, without the axis of the batch: (inputs, targets) or (inputs, targets,
+        weights), each a nested structure of tf.TensorSpec. The default is an image and the index of its class.
+        """
+        return tf.TensorSpec(self.image_shape, tf.float32), tf.TensorSpec((), tf.int32)
+
+    def facts(self) -> dict[str, Any]:
+        """What the data set knows of itself, by name; a model's builder gets those that it declares as arguments."""
+        facts = {name: getattr(self, name, None) for name in ("image_shape", "num_classes", "class_names")}
+        if isinstance(inputs := self.element_spec[0], tf.TensorSpec):
+            facts["input_shape"] = tuple(inputs.shape)
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def fact(self, name: str, wanted_by: str) -> Any:
+        """The fact of that name. Raises ConfigError if the data set lacks it; wanted_by begins the message."""
+        if name not in (facts := self.facts()):
+            raise ConfigError(
+                f"{wanted_by} needs {name}, which the data set {self.name} does not give (it gives "
+                f"{', '.join(facts)}); choose another data set or add it to the data set's facts()"
+            )
+        return facts[name]
 
     @abstractmethod
     def num_examples(self, split: str) -> int:
@@ -127,18 +159,22 @@ class Source(ABC):
 
     @abstractmethod
     def training(self, request: StreamRequest) -> tf.data.Dataset:
-        """Endless stream of batches: images float32 [batch, h, w, c], labels int32 [batch].
+        """Endless stream of batches of element_spec, such as images float32 [batch, h, w, c], labels int32 [batch].
 
         Batches are full, unless request.num_examples is less: they are then as request.share_of() cuts them.
         """
 
-    def finish(self, images: tf.Tensor) -> tf.Tensor:
-        """Images of a training stream with raw_batches as the model sees them. In the graph of the step."""
-        return images
+    def finish(self, inputs: Any) -> Any:
+        """Inputs of a training stream with raw_batches as the model sees them. In the graph of the step."""
+        return inputs
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         """Finite stream of this rank's shard, each example once; the last batch may be short."""
+
+    def class_counts(self) -> np.ndarray | None:
+        """Training targets of each class over all ranks, for balanced weights; None if counting them is not cheap."""
+        return None
 
     def preprocessing(self) -> Preprocessing:
         """How an example in the user's arrays or files becomes what the streams give, for the saved model.
@@ -146,7 +182,7 @@ class Source(ABC):
         The default is for streams that change nothing. A source that normalizes or resizes declares it here, with
         Keras's own layers: its saved model then takes what the user has, and loads without hvtrain.
         """
-        return Preprocessing(self.image_shape)
+        return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
@@ -165,12 +201,12 @@ class Source(ABC):
         Every rank computes it before the first stream. A source adds what it knows beyond counts.
         """
         splits = {split: {"examples": self.num_examples(split)} for split in self.SPLITS if self.num_examples(split)}
-        return {
-            "name": self.name,
-            "image_shape": list(self.image_shape),
-            "num_classes": self.num_classes,
-            "splits": splits,
-        }
+        facts = self.facts()
+        if {"image_shape", "num_classes"} <= facts.keys():
+            elements = {"image_shape": list(self.image_shape), "num_classes": self.num_classes}
+        else:
+            elements = {"elements": [f"{one.dtype.name} {one.shape}" for one in tf.nest.flatten(self.element_spec)]}
+        return {"name": self.name, **elements, "splits": splits}
 
     def explain(self, error: Exception) -> Exception:
         """A DataError that names the file or row if TensorFlow's error came from reading data, else `error` itself.

@@ -69,6 +69,7 @@ from hvtrain.keras.collectives import (
 )
 from hvtrain.keras.devices import pin_gpu
 from hvtrain.keras.loading import load_model
+from hvtrain.keras.loss import DistributedLoss, joint_mean
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -87,6 +88,7 @@ __all__ = [
     "BroadcastGlobalVariablesCallback",
     "Compression",
     "DistributedGradientTape",
+    "DistributedLoss",
     "DistributedOptimizer",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
@@ -131,6 +133,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "joint_mean",
     "load_model",
     "local_rank",
     "local_size",

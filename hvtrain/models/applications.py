@@ -18,7 +18,7 @@ OURS |= {"classifier_activation", "dropout", "dropout_rate", "name"}
 
 
 def application(
-    image_shape: Sequence[int], num_classes: int, name: str, dropout: float = 0.0, **options: Any
+    image_shape: Sequence[int], num_outputs: int, name: str, dropout: float = 0.0, **options: Any
 ) -> keras.Model:
     """keras.applications.<name> with random weights, global average pooling, dropout and a dense layer of logits.
 
@@ -44,7 +44,7 @@ def application(
         raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
     check_rate(name, dropout)
 
-    image = image_input(image_shape, num_classes, network=name)
+    image = image_input(image_shape, num_outputs, network=name)
     try:
         trunk = networks[name](
             include_top=False, weights=None, pooling="avg", input_shape=tuple(image_shape), **options
@@ -66,7 +66,7 @@ def application(
     x = keras.models.clone_model(trunk, input_tensors=image, clone_function=rebuild).output
     if dropout:
         x = layers.Dropout(dropout, name="dropout")(x)
-    return keras.Model(image, logits(x, num_classes), name=trunk.name)
+    return keras.Model(image, logits(x, num_outputs), name=trunk.name)
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:

@@ -13,7 +13,7 @@ BLOCKS = ((128,), (256, 256), (512, 512))  # Filters of separable_cnn's convolut
 KERNEL = 3  # Pixels on a side, in every convolution of separable_cnn.
 
 
-def image_input(image_shape: Sequence[int], num_classes: int, *, network: str, min_side: int = 1) -> Any:
+def image_input(image_shape: Sequence[int], num_outputs: int, *, network: str, min_side: int = 1) -> Any:
     """Input layer for images of shape (height, width, channels), of min_side pixels at least; else ConfigError."""
     shape = tuple(image_shape)
     if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
@@ -26,14 +26,18 @@ def image_input(image_shape: Sequence[int], num_classes: int, *, network: str, m
             f"{network} was given images of {shape[0]}x{shape[1]}; it needs {min_side}x{min_side} or more, "
             "because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge the images"
         )
-    if num_classes < 2:
-        raise ConfigError(f"{network} was given num_classes={num_classes}; it needs at least 2")
+    check_outputs(network, num_outputs)
     return keras.Input(shape, name="image")
 
 
-def logits(features: Any, num_classes: int, initializer: str = "glorot_uniform") -> Any:
-    """Dense layer without activation; float32 whatever the policy, because a softmax in bfloat16 loses digits."""
-    return layers.Dense(num_classes, kernel_initializer=initializer, dtype="float32", name="logits")(features)
+def check_outputs(network: str, num_outputs: int) -> None:
+    if num_outputs < 1:
+        raise ConfigError(f"{network} was given num_outputs={num_outputs}; it needs at least 1")
+
+
+def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
+    """Dense layer without activation; float32 whatever the policy, because losses in bfloat16 lose digits."""
+    return layers.Dense(num_outputs, kernel_initializer=initializer, dtype="float32", name="logits")(features)
 
 
 def check_rate(network: str, rate: float) -> None:
@@ -54,28 +58,31 @@ def _check_activation(network: str, name: str) -> None:
 
 
 def mlp(
-    image_shape: Sequence[int],
-    num_classes: int,
+    input_shape: Sequence[int],
+    num_outputs: int,
     hidden: Sequence[int] = (128, 64),
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Dense layers of the sizes in `hidden`, each followed by dropout if that is not 0. Without hidden layers it is
-    logistic regression."""
+    """Dense layers of the sizes in `hidden`, each followed by dropout if that is not 0, for images or rows of numbers.
+
+    Without hidden layers it is linear or logistic regression.
+    """
     if any(not isinstance(units, int) or units < 1 for units in hidden):
         raise ConfigError(f"mlp was given hidden={list(hidden)}; it needs whole numbers from 1, such as [128, 64]")
     _check_activation("mlp", activation)
     check_rate("mlp", dropout)
-    image = image_input(image_shape, num_classes, network="mlp")
-    x = layers.Flatten(name="flatten")(image)
+    check_outputs("mlp", num_outputs)
+    inputs = keras.Input(tuple(input_shape), name="image" if len(input_shape) == 3 else "inputs")
+    x = layers.Flatten(name="flatten")(inputs)
     for i, units in enumerate(hidden, start=1):
         x = layers.Dense(units, activation=activation, name=f"dense{i}")(x)
         if dropout:
             x = layers.Dropout(dropout, name=f"dropout{i}")(x)
-    return keras.Model(image, logits(x, num_classes), name="mlp")
+    return keras.Model(inputs, logits(x, num_outputs), name="mlp")
 
 
-def cnn(image_shape: Sequence[int], num_classes: int, dropout: Sequence[float] = (0.25, 0.5)) -> keras.Model:
+def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> keras.Model:
     """The classic Keras MNIST network: 1,199,882 parameters on 28x28x1 with 10 classes; images from 6x6.
 
     dropout: the fractions dropped after the pooling and after the dense layer.
@@ -84,7 +91,7 @@ def cnn(image_shape: Sequence[int], num_classes: int, dropout: Sequence[float] =
         raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]")
     for rate in dropout:
         check_rate("cnn", rate)
-    image = image_input(image_shape, num_classes, network="cnn", min_side=6)
+    image = image_input(image_shape, num_outputs, network="cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
     x = layers.MaxPooling2D(2, name="pool")(x)
@@ -92,10 +99,10 @@ def cnn(image_shape: Sequence[int], num_classes: int, dropout: Sequence[float] =
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(128, activation="relu", name="dense")(x)
     x = layers.Dropout(dropout[1], name="dropout2")(x)
-    return keras.Model(image, logits(x, num_classes), name="cnn")
+    return keras.Model(image, logits(x, num_outputs), name="cnn")
 
 
-def resnet20(image_shape: Sequence[int], num_classes: int, blocks_per_stage: int = 3) -> keras.Model:
+def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> keras.Model:
     """Three stages of residual blocks, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2).
 
     Depth 6 n + 2 for n blocks per stage, so 3 gives ResNet-20, 9 ResNet-56. 272,474 trainable parameters on 32x32x3
@@ -105,7 +112,7 @@ def resnet20(image_shape: Sequence[int], num_classes: int, blocks_per_stage: int
     """
     if blocks_per_stage < 1:
         raise ConfigError(f"resnet20 was given blocks_per_stage={blocks_per_stage}; it needs at least 1 (3 is usual)")
-    image = image_input(image_shape, num_classes, network="resnet20")
+    image = image_input(image_shape, num_outputs, network="resnet20")
     x = layers.ReLU(name="relu")(_convolve(image, STAGES[0], strides=1, name="conv"))
     for s, filters in enumerate(STAGES, start=1):
         for b in range(1, blocks_per_stage + 1):
@@ -116,7 +123,7 @@ def resnet20(image_shape: Sequence[int], num_classes: int, blocks_per_stage: int
             x = _convolve(x, filters, strides=1, name=f"{name}_conv2")
             x = layers.ReLU(name=f"{name}_relu2")(layers.Add(name=f"{name}_add")([x, shortcut]))
     x = layers.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(image, logits(x, num_classes, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}")
+    return keras.Model(image, logits(x, num_outputs, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}")
 
 
 def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
@@ -129,7 +136,7 @@ def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> A
 
 def separable_cnn(
     image_shape: Sequence[int],
-    num_classes: int,
+    num_outputs: int,
     activation: str = "selu",
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
@@ -150,7 +157,7 @@ def separable_cnn(
     _check_name("separable_cnn", "initializer", initializer, keras.initializers.get, examples)
     examples += "; or unit_gain"
     _check_name("separable_cnn", "depthwise_initializer", depthwise_initializer, _depthwise, examples)
-    image = image_input(image_shape, num_classes, network="separable_cnn", min_side=2 ** len(BLOCKS))
+    image = image_input(image_shape, num_outputs, network="separable_cnn", min_side=2 ** len(BLOCKS))
     dense: Any = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
     options = {"padding": "same", "activation": activation, "pointwise_initializer": initializer}
@@ -161,7 +168,7 @@ def separable_cnn(
         x = layers.MaxPooling2D(2, name=f"pool{b}")(x)
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(512, name="dense", **dense)(x)
-    return keras.Model(image, logits(x, num_classes, initializer), name="separable_cnn")
+    return keras.Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:

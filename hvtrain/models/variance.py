@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             images = np.random.standard_normal((given.num_images, *given.image_shape))
             labels = np.random.randint(0, 10, given.num_images)
         options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.options))
-        model = getattr(models, given.network)(image_shape=images.shape[1:], num_classes=10, **options)
+        model = getattr(models, given.network)(images.shape[1:], num_outputs=10, **options)
     except (UserError, TypeError) as error:
         parser.error(str(error))
     print(f"{'layer':<24}{'mean':>11}{'variance':>11}{'gradient rms':>14}")

@@ -81,7 +81,7 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     words = list(options.words)
     if options.examples is not None:
         words = [word for word in words if not word.startswith(("dataset=", "dataset."))]
-        shape = ",".join(map(str, run.source.image_shape))
+        shape = ",".join(map(str, run.source.fact("image_shape", "the command that measures this run on one rank")))
         words += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
         words += [f"dataset.num_classes={run.source.num_classes}"]
     return measured_step_seconds(words, run.batch_size)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
+from hvtrain.joint_loss import joint_loss
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
@@ -100,6 +101,10 @@ class Strategy:
         """
         return optimizer
 
+    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        """Returns the loss, changed so that the mean of all ranks' gradients is the joint batch's. Not collective."""
+        return joint_loss(loss, lambda number: number, lambda: 1)
+
     def fit(
         self,
         model: keras.Model,
@@ -141,7 +146,7 @@ class Strategy:
         """
         training = [variable.numpy() for variable in model.metrics_variables]
         if int(dataset.cardinality().numpy()) == 0:
-            build_metrics(model, dataset)
+            build_metrics(model, dataset.element_spec)
         else:
             with self.watchdog.phase(VALIDATION):
                 progress = self.watchdog.progress
@@ -184,12 +189,17 @@ class Strategy:
         return "one process"
 
 
-def build_metrics(model: keras.Model, dataset: tf.data.Dataset) -> None:
+def batched(spec: Any) -> Any:
+    """The spec of batches of elements of that spec."""
+    return tf.nest.map_structure(lambda one: tf.TensorSpec([None, *one.shape], one.dtype), spec)
+
+
+def build_metrics(model: keras.Model, batch_spec: Any) -> None:
     """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it."""
-    images, labels = dataset.element_spec[:2]
-    # A training stream may have raw images; the metrics see none.
-    blank = np.zeros([1, *images.shape[1:]], np.float32), np.zeros([1, *labels.shape[1:]], labels.dtype.as_numpy_dtype)
-    model.evaluate(*blank, verbose=0)
+    blank = tf.nest.map_structure(
+        lambda one: tf.zeros([1, *(side or 1 for side in one.shape[1:])], one.dtype), batch_spec
+    )
+    model.evaluate(tf.data.Dataset.from_tensors(blank), verbose=0)
     model.reset_metrics()
 
 

@@ -121,6 +121,9 @@ class HorovodStrategy(Strategy):
             divide_losses_of(distributed)
         return distributed
 
+    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        return hvd.DistributedLoss(loss)
+
     def guards(self) -> list[keras.callbacks.Callback]:
         return [hvd.ReductionCheckCallback()]
 

@@ -1,6 +1,10 @@
 """What is learned: the loss, the metrics, and what the model gives. A user chooses it as `task=`."""
 
-from hvtrain.tasks.classification import Classification
+from hvtrain.tasks.classification import Binary, Classification, Multilabel
+from hvtrain.tasks.custom import Custom
+from hvtrain.tasks.language import Language
+from hvtrain.tasks.regression import Regression
+from hvtrain.tasks.segmentation import Segmentation
 from hvtrain.tasks.task import Task
 
-__all__ = ["Classification", "Task"]
+__all__ = ["Binary", "Classification", "Custom", "Language", "Multilabel", "Regression", "Segmentation", "Task"]

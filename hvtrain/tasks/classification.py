@@ -1,12 +1,12 @@
-"""One of several classes."""
+"""Classes: one of several, one of two, or any number of several."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import keras
 import numpy as np
 
 from hvtrain.data.source import Source
-from hvtrain.tasks.task import Task
+from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 
 class Classification(Task):
@@ -18,19 +18,94 @@ class Classification(Task):
     """
 
     output = "logits; keras.ops.softmax makes them probabilities"
+    best = "accuracy"
+    has_classes = True
 
-    def __init__(
-        self, loss: keras.losses.Loss | None = None, metrics: Mapping[str, keras.metrics.Metric] | None = None
-    ) -> None:
+    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
         super().__init__(
             keras.losses.SparseCategoricalCrossentropy(from_logits=True) if loss is None else loss,
             {"accuracy": keras.metrics.SparseCategoricalAccuracy()} if metrics is None else metrics,
+            best,
         )
 
-    def output_shape(self, source: Source) -> tuple[int, ...]:
-        return (source.num_classes,)
+    def output_shape(self, source: Source) -> tuple[Any, ...]:
+        return (source.fact("num_classes", "task=classification"),)
+
+    def check_targets(self, source: Source) -> None:
+        target = source.element_spec[1]
+        if not (hasattr(target, "dtype") and target.dtype.is_integer and target.shape.rank == 0):
+            raise refuse_targets("classification", "one whole number, the index of a class", source)
+
+    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+        outside = np.flatnonzero((targets < 0) | (targets >= source.num_classes))
+        if not outside.size:
+            return None
+        return int(outside[0]), f"label {targets[outside[0]]} is outside 0 ... {source.num_classes - 1}"
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)
-        targets = rng.integers(source.num_classes, size=number, dtype=np.int32)
-        return targets, rng.normal(size=(number, source.num_classes)).astype(np.float32)
+        (classes,) = self.output_shape(source)
+        return rng.integers(classes, size=number, dtype=np.int32), rng.normal(size=(number, classes)).astype(np.float32)
+
+    def decode(self, outputs: np.ndarray) -> np.ndarray:
+        return outputs.argmax(axis=-1)
+
+
+class Multilabel(Task):
+    """Any number of labels for each example: the model gives a logit for each, targets are 0 or 1 for each.
+
+    Args:
+        loss: default: cross-entropy of the logits, the mean over the labels.
+        metrics: default: the fraction of labels that are right.
+    """
+
+    output = "logits, one for each label; keras.ops.sigmoid makes them probabilities"
+    best = "accuracy"
+
+    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
+        # A logit of 0 is a probability of one half.
+        super().__init__(
+            keras.losses.BinaryCrossentropy(from_logits=True) if loss is None else loss,
+            {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)} if metrics is None else metrics,
+            best,
+        )
+
+    def output_shape(self, source: Source) -> tuple[Any, ...]:
+        return tuple(source.element_spec[1].shape)
+
+    def check_targets(self, source: Source) -> None:
+        target = source.element_spec[1]
+        if not hasattr(target, "shape") or target.shape.rank != 1:
+            raise refuse_targets("multilabel", "a row of 0 and 1, one for each label", source)
+
+    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+        rows = ((targets != 0) & (targets != 1)).reshape(len(targets), -1).any(axis=1)
+        return (int(np.argmax(rows)), "holds a number that is neither 0 nor 1") if rows.any() else None
+
+    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(0)
+        shape = (number, *self.output_shape(source))
+        return rng.integers(2, size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
+
+    def decode(self, outputs: np.ndarray) -> np.ndarray:
+        return (outputs > 0).astype(np.int32)
+
+
+class Binary(Multilabel):
+    """Yes or no for each example: the model gives one logit, the target is 0 or 1.
+
+    Args:
+        loss: default: cross-entropy of the logit.
+        metrics: default: accuracy.
+    """
+
+    output = "a logit; keras.ops.sigmoid makes it the probability of 1"
+    has_classes = True
+
+    def output_shape(self, source: Source) -> tuple[Any, ...]:
+        return (1,)
+
+    def check_targets(self, source: Source) -> None:
+        target: Any = source.element_spec[1]
+        if not hasattr(target, "shape") or tuple(target.shape) not in ((), (1,)):
+            raise refuse_targets("binary", "one number, 0 or 1", source)

@@ -1,53 +1,123 @@
 """The contract of a task."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.config.facts import declared
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.joint_loss import ExactLoss
 
 NUM_CHECKED = 32
 
+Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
+Metrics: TypeAlias = Mapping[str, Any]
+
 
 class Task(ABC):
-    """The loss and the metrics of a model, and what its outputs have to be.
+    """The loss and the metrics of a model, what its outputs have to be, and what its targets are.
 
-    Raises ConfigError for a metric that cannot be exact over several ranks.
+    Raises ConfigError for what is no loss or metric.
 
     Args:
         loss: its mean over the batch is differentiated.
-        metrics: by the names that logs and records give them.
+        metrics: by the names that logs and records give them. A functools.partial, `_partial_: true` in YAML, gets the
+            facts of the data set that it declares as arguments, such as num_classes.
+        best: the metric by which the best checkpoint is chosen; None: that of the class.
     """
-
-    def __init__(self, loss: keras.losses.Loss, metrics: Mapping[str, keras.metrics.Metric]) -> None:
-        for name, kind in {"loss": keras.losses.Loss, **dict.fromkeys(metrics, keras.metrics.Metric)}.items():
-            given, place = (loss, "task.loss") if name == "loss" else (metrics[name], f"task.metrics.{name}")
-            if not isinstance(given, kind):
-                came = f"a {type(given).__name__}" if given is not None else "null"
-                raise ConfigError(f"{place} is {came}; it must be a {kind.__module__.split('.')[0]} {kind.__name__}")
-        self.loss = loss
-        self.metrics = dict(metrics)
 
     output: str
     """What the numbers are that the model gives, for model.json."""
+    head: ClassVar[str] = "keras.layers.Dense({0})"
+    """The layer that a model for this task ends with, for its number of outputs."""
+    best: str = "loss"
+    loss_weights: Mapping[str, float] | None = None
+    """Of losses by output."""
+    output_is_free: ClassVar[bool] = False
+    """True if the model may give whatever it likes, and may have losses of its own."""
+    has_classes: ClassVar[bool] = False
+    """True if targets are indices of classes, which may have weights."""
+
+    def __init__(self, loss: Losses, metrics: Metrics, best: str | None = None) -> None:
+        self.loss = None if loss is None and self.output_is_free else _check("task.loss", loss, keras.losses.Loss)
+        self.metrics = dict(metrics)
+        for name, metric in self.metrics.items():
+            _check(f"task.metrics.{name}", metric, (keras.metrics.Metric, partial))
+        self.best = best or self.best
 
     @abstractmethod
-    def output_shape(self, source: Source) -> tuple[int, ...]:
-        """The shape of the model's output for one example of the source."""
+    def output_shape(self, source: Source) -> tuple[Any, ...] | None:
+        """The shape of the model's output for one example of the source; None if any will do."""
 
     @abstractmethod
-    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    def check_targets(self, source: Source) -> None:
+        """Raises ConfigError if targets of the source's element_spec are not those of this task."""
+
+    @abstractmethod
+    def examples(self, number: int, source: Source) -> tuple[Any, Any]:
         """So many targets and outputs as they might be, to try metrics with."""
+
+    def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
+        """The first example of a batch whose target is wrong, and why; None if there is none."""
+        for target in tf.nest.flatten(targets):
+            if np.issubdtype(target.dtype, np.floating) and not (finite := np.isfinite(target)).all():
+                row = int(np.argmin(finite.reshape(len(target), -1).all(axis=1)))
+                return row, "holds NaN or an infinite value"
+        return None
+
+    def decode(self, outputs: np.ndarray) -> np.ndarray:
+        """Predictions in the terms of the targets from a batch of the model's outputs."""
+        return outputs
+
+    def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by name, with those that follow from others."""
+        return dict(metrics)
+
+    def facts(self, source: Source) -> dict[str, Any]:
+        """What a model's builder may ask for beside the facts of the source."""
+        shape = self.output_shape(source)
+        return {"num_outputs": shape[-1]} if shape else {}
 
     @property
     def metric_names(self) -> list[str]:
         """Of the logs, without prefixes."""
-        return ["loss", *self.metrics]
+        names = ["loss"]
+        if isinstance(self.loss, Mapping) and len(self.loss) > 1:
+            names += [f"{output}_loss" for output in self.loss]
+        for name, metric in self.metrics.items():
+            names += [f"{name}_{inner}" for inner in metric] if isinstance(metric, Mapping) else [name]
+        return list(self.results(dict.fromkeys(names, 0.0)))
+
+    def sign(self, name: str) -> int:
+        """1 if more of the metric of that name is better, otherwise -1."""
+        name, flat = name.removeprefix("val_"), {}
+        for key, metric in self.metrics.items():
+            flat.update({f"{key}_{k}": m for k, m in metric.items()} if isinstance(metric, Mapping) else {key: metric})
+        direction = getattr(flat.get(name), "_direction", None)  # Keras's own answer, where it has one.
+        if direction is not None:
+            return 1 if direction == "up" else -1
+        return -1 if any(word in name for word in ("loss", "error", "perplexity")) else 1
+
+    def prepare(self, source: Source) -> None:
+        """Completes metrics with facts of the source. Raises ConfigError for targets or metrics that do not fit."""
+        self.check_targets(source)
+        self.output_shape(source)  # It may need a fact that the source lacks.
+        self.complete(source)
+        self.check_metrics(*self.examples(NUM_CHECKED, source))
+
+    def complete(self, source: Source) -> None:
+        """Builds the metrics that are given as partials, with facts of the source."""
+        for name, metric in self.metrics.items():
+            if isinstance(metric, partial):
+                place = f"task.metrics.{name}"
+                facts = declared(metric.func, metric.keywords, source.facts(), place, source.name)
+                self.metrics[name] = _check(place, metric(**facts), keras.metrics.Metric)
 
     def compile(
         self,
@@ -55,59 +125,96 @@ class Task(ABC):
         optimizer: keras.optimizers.Optimizer,
         jit_compile: bool = False,
         weighted: bool = False,
+        distribute_loss: Callable[[keras.losses.Loss], keras.losses.Loss] | None = None,
     ) -> None:
-        """Compiles a model with its own loss and metrics; weighted: for batches that carry their rank's weight."""
+        """Compiles a model with its own loss and metrics.
+
+        Args:
+            weighted: for batches that carry weights, with which the metrics then count.
+            distribute_loss: of the strategy, for a model that trains.
+        """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
             # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-        metrics = [_fresh(metric, name) for name, metric in self.metrics.items()]
-        loss = rank_weighted(self.loss) if weighted else self.loss
+        loss: Any = self.loss
+        if distribute_loss and loss is not None:
+            loss = keras.tree.map_structure(distribute_loss, loss)
+        metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics)}
         # Never "auto", which is on if there is a GPU: the user decides about XLA.
-        model.compile(optimizer=optimizer, loss=loss, metrics=metrics, jit_compile=jit_compile)
+        weights = self.loss_weights
+        model.compile(optimizer=optimizer, loss=loss, loss_weights=weights, jit_compile=jit_compile, **metrics)
+        if distribute_loss and isinstance(loss, keras.losses.Loss):
+            model._loss_tracker = ExactLoss(loss)
 
-    def check_metrics(self, source: Source) -> None:
+    def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
+        """Raises ConfigError if symbolic outputs of the model of that name are not what the task needs."""
+        needed = self.output_shape(source)
+        shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
+        if needed is not None and shapes != [(None, *needed)]:
+            raise ConfigError(
+                f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
+                f"{(None, *needed)}, {self.output.partition(';')[0]} for {source.name}; "
+                f"end it with {self.head.format(needed[-1])}"
+            )
+
+    def check_metrics(self, targets: Any, outputs: Any) -> None:
         """Raises ConfigError for a metric whose state after all examples is not the sum of those after parts of them.
 
         Only sums over the ranks' states are the state of one process on all examples.
         """
-        targets, outputs = self.examples(NUM_CHECKED, source)
-        quarter = NUM_CHECKED // 4
-        parts = slice(0), slice(quarter), slice(quarter, None), slice(None)
         for name, metric in self.metrics.items():
-            try:
-                found = [_state(_fresh(metric, name), targets[part], outputs[part]) for part in parts]
-            except (ValueError, TypeError, tf.errors.OpError) as error:
-                raise ConfigError(
-                    f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, "
-                    f"as {type(self).__name__} has them: {in_one_line(error)}"
-                ) from error
-            if not all(
-                np.allclose(first + rest - begin, whole, rtol=1e-4) for begin, first, rest, whole in zip(*found)
-            ):
-                raise ConfigError(
-                    f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is no sum "
-                    "over examples; choose a metric that counts or averages, or compute it from the saved model"
-                )
+            if not isinstance(metric, Mapping):
+                check_adds_up(metric, name, targets, outputs, type(self).__name__)
+                continue
+            for inner, one in metric.items():
+                check_adds_up(one, f"{name}.{inner}", targets[name], outputs[name], type(self).__name__)
 
 
-def rank_weighted(loss: keras.losses.Loss) -> keras.losses.Loss:
-    """The same loss, whose gradient is multiplied by the batch's weight; its value is that without weights."""
-    base = type(loss)
+def refuse_targets(task: str, needed: str, source: Source) -> ConfigError:
+    """The error about a source whose targets are not those of the task."""
+    given = ", ".join(f"{one.dtype.name} {tuple(one.shape)}" for one in tf.nest.flatten(source.element_spec[1]))
+    return ConfigError(
+        f"task={task} needs as the target of an example {needed}, and {source.name} gives {given}; choose another task "
+        "or data set"
+    )
 
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = base.__call__(self, y_true, y_pred)
-        if sample_weight is None:
-            return value
-        weighted = value * tf.cast(sample_weight[0], value.dtype)
-        return weighted + tf.stop_gradient(value - weighted)
 
-    # Keras writes these names into saved models, which then load as the plain loss.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    kind = type(base.__name__, (base,), {**names, "__call__": call})
-    weighted: keras.losses.Loss = object.__new__(kind)
-    vars(weighted).update(vars(loss))
-    return weighted
+def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
+    """Raises ConfigError for a metric that cannot take these examples, or cannot be exact over ranks."""
+    quarter = NUM_CHECKED // 4
+    parts = slice(0), slice(quarter), slice(quarter, None), slice(None)
+    try:
+        found = [_state(_fresh(metric, "checked"), targets[part], outputs[part]) for part in parts]
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        raise ConfigError(
+            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, "
+            f"as {task} has them: {in_one_line(error)}"
+        ) from error
+    if not all(np.allclose(first + rest - begin, whole, rtol=1e-4) for begin, first, rest, whole in zip(*found)):
+        raise ConfigError(
+            f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is no sum "
+            "over examples; choose a metric that counts or averages, or compute it from the saved model"
+        )
+
+
+def _check(place: str, given: Any, kinds: Any) -> Any:
+    """What was given, if it is of that kind, or a mapping of these by output; otherwise raises ConfigError."""
+    if isinstance(given, Mapping) and given:
+        for name, one in given.items():
+            _check(f"{place}.{name}", one, kinds)
+    elif not isinstance(given, kinds):
+        kind = kinds[0] if isinstance(kinds, tuple) else kinds
+        came = f"a {type(given).__name__}" if given is not None else "null"
+        raise ConfigError(f"{place} is {came}; it must be a {kind.__module__.split('.')[0]} {kind.__name__}")
+    return given
+
+
+def _fresh_all(metrics: Metrics) -> Any:
+    """The metrics without state, as model.compile takes them."""
+    if any(isinstance(metric, Mapping) for metric in metrics.values()):
+        return {output: _fresh_all(inner) for output, inner in metrics.items()}
+    return [_fresh(metric, name) for name, metric in metrics.items()]
 
 
 def _fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:

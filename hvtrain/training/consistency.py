@@ -14,6 +14,7 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
+from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,19 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     return manifest
 
 
-def check_first_batches(comm: Comm, source: Source, batches: tf.data.Dataset) -> None:
-    """Raises DataError on all ranks if two of them read the same first batch."""
+def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data.Dataset) -> None:
+    """Raises DataError on all ranks if a target of a first batch is wrong, or two ranks read the same first batch."""
+    first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
+    faults = comm.gather(task.fault(first[1], source))
+    for rank, fault in enumerate(faults):
+        if fault:
+            where = f"example {fault[0]} of the first batch of rank {rank} from {source.name}"
+            raise DataError(f"{where}: {fault[1]}; fix the targets or choose another task")
     if comm.topology.size == 1 or source.same_on_all_ranks:
         return
     digest = hashlib.sha256()
-    for tensor in tf.nest.flatten(next(iter(batches))[:2]):
-        digest.update(tensor.numpy().tobytes())
+    for array in tf.nest.flatten(first):
+        digest.update(array.tobytes())
     first_rank: dict[bytes, int] = {}
     for rank, other in enumerate(comm.gather(digest.digest())):
         if first_rank.setdefault(other, rank) != rank:

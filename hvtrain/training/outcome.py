@@ -50,7 +50,7 @@ def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
     """The metrics of the test data by "test_NAME"; empty if there are none (every rank)."""
     test = run.evaluation_data("test")
     found = run.strategy.evaluate(model, test) if test is not None else {}
-    return {f"test_{name}": value for name, value in found.items()}
+    return {f"test_{name}": value for name, value in (run.task.results(found) if found else found).items()}
 
 
 def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:

@@ -40,10 +40,19 @@ class Run:
     state: RunState
     changed: dict[str, list[Any]]
 
+    @property
+    def best(self) -> str:
+        """The metric whose best checkpoint is kept."""
+        return self.config.checkpoint.best or f"val_{self.task.best}"
+
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """This rank's endless stream of batches, from a step of the run on; weighted if batches differ in size."""
-        batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
+        """This rank's endless stream of batches from a step of the run on, with weights if they differ in size."""
+        batches = self.stream_from(step)
         return batches if self.plan.is_even else with_rank_weights(batches, self.plan, self.topology.rank, step)
+
+    def stream_from(self, step: int) -> tf.data.Dataset:
+        """The same without weights."""
+        return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """This rank's shard of a split, of known length; None if the split is empty."""
@@ -74,18 +83,17 @@ def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: i
 
 
 def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
-    """Turns (images, labels), from start_step on, into (images, labels, weights float32 [batch]).
+    """Turns batches, from start_step on, into (batch, weight float32).
 
     The mean over ranks of their mean gradients is the joint batch's only if batches are equal. Otherwise a rank with n
-    of the step's N examples needs the weight n x ranks / N. Its batch carries that weight, and the loss (tasks/task.py)
-    applies it to the gradient alone, so that losses and metrics still count examples.
+    of the step's N examples needs the weight n x ranks / N. The step (prepared_step.py) applies it to the gradient
+    alone, so that losses and metrics still count examples.
     """
     steps = tf.data.Dataset.range(start_step, 2**62)
 
-    def add(step: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def add(step: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
-        weight = tf.cast(plan.weight(rank, step_in_epoch, tf.minimum), tf.float32)
-        return *batch, tf.fill(tf.shape(batch[1])[:1], weight)
+        return batch, tf.cast(plan.weight(rank, step_in_epoch, tf.minimum), tf.float32)
 
     return tf.data.Dataset.zip(steps, batches).map(add)
 

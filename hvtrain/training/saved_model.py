@@ -67,17 +67,22 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
     """The contents of model.json: inputs and outputs of the saved model."""
-    return {
-        "dataset": source.name,
-        "input": {
-            "shape": list(preprocessing.shape),
+    shape, facts, raw = task.output_shape(source), source.facts(), preprocessing.shape
+    if isinstance(raw, tuple):
+        inputs = {
+            "shape": list(raw),
             "dtype": "float32",
             "values": preprocessing.values,
             "range": list(preprocessing.range) if preprocessing.range else None,
-        },
-        "output": {"shape": list(task.output_shape(source)), "values": task.output},
-        "num_classes": source.num_classes,
-        "class_names": list(source.class_names) if source.class_names else None,
+        }
+    else:
+        inputs = tf.nest.map_structure(lambda one: {"shape": list(one.shape), "dtype": one.dtype.name}, raw)
+    return {
+        "dataset": source.name,
+        "input": inputs,
+        "output": {"shape": None if shape is None else list(shape), "values": task.output},
+        "num_classes": facts.get("num_classes"),
+        "class_names": list(facts["class_names"]) if facts.get("class_names") else None,
     }
 
 
@@ -89,7 +94,7 @@ def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: 
     try:
         if not (raw := source.raw_examples(split, topology, NUM_CHECKED)):
             return None
-        streamed, _ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
+        streamed, *_ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
     except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.
         return None
     for number, (example, expected) in enumerate(zip(raw, streamed)):

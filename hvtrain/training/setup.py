@@ -12,11 +12,13 @@ from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.tasks import Task
+from hvtrain.training.class_weights import class_weights
+from hvtrain.training.prepared_step import prepare_step
 from hvtrain.training.run import versions
 
 
@@ -49,17 +51,17 @@ def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None
 
 
 def open_task(config: RunConfig, source: Source) -> Task:
-    """Builds the task, and checks its metrics on what the source has."""
+    """Builds the task, and checks that it fits the source."""
     task: Task = build(config, "task", Task)
-    task.check_metrics(source)
+    task.prepare(source)
     return task
 
 
 def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     with strategy.scope():
-        shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
-        model = build(config, "model", keras.Model, **shape)
+        facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
+        model = build(config, "model", keras.Model, facts, source.name)
         check_model(model, f"model._target_={config.model['_target_']}", source, task)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
@@ -71,43 +73,34 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
             check_finite=config.guard.finite,
             divide_losses=type(model).train_step is keras.Model.train_step,
         )
-        task.compile(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
+        task.compile(model, optimizer, config.train.jit_compile, len(source.element_spec) > 2, strategy.distribute_loss)
         model.optimizer.build(model.trainable_variables)
-    if source.raw_batches:
-        finish_in_step(model, source)
+    prepare_step(
+        model,
+        source,
+        keras.tree.flatten(model.loss),
+        has_batch_weights=not plan.is_even,
+        class_weights=class_weights(config, source, task),
+    )
     return model
 
 
-def finish_in_step(model: keras.Model, source: Source) -> None:
-    """Makes the model's train step take raw batches of the source."""
-    train_step = model.train_step
-
-    def finish_and_train(data: Any) -> Any:
-        return train_step((source.finish(data[0]), *data[1:]))
-
-    model.train_step = finish_and_train
-
-
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:
-    """Builds the model if it is not, and checks that it turns the source's images into what the task needs."""
+    """Builds the model if it is not, and checks that it turns the source's inputs into what the task needs."""
+    inputs = source.element_spec[0]
     try:
-        outputs = keras.tree.flatten(model(keras.Input(source.image_shape)))
+        outputs = model(symbolic(inputs))
     except Exception as error:
-        place = place_of(error)
+        place, given = place_of(error), "images" if "image_shape" in source.facts() else "arrays"
+        shapes = ", ".join(str(tuple(one.shape)) for one in tf.nest.flatten(inputs))
+        wanted = f"inputs named {', '.join(inputs)}" if isinstance(inputs, dict) else "one input"
         raise ConfigError(
-            f"{name} must take one input, images of shape {source.image_shape} as {source.name} gives them; it failed "
+            f"{name} must take {wanted}, {given} of shape {shapes} as {source.name} gives them; it failed "
             f"with {in_one_line(error)}{f' ({place})' if place else ''}; debug=true shows its traceback"
         ) from error
-    shapes = [tuple(output.shape) for output in outputs]
     # A step or a loss of the user's own may take whatever outputs it likes.
-    plain = all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss"))
-    needed = task.output_shape(source)
-    if plain and shapes != [(None, *needed)]:
-        raise ConfigError(
-            f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
-            f"{(None, *needed)}, {task.output.partition(';')[0]} for {source.name}; "
-            f"end it with keras.layers.Dense({needed[-1]})"
-        )
+    if all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss")):
+        task.check_outputs(outputs, name, source)
 
 
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
@@ -167,7 +160,7 @@ class LearningRate:
 def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
-    accumulate = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
+    accumulate: Any = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer

@@ -65,9 +65,9 @@ def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
 def _data(run: OwnRun) -> str:
     """Compares hashes of the examples of the first batches over all ranks."""
     prints = {
-        hashlib.blake2b(image.tobytes() + label.tobytes(), digest_size=8).digest()
-        for images, labels in run.batches().as_numpy_iterator()
-        for image, label in zip(images, labels)
+        hashlib.blake2b(b"".join(part.tobytes() for part in example), digest_size=8).digest()
+        for batch in run.batches().as_numpy_iterator()
+        for example in zip(*tf.nest.flatten(batch))
     }
     everyone = run.strategy.comm.gather(prints)
     holders = Counter(found for rank in everyone for found in rank)
@@ -86,13 +86,14 @@ def _data(run: OwnRun) -> str:
 
 def _step(run: OwnRun) -> str:
     """Compares the distributed optimizer's step with a plain one's on the mean of all ranks' gradients."""
-    images, labels = next(iter(run.batches()))
+    batch = next(iter(run.batches()))
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     model, optimizer, comm = run.model, run.model.optimizer, run.strategy.comm
 
     @tf.function
     def gradients() -> list[Any]:
         with tf.GradientTape() as tape:
-            loss = model.compute_loss(images, labels, model(images, training=True))
+            loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
         found = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
 

@@ -42,7 +42,7 @@ def test_resnet_depth_follows_its_blocks():
 @pytest.mark.parametrize("network", ["mlp", "cnn", "separable_cnn", "resnet20"])
 @pytest.mark.parametrize("image_shape", [(8, 8, 1), (28, 28, 1), (33, 40, 3)])
 def test_any_image_shape_gives_one_logit_per_class(network, image_shape):
-    model = getattr(models, network)(image_shape, num_classes=7)
+    model = getattr(models, network)(image_shape, num_outputs=7)
     images = np.random.default_rng(0).standard_normal((2, *image_shape), dtype=np.float32)
     logits = np.asarray(model(images))
     assert logits.shape == (2, 7)
@@ -52,7 +52,7 @@ def test_any_image_shape_gives_one_logit_per_class(network, image_shape):
 
 @pytest.mark.parametrize("network", ["mlp", "cnn", "separable_cnn", "resnet20"])
 def test_logits_stay_float32_under_mixed_precision(network, mixed_bfloat16):
-    model = getattr(models, network)((16, 16, 1), num_classes=10)
+    model = getattr(models, network)((16, 16, 1), num_outputs=10)
     assert model.output.dtype == "float32"
     assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     assert model.layers[-2].compute_dtype == "bfloat16"
@@ -85,16 +85,16 @@ def test_an_application_takes_normalized_images_and_its_own_options():
     assert model.count_params() < plain.count_params()
 
 
-def refuse(message: str, network: str, image_shape=(28, 28, 1), num_classes=10, **options) -> None:
+def refuse(message: str, network: str, image_shape=(28, 28, 1), num_outputs=10, **options) -> None:
     with pytest.raises(ConfigError, match=message):
-        getattr(models, network)(image_shape, num_classes, **options)
+        getattr(models, network)(image_shape, num_outputs, **options)
 
 
 def test_impossible_images_and_classes_are_refused():
     refuse("7x28; it needs 8x8 or more", "separable_cnn", image_shape=(7, 28, 1))
     refuse("5x5; it needs 6x6 or more", "cnn", image_shape=(5, 5, 1))
-    refuse(r"image_shape \(28, 28\); it needs \(height, width, channels\)", "mlp", image_shape=(28, 28))
-    refuse("num_classes=1; it needs at least 2", "mlp", num_classes=1)
+    refuse(r"image_shape \(28, 28\); it needs \(height, width, channels\)", "cnn", image_shape=(28, 28))
+    refuse("num_outputs=0; it needs at least 1", "mlp", num_outputs=0)
     refuse("must be at least 32x32.*enlarge the images", "application", name="ResNet50")
 
 

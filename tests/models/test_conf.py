@@ -6,8 +6,10 @@ from pathlib import Path
 
 import keras
 import pytest
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
+
+from hvtrain.config.facts import declared
 
 CONF = Path(__file__).parents[2] / "conf"
 MODELS = sorted((CONF / "model").glob("*.yaml"))
@@ -26,7 +28,8 @@ def test_a_model_file_builds(path):
     config = OmegaConf.load(path)
     if OmegaConf.is_missing(config, "name"):
         config.name = "MobileNet"
-    model = instantiate(config, image_shape=(32, 32, 3), num_classes=10)
+    facts = {"image_shape": (32, 32, 3), "input_shape": (32, 32, 3), "num_outputs": 10}
+    model = instantiate(config, **declared(get_object(config._target_), config, facts, path.stem, "a data set"))
     assert isinstance(model, keras.Model)
     assert model.output.shape == (None, 10)
 

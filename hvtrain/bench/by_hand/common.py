@@ -34,8 +34,8 @@ class Setup:
         return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
 
     def model(self) -> keras.Model:
-        shape, num_classes = self.source.image_shape, self.source.num_classes
-        return build(self.config, "model", keras.Model, image_shape=shape, num_classes=num_classes)
+        facts = {**self.source.facts(), "num_outputs": self.source.num_classes}
+        return build(self.config, "model", keras.Model, facts, self.source.name)
 
     def optimizer(self) -> keras.optimizers.Optimizer:
         rate = self.plan.peak_learning_rate

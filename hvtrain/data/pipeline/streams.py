@@ -7,6 +7,7 @@ import atexit
 import gc
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,14 +15,16 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.data.source import Preprocessing, Source, StreamRequest
 from hvtrain.system import cores
 
-Read = Callable[..., tuple[tf.Tensor, tf.Tensor]]
-"""A batch as the source has it -> raw images [batch, h, w, c], labels int32 [batch]; -1 marks an unusable example."""
-Then = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
-"""Step (or number of the batch), raw images, labels -> what the model sees."""
+Read = Callable[..., tuple[Any, ...]]
+"""A batch as the source has it -> raw inputs, targets and, if the source has them, weights.
+
+File sources mark an unusable example by the label -1."""
+Then = Callable[..., tuple[Any, ...]]
+"""Step (or number of the batch), and what Read gives -> what the model sees."""
 
 # Purposes of random numbers. No two purposes share a sequence.
 ORDER, AUGMENT, BLOCK = range(3)
@@ -78,12 +81,12 @@ def regrouped(
     shares = plan.shares_of(topology.rank)
     steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
-    def part_of(step: tf.Tensor, batches: tuple[tuple[tf.Tensor, tf.Tensor], ...]) -> tuple[tf.Tensor, ...]:
+    def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
         # If all steps are alike, plain numbers keep the batch's static shape.
         at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
         begin, end = plan.parts(at, minimum)[topology.rank]
         first = plan.share_offsets(at, minimum)[shares[0]]
-        return tuple(tf.concat(parts, axis=0)[begin - first : end - first] for parts in zip(*batches))
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0)[begin - first : end - first], *batches)
 
     streams = tuple(stream_of(share) for share in shares)
     parts = tf.data.Dataset.zip((steps, streams)).map(part_of, num_parallel_calls=tf.data.AUTOTUNE)
@@ -110,7 +113,7 @@ class StreamedSource(Source):
     def load(
         self, batches: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
     ) -> tf.data.Dataset:
-        """(step, batch) -> then(step, images, labels). batch_size is given for evaluation, None for training.
+        """(step, batch) -> then(step, inputs, targets, ...). batch_size is given for evaluation, None for training.
 
         The reader comes first, since it may fit the transform that `then` uses.
         """
@@ -119,20 +122,20 @@ class StreamedSource(Source):
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         @unconverted
-        def augment(step: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            images = self.transform.augment(images, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
-            return images if self.raw_batches else self.transform.normalize(images), labels
+        def augment(step: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
+            inputs = self.transform.augment(inputs, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
+            return inputs if self.raw_batches else self.transform.normalize(inputs), *rest
 
         batches = self.training_batches(request)
         return finish(self.load(batches, "train", request.topology, augment), request.topology)
 
-    def finish(self, images: tf.Tensor) -> tf.Tensor:
-        return self.transform.normalize(images)
+    def finish(self, inputs: Any) -> Any:
+        return self.transform.normalize(inputs)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         @unconverted
-        def normalize(_: tf.Tensor, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return self.transform.normalize(images), labels
+        def normalize(_: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
+            return self.transform.normalize(inputs), *rest
 
         batches = self.evaluation_batches(split, topology, batch_size)
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
@@ -164,9 +167,13 @@ class IndexedSource(StreamedSource):
         return tf.data.Dataset.range(len(topology.share(self.num_examples(split)))).batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:
+        if isinstance(self.transform, Unchanged):
+            return super().preprocessing()
         return self.transform.preprocessing(self.image_shape, self.image_shape, "as the reader gives them")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        if isinstance(self.transform, Unchanged):
+            return []  # The model takes what the streams give.
         number = min(number, len(topology.share(self.num_examples(split))))
-        images, _ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
+        images, *_ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
         return list(images.numpy().reshape(-1, *self.preprocessing().shape))

@@ -81,6 +81,16 @@ class Transform:
         return Preprocessing(shape, layers, values, limits)
 
 
+class Unchanged(Transform):
+    """For inputs of any structure, which the model takes as they are read."""
+
+    def augment(self, inputs: Any, seed: tf.Tensor) -> Any:
+        return inputs
+
+    def normalize(self, inputs: Any) -> Any:
+        return inputs
+
+
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
     """Pads by `pixels` on each side and cuts a window of the old size out of each image, at random."""
     batch, height, width = tf.shape(images)[0], images.shape[1], images.shape[2]

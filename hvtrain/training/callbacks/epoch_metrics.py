@@ -1,7 +1,7 @@
 """Metrics of an epoch: over all its steps, over all ranks, the same in all logs; and validation."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -18,11 +18,17 @@ class EpochMetrics(keras.callbacks.Callback):
     """Puts the training metrics of the whole epoch, over all ranks, into its logs (every rank).
 
     After a resume within an epoch, resumed is this rank's state from store.rank_state, and the model's metrics must be
-    built.
+    built. results adds metrics that follow from others.
     """
 
-    def __init__(self, strategy: Strategy, resumed: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        resumed: Mapping[str, np.ndarray],
+        results: Callable[[Mapping[str, float]], dict[str, float]] = dict,
+    ) -> None:
         super().__init__()
+        self._results = results
         self.strategy = strategy
         self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
 
@@ -33,7 +39,7 @@ class EpochMetrics(keras.callbacks.Callback):
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        logs.update(self.strategy.metrics_over_ranks(self.model))
+        logs.update(self._results(self.strategy.metrics_over_ranks(self.model)))
 
 
 class SameLogs(RunCallback):
@@ -73,6 +79,6 @@ class Validation(RunCallback):
 
     def _validate(self) -> None:
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
-        results = self.run.strategy.evaluate(self.model, self.dataset)
+        results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

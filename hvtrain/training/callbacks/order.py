@@ -41,7 +41,7 @@ class Monitors:
         self.place = run, self.position, self.weights
         self.throughput, self.proof, self.skipped = Throughput(*self.place), Proof(*self.place), Skipped(*self.place)
         self.interruption = Interruption(run)
-        self.writer = Writer(run.folder / "checkpoints", run.config.checkpoint)
+        self.writer = Writer(run.folder / "checkpoints", run.config.checkpoint, run.best, run.task.sign(run.best))
 
 
 def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.callbacks.Callback]:
@@ -66,7 +66,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         *strategy.guards(),
         monitors.throughput,
         monitors.proof,
-        EpochMetrics(strategy, start.rank_state if position.in_epoch else {}),
+        EpochMetrics(strategy, start.rank_state if position.in_epoch else {}, run.task.results),
         Guard(*place),
         validation,
         SameLogs(*place),
@@ -129,9 +129,9 @@ def own_callbacks(run: Run, validates: bool) -> dict[str, keras.callbacks.Callba
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
     built = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
     names = run.task.metric_names
-    best, metrics = config.checkpoint.best, [f"{prefix}{name}" for prefix in ("", "val_") for name in names]
-    if best not in metrics and not built:  # Callbacks may add metrics.
-        raise ConfigError(f"checkpoint.best={best} is not a metric of this run; {nearest(best, metrics)}")
+    metrics = [f"{prefix}{name}" for prefix in ("", "val_") for name in names]
+    if run.best not in metrics and not built:  # Callbacks may add metrics.
+        raise ConfigError(f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}")
     for name, callback in built.items():
         if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
             raise ConfigError(

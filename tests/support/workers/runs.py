@@ -16,6 +16,7 @@ from pathlib import Path
 import fast_keras  # noqa: F401
 import keras
 import numpy as np
+import tensorflow as tf
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
@@ -88,9 +89,13 @@ def against_the_joint_batches(config):
         if first is None:
             first = model.get_weights()
         model.set_weights(first)
-        batches = with_rank_weights(stream, plan, hvd.rank(), 0) if name == "weighted" else stream
-        model.fit(batches, epochs=1, steps_per_epoch=plan.num_steps, verbose=0, shuffle=False)
-        one = build(config, "model", keras.Model, image_shape=source.image_shape, num_classes=source.num_classes)
+        batches = with_rank_weights(stream, plan, hvd.rank(), 0)
+        if name == "unweighted":
+            batches = batches.map(lambda batch, weight: (batch, tf.ones_like(weight)))
+        step = tf.function(model.train_step, reduce_retracing=True)
+        for batch in batches.take(plan.num_steps):
+            step(batch)
+        one = build(config, "model", keras.Model, {**source.facts(), "num_outputs": source.num_classes}, source.name)
         one.set_weights(first)
         Classification().compile(one, build_optimizer(config, plan))
         for parts in zip(*everyone):

@@ -1,0 +1,73 @@
+"""What a batch still needs once it is in the step: the end of its preprocessing, and weights."""
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvtrain.data.source import Source
+from hvtrain.errors import ConfigError
+from hvtrain.joint_loss import weighted
+
+
+def prepare_step(
+    model: keras.Model,
+    source: Source,
+    losses: Sequence[Any],
+    has_batch_weights: bool = False,
+    class_weights: Sequence[float] = (),
+) -> None:
+    """Makes the model's train step take batches as the run's streams give them, which is (batch, weight of the batch)
+    if batches of different ranks differ in size.
+
+    Args:
+        losses: of joint_loss, which the model is compiled with.
+        class_weights: by class, which multiply the weights of targets; empty: none.
+    """
+    if not (has_batch_weights or source.raw_batches or class_weights):
+        return
+    train_step, compute_loss = model.train_step, model.compute_loss
+    batch_weight: list[Any] = []  # Of the step that is being traced.
+
+    @wraps(compute_loss)
+    def weighted_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = compute_loss(*args, **kwargs)
+        return weighted(loss, batch_weight.pop()) if batch_weight else loss
+
+    def prepared(data: Any) -> Any:
+        if has_batch_weights:
+            data, weight = data
+            batch_weight[:] = [weight]
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(data)
+        if source.raw_batches:
+            inputs = source.finish(inputs)
+        if class_weights:
+            of_targets = weights_of(targets, class_weights)
+            weights = of_targets if weights is None else of_targets * tf.cast(weights, of_targets.dtype)
+        for loss in losses:
+            loss.batch_weight = weight if has_batch_weights else 1.0
+        result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
+        if batch_weight:
+            raise ConfigError(
+                "ranks have batches of different sizes, which the loss has to weight, and the model's train_step does "
+                "not call compute_loss; call it there, or let the ranks have equal batches with data.uneven=trim"
+            )
+        return result
+
+    model.train_step = prepared
+    if has_batch_weights:
+        model.compute_loss = weighted_loss
+
+
+def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
+    """The weight of each target's class; 1 for an ignored label, which has no class.
+
+    >>> weights_of(tf.constant([0, 1, 255]), [1.0, 3.0]).numpy().tolist()
+    [1.0, 3.0, 1.0]
+    """
+    classes = tf.cast(targets, tf.int32)
+    table = tf.constant(class_weights, tf.float32)
+    is_class = (classes >= 0) & (classes < len(class_weights))
+    return tf.where(is_class, tf.gather(table, tf.where(is_class, classes, 0)), 1.0)
