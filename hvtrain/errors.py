@@ -88,6 +88,8 @@ _AROUND = (
     r"Could not automatically infer the output shape .* Error encountered:\n\n(?P<text>(?s:.*))",
     # A Python function in a graph: its traceback, which ends with the exception.
     r"Graph execution error:\n(?s:.*)\nTraceback \(most recent call last\):\n(?s:.*)\n(?P<kind>\w+): (?P<text>(?s:.*))",
+    # A Python function in a data set that is read outside a graph.
+    r"\{\{.*\}\} Error in user-defined function passed to .* iterator: \S+ (?P<kind>\w+): (?P<text>(?s:.*))",
     # Any other operation: where it was added to the graph, then the message.
     r"Graph execution error:(?:\s*\n(?:Detected at .*| *File .*|<stack .*))*\s*\n(?P<text>(?s:.*))",
     # Names of nodes at the end.

@@ -151,7 +151,7 @@ class Writer:
     best: the metric whose best checkpoint is kept. sign: 1 if more of it is better, otherwise -1.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, best: str = "val_loss", sign: int = -1) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, best: str = "val_accuracy", sign: int = 1) -> None:
         self._best, self._sign = best, sign
         self._folder = folder
         self._config = config

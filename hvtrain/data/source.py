@@ -172,6 +172,10 @@ class Source(ABC):
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         """Finite stream of this rank's shard, each example once; the last batch may be short."""
 
+    def whole_targets(self) -> dict[str, Any]:
+        """All targets by split, as arrays, to be checked before the first step; empty if that is not cheap."""
+        return {}
+
     def class_counts(self) -> np.ndarray | None:
         """Training targets of each class over all ranks, for balanced weights; None if counting them is not cheap."""
         return None

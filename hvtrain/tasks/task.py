@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvtrain.config.facts import declared
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.joint_loss import ExactLoss
 
 NUM_CHECKED = 32
@@ -108,6 +108,9 @@ class Task(ABC):
         """Completes metrics with facts of the source. Raises ConfigError for targets or metrics that do not fit."""
         self.check_targets(source)
         self.output_shape(source)  # It may need a fact that the source lacks.
+        for split, targets in source.whole_targets().items():
+            if fault := self.fault(targets, source):
+                raise DataError(f"{source.name}, {split}: example {fault[0]} {fault[1]}; fix the targets")
         self.complete(source)
         self.check_metrics(*self.examples(NUM_CHECKED, source))
 
@@ -142,10 +145,10 @@ class Task(ABC):
             loss = keras.tree.map_structure(distribute_loss, loss)
         metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics)}
         # Never "auto", which is on if there is a GPU: the user decides about XLA.
-        weights = self.loss_weights
+        weights = None if self.loss_weights is None else {name: self.loss_weights.get(name, 1.0) for name in loss}
         model.compile(optimizer=optimizer, loss=loss, loss_weights=weights, jit_compile=jit_compile, **metrics)
         if distribute_loss and isinstance(loss, keras.losses.Loss):
-            model._loss_tracker = ExactLoss(loss)
+            object.__setattr__(model, "_loss_tracker", ExactLoss(loss))  # As Keras does: it is no part of the model.
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if symbolic outputs of the model of that name are not what the task needs."""

@@ -10,7 +10,7 @@ from hvtrain.data import StreamRequest
 from hvtrain.data.sources.digits import digits
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
-from hvtrain.training.setup import finish_in_step
+from hvtrain.training.prepared_step import prepare_step
 
 
 def trained(raw, jit_compile=False):
@@ -21,8 +21,7 @@ def trained(raw, jit_compile=False):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=jit_compile)
     model.optimizer.build(model.trainable_variables)
-    if raw:
-        finish_in_step(model, source)
+    prepare_step(model, source, losses=[])
     batches = source.training(StreamRequest(Topology(0, 1), 32, seed=3, start_step=0, steps_per_epoch=44))
     make_steps(model, iter(batches), StepMarks())(60)
     return batches.element_spec[0].dtype, model.get_weights()

@@ -1,37 +1,24 @@
-"""Data sets that fit in memory as NumPy arrays. Each rank keeps its shard only, in the original type."""
+"""Images that fit in memory as NumPy arrays, in their original type; and arrays of any kind, from_arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_arrays
-from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import STANDARDIZE, Transform, fit
 from hvtrain.data.source import Preprocessing
+from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
 
-SPLIT_SEED = 0  # The validation part is the same in every run, whatever its seed.
 
+class ArraySource(MemorySource):
+    """Images and their targets, which are class indices if num_classes is given, from a function that returns arrays.
 
-class Part(NamedTuple):
-    """One split, as rows of a pair of arrays: splitting copies no pixels."""
-
-    images: np.ndarray
-    labels: np.ndarray
-    rows: np.ndarray
-
-
-class ArraySource(IndexedSource):
-    """A data set from a function that returns whole arrays.
-
-    `load` runs when counts or a stream are first needed. The first stream fits the normalization on the whole
-    training part, cuts the arrays down to this rank's shards, and drops the rest.
+    The first stream fits the normalization on the whole training part; see MemorySource.
 
     load: returns {"train": (images, labels), "test": ..., "validation": ...}; the last two are optional.
     standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value), "none".
@@ -44,9 +31,9 @@ class ArraySource(IndexedSource):
     def __init__(
         self,
         name: str,
-        load: Callable[[], Arrays],
+        load: Callable[[], Elements],
         image_shape: tuple[int, int, int],
-        num_classes: int,
+        num_classes: int | None,
         origin: str = "arrays in memory",
         standardize: str = "per_channel",
         max_value: float = 255.0,
@@ -55,13 +42,14 @@ class ArraySource(IndexedSource):
         flip: bool = False,
         class_names: Sequence[str] | None = None,
         example_shape: tuple[int, ...] | None = None,
+        more_facts: Mapping[str, Any] | None = None,
     ) -> None:
         if standardize not in STANDARDIZE:
             raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
-        if num_validation < 0:
-            raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
-        self.name, self.origin = name, origin
-        self.image_shape, self.num_classes = image_shape, num_classes
+        super().__init__(name, load, origin, num_validation, more_facts)
+        self.image_shape = image_shape
+        if num_classes is not None:
+            self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigError(f"{name}: {len(class_names)} class names for {num_classes} classes; give one for each")
         self.class_names = class_names
@@ -69,96 +57,58 @@ class ArraySource(IndexedSource):
         self._example_shape = example_shape
         self._range: tuple[float, float] | None = None  # Of training images, once the normalization is fitted.
         self._dtype = np.dtype(np.float32)
-        self._load, self._num_validation = load, num_validation
         self._standardize, self._max_value = standardize, max_value
-        self._counts: dict[str, int] = {}
-        self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
-        self._shards: dict[Topology, dict[str, tuple[tf.Tensor, tf.Tensor]]] = {}  # Of several ranks: see regrouped().
 
-    def num_examples(self, split: str) -> int:
-        if not self._counts:
-            self._parts = self._open()
-            self._counts = {name: len(part.rows) for name, part in self._parts.items()}
-        return self._counts.get(split, 0)
+    @property
+    def element_spec(self) -> tuple[Any, ...]:
+        image = tf.TensorSpec(self.image_shape, tf.float32)
+        return (image, tf.TensorSpec((), tf.int32)) if self._has_classes else (image, *super().element_spec[1:])
 
-    def manifest(self) -> dict[str, Any]:
-        found = super().manifest()
-        parts = self._parts or self._open()
-        whole: dict[int, str] = {}  # Validation and training are rows of the same arrays.
-        for split, part in parts.items():
-            digest = whole.get(id(part.images)) or of_arrays([part.images, part.labels])
-            whole[id(part.images)] = digest
-            if split in found["splits"]:
-                found["splits"][split]["digest"] = of_arrays([np.frombuffer(digest.encode(), np.uint8), part.rows])
-        return found
+    @property
+    def _has_classes(self) -> bool:
+        return hasattr(self, "num_classes")
 
-    def reader(self, split: str, topology: Topology) -> Read:
-        if topology not in self._shards:  # Each rank's are cut once; then the whole arrays are dropped.
-            parts, self._parts = self._parts or self._open(), None
-            self._fit(parts["train"])
-            shards = self._shards[topology] = {}
-            with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
-                for name, part in parts.items():
-                    rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
-                    shards[name] = tf.constant(part.images[rows]), tf.constant(part.labels[rows].astype(np.int32))
-        empty = tf.zeros([0, *self.image_shape], tf.uint8), tf.zeros([0], tf.int32)
-        images, labels = self._shards[topology].get(split, empty)
-        return lambda indices: (tf.gather(images, indices), tf.gather(labels, indices))
-
-    def _fit(self, train: Part) -> None:
-        """Fits the normalization, once: it is the same on every rank."""
+    def fit(self, train: Part) -> None:
         if self._range:
             return
-        mean, scale = fit(train.images, train.rows, self._standardize, self._max_value)
+        images = train.elements[0]
+        mean, scale = fit(images, train.rows, self._standardize, self._max_value)
         self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
-        self._range = float(train.images.min()), float(train.images.max())
-        self._dtype = train.images.dtype
+        self._range = float(images.min()), float(images.max())
+        self._dtype = images.dtype
 
     def preprocessing(self) -> Preprocessing:
         if not self._range:  # No stream was opened, since the run had nothing left to do.
-            self._fit((self._parts or self._open())["train"])
+            self.fit(self.parts()["train"])
         shape = self._example_shape or self.image_shape
         values = f"as in the arrays ({self._dtype}); any numeric type is taken"
         return self.transform.preprocessing(shape, self.image_shape, values, self._range)
 
-    def _open(self) -> dict[str, Part]:
-        try:
-            arrays = self._load()
-            self._example_shape = self._example_shape or np.shape(arrays["train"][0])[1:]
-            parts = {split: self._check(split, *map(np.asarray, pair)) for split, pair in arrays.items()}
-        except OSError as error:
-            raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
-        except DataError as error:
-            if self.on_error == "skip":
-                raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
-            raise
-
-        train, wanted = parts["train"], self._num_validation
-        if wanted and "validation" not in parts:
-            if wanted >= len(train.rows):
-                found = f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples"
-                raise ConfigError(f"{found}; choose 0 ... {len(train.rows) - 1}")
-            order = np.random.default_rng(SPLIT_SEED).permutation(len(train.rows))
-            parts["validation"] = train._replace(rows=np.sort(order[:wanted]))
-            parts["train"] = train._replace(rows=np.sort(order[wanted:]))
-        return parts
-
-    def _check(self, split: str, images: np.ndarray, labels: np.ndarray) -> Part:
+    def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
         """A split in its final shapes, checked against the shape, the classes and each other."""
-        where = f"{self.name}, {split} ({self.origin})"
+        where, (images, *targets) = f"{self.name}, {split} ({self.origin})", elements
+        if split == "train":
+            self._example_shape = self._example_shape or np.shape(images)[1:]
         if images.ndim == 3:
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
             raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
         if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
             raise DataError(f"{where}: images hold NaN or infinite values; fix or drop those examples")
-        labels = _class_indices(labels, where)
+        if not self._has_classes:
+            return images, *super().check(split, images, *targets)[1:]
+        labels = _class_indices(targets[0], where)
         if len(labels) != len(images):
             raise DataError(f"{where}: {len(images)} images but {len(labels)} labels; each image needs one")
         if (outside := np.flatnonzero((labels < 0) | (labels >= self.num_classes))).size:
             found = f"label {labels[outside[0]]} at index {outside[0]} is outside 0 ... {self.num_classes - 1}"
             raise DataError(f"{where}: {found}; fix the labels or set num_classes")
-        return Part(images, labels, np.arange(len(labels)))
+        return super().check(split, images, labels, *targets[1:])
+
+    def in_model_type(self, elements: Any) -> Any:
+        images, targets, *weights = elements
+        targets = targets.astype(np.int32) if self._has_classes else super().in_model_type(targets)
+        return images, targets, *super().in_model_type(tuple(weights))
 
 
 def _class_indices(labels: np.ndarray, where: str) -> np.ndarray:
@@ -174,34 +124,67 @@ def _class_indices(labels: np.ndarray, where: str) -> np.ndarray:
 
 
 def from_arrays(
-    x_train: np.ndarray,
-    y_train: np.ndarray,
-    x_test: np.ndarray | None = None,
-    y_test: np.ndarray | None = None,
-    x_validation: np.ndarray | None = None,
-    y_validation: np.ndarray | None = None,
+    x_train: Any,
+    y_train: Any,
+    x_test: Any = None,
+    y_test: Any = None,
+    x_validation: Any = None,
+    y_validation: Any = None,
     *,
+    w_train: Any = None,
+    w_test: Any = None,
+    w_validation: Any = None,
     name: str = "arrays",
+    images: bool | None = None,
     num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    num_validation: int = 0,
+    facts: Mapping[str, Any] | None = None,
     **options,
-) -> ArraySource:
-    """A source from arrays that are already in memory; `options` are those of ArraySource.
+) -> MemorySource:
+    """A source from arrays that are already in memory: x are inputs, y targets and w weights of the examples.
 
-    Images [n, h, w] or [n, h, w, c], integer labels [n]. num_classes defaults to the largest training
-    label + 1. The caller's arrays stay in memory beside the shard; for large ones give ArraySource a function
-    that loads them.
+    x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of the model's inputs.
+    The caller's arrays stay in memory beside the shard; for large ones give MemorySource or ArraySource a function that
+    loads them.
+
+    Args:
+        images: x are images [n, h, w] or [n, h, w, c], to be normalized and augmented; None: if x is an array of such a
+            shape, and of 8-bit numbers or with whole numbers as y. The `options` are those of ArraySource.
+        num_classes: of targets that are one whole number each; default: the largest of y_train + 1.
+        facts: others, for the model's builder and the task, such as vocabulary_size.
     """
-    pairs = {"train": (x_train, y_train), "validation": (x_validation, y_validation), "test": (x_test, y_test)}
+    splits = {"train": (x_train, y_train, w_train), "validation": (x_validation, y_validation, w_validation)}
+    splits["test"] = x_test, y_test, w_test
     arrays = {}
-    for split, (images, labels) in pairs.items():
-        if (images is None) != (labels is None):
+    for split, (x, y, w) in splits.items():
+        if (x is None) != (y is None):
             raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or neither")
-        if images is not None and labels is not None:
-            arrays[split] = np.asarray(images), np.asarray(labels)
-    shape = arrays["train"][0].shape[1:]
-    if len(shape) not in (2, 3):
+        if (w is None) != (w_train is None) and x is not None:
+            raise DataError(
+                f"{name}: w_{split} is {'missing' if w is None else 'there'}, unlike w_train; weight all or none"
+            )
+        if x is not None:
+            arrays[split] = tuple(tf.nest.map_structure(np.asarray, part) for part in (x, y, w) if part is not None)
+    x, y = arrays["train"][:2]
+    whole = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y.shape[1:] in ((), (1,))
+    if images is None:
+        images = isinstance(x, np.ndarray) and x.ndim in (3, 4) and (x.dtype == np.uint8 or whole)
+    if isinstance(y, np.ndarray) and y.dtype.kind in "USO":
+        _class_indices(y, f"{name}, y_train")  # Names, which it refuses.
+    if whole and num_classes is None:
+        num_classes = int(np.max(_class_indices(y, f"{name}, y_train"))) + 1
+    if not images:
+        if options:
+            raise ConfigError(f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out")
+        if whole:
+            arrays = {split: (x, _class_indices(y, f"{name}, y_{split}"), *w) for split, (x, y, *w) in arrays.items()}
+        found = {"num_classes": num_classes, "class_names": class_names, **(facts or {})}
+        found = {key: value for key, value in found.items() if value is not None}
+        return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=found)
+    if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
+        shape = x.shape[1:] if isinstance(x, np.ndarray) else "several arrays"
         raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
-    height, width, channels = (*shape, 1)[:3]
-    if num_classes is None:
-        num_classes = int(np.max(_class_indices(arrays["train"][1], f"{name}, y_train"))) + 1
-    return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **options)
+    height, width, channels = (*x.shape[1:], 1)[:3]
+    more: Any = {"num_validation": num_validation, "class_names": class_names, "more_facts": facts, **options}
+    return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **more)

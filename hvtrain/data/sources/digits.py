@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvtrain.data.sources.arrays import SPLIT_SEED, Arrays, ArraySource
+from hvtrain.data.sources.arrays import Arrays, ArraySource
+from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797

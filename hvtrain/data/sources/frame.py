@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from hvtrain.data.pipeline.transform import check_image_shape
-from hvtrain.data.sources.arrays import ArraySource, from_arrays
+from hvtrain.data.sources.arrays import from_arrays
+from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import DataError
 
 
@@ -20,7 +21,7 @@ def from_frame(
     label_column: str = "label",
     name: str = "frame",
     **options,
-) -> ArraySource:
+) -> MemorySource:
     """A source from tables whose columns have to_numpy(); `options` are those of from_arrays.
 
     image_column: a column of lists (or arrays) of height * width * channels numbers, or the names of as many
@@ -33,7 +34,7 @@ def from_frame(
         for split, frame in (("train", train), ("test", test), ("validation", validation))
     ]
     options.setdefault("example_shape", _example_shape(train, image_column, shape))
-    return from_arrays(*parts[0], *parts[1], *parts[2], name=name, **options)
+    return from_arrays(*parts[0], *parts[1], *parts[2], name=name, images=True, **options)
 
 
 def _arrays(

@@ -15,8 +15,8 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.pipeline.transform import Transform, decode, decode_batch
 from hvtrain.data.source import Unreadable
-from hvtrain.data.sources.arrays import SPLIT_SEED
 from hvtrain.data.sources.file_source import Example, FileSource
+from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
