@@ -99,5 +99,5 @@ class ExactLoss(keras.metrics.Mean):
         self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        own = self._loss.denominator
+        own = getattr(self._loss, "denominator", None)  # A strategy may leave losses as they are.
         super().update_state(values, sample_weight if own is None or is_taking_gradients() else own)

@@ -16,14 +16,16 @@ from keras.optimizers import SGD
 import hvtrain.keras as hvd
 
 Arrays = list[np.ndarray]
+IGNORED = -1  # A label that does not count.
 
 
 @dataclass(frozen=True)
 class Case:
     """A small model trained with some optimizer.
 
-    kind: "dense", "embedding" (sparse gradients) or a dtype policy. more_layers are put before the last layer.
-    tolerance: largest relative difference in any weight or slot that rounding may cause.
+    kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks hold unlike amounts of
+    what counts. more_layers are put before the last layer. tolerance: largest relative difference in any weight or slot
+    that rounding may cause.
     """
 
     optimizer: Callable[[], keras.optimizers.Optimizer]
@@ -31,6 +33,7 @@ class Case:
     tolerance: float = 1e-5
     steps_per_reduction: int = 1
     more_layers: Callable[[], list[keras.layers.Layer]] = list
+    reduction: str = "sum_over_batch_size"
 
 
 class OwnStep(SGD):
@@ -56,7 +59,13 @@ CASES = {
     # Half precision rounds the activations of a part differently from those of the joint batch.
     "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
     "mixed_float16": Case(lambda: keras.optimizers.LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
+    "ignored labels": Case(lambda: SGD(0.05), "ignored"),
+    "masked tokens": Case(lambda: SGD(0.5, momentum=0.9), "masked"),
+    "weighted mean": Case(lambda: keras.optimizers.Adam(0.003), "weighted", reduction="mean_with_sample_weight"),
+    "two losses": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "two losses", steps_per_reduction=2),
 }
+UNLIKE = ("ignored", "masked", "weighted", "two losses")
+"""Kinds of cases that are exact only with a DistributedLoss."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,13 @@ class Comparison:
     """Largest differences of weights and float slots, relative to the largest value of each array.
 
     error: N ranks against one process. error_without_reduction: one rank alone against it. ranks_differ: the ranks
-    against each other, at the start (after the broadcast) or at the end.
+    against each other, at the start (after the broadcast) or at the end. error_of_plain_loss: N ranks with the mean of
+    their losses against one process; infinite where that is right.
     """
 
     error: float
     error_without_reduction: float
+    error_of_plain_loss: float
     ranks_differ: float
     reductions: int
 
@@ -81,22 +92,28 @@ def compare(
     wrap makes the case's optimizer distributed.
     """
     rank, size = hvd.rank(), hvd.size()
-    x, y = _data(case.kind, steps * size * batch)
-    order = np.arange(len(x)).reshape(steps, size, batch)
-    own = [(x[i], y[i]) for i in order[:, rank]]
-    before, after, reductions = _train(case, own, rank, wrap)
+    data, order = _data(case.kind, steps, size, batch), np.arange(steps * size * batch).reshape(steps, size, batch)
+
+    def batches(rows: Any) -> list[Any]:
+        return [keras.tree.map_structure(lambda array: array[i.ravel()], data) for i in rows]  # noqa: B023
+
+    before, after, reductions = _train(case, batches(order[:, rank]), rank, wrap, hvd.DistributedLoss)
+    plain = _train(case, batches(order[:, rank]), rank, wrap)[1] if case.kind in UNLIKE else None
     # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
     joint: Arrays | None = None
     alone: Arrays | None = None
     if rank == 0:
-        joint = _train(case, [(x[i.ravel()], y[i.ravel()]) for i in order], seed=0)[1]
+        joint = _train(case, batches(order), seed=0)[1]
     if rank == size - 1:
-        alone = _train(case, [(x[i], y[i]) for i in order[:, 0]], seed=0)[1]
+        alone = _train(case, batches(order[:, 0]), seed=0)[1]
     everyone = hvd.allgather_object((before, after, reductions, joint, alone), name="hvtrain.compare")
     first_before, first_after, _, expected, _ = everyone[0]
     return Comparison(
         error=largest_difference(first_after, expected),
         error_without_reduction=largest_difference(everyone[-1][4], expected),
+        error_of_plain_loss=hvd.broadcast_object(
+            largest_difference(plain, expected) if plain else float("inf"), name="hvtrain.compare"
+        ),
         ranks_differ=max(
             max(largest_difference(before, first_before), largest_difference(after, first_after))
             for before, after, *_ in everyone
@@ -114,36 +131,65 @@ def largest_difference(ours: Arrays, theirs: Arrays) -> float:
     return largest
 
 
-def _data(kind: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(7)
+def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
+    """Inputs, targets and, if the kind has them, weights of all examples: by step, rank and place in the batch."""
+    generator, count = np.random.default_rng(7), steps * size * batch
+    # What counts grows with the rank.
+    share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), batch), steps)
+    x, y = generator.normal(size=(count, 12)).astype("float32"), generator.integers(0, 3, count)
+    counts = generator.random(count) < share
     if kind == "embedding":
-        return generator.integers(0, 50, (count, 6)), generator.integers(0, 3, count)
-    return generator.normal(size=(count, 12)).astype("float32"), generator.integers(0, 3, count)
+        return generator.integers(0, 50, (count, 6)), y
+    if kind == "masked":
+        tokens = generator.integers(1, 50, (count, 6))
+        return np.where(np.arange(6) < np.ceil(6 * share)[:, None], tokens, 0), generator.integers(0, 3, (count, 6))
+    if kind == "weighted":
+        return x, y, (share * generator.random(count)).astype("float32")
+    if kind == "two losses":
+        return x, {"o": np.where(counts, y, IGNORED), "p": np.where(counts, IGNORED, y)}
+    return x, np.where(counts, y, IGNORED) if kind == "ignored" else y
 
 
 def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
+    last = keras.layers.Dense(3, name="o", dtype="float32")
     if case.kind == "embedding":
         layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, name="e"), keras.layers.Flatten(name="f")]
+    elif case.kind == "masked":
+        layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, mask_zero=True, name="e")]
     else:
         policy = case.kind if case.kind.startswith("mixed") else "float32"
         layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
-    return keras.Sequential([*layers, *case.more_layers(), keras.layers.Dense(3, name="o", dtype="float32")], name="m")
+    model = keras.Sequential([*layers, *case.more_layers(), last], name="m")
+    if case.kind != "two losses":
+        return model
+    features = model.layers[-2].output
+    return keras.Model(model.inputs, {"o": last(features), "p": keras.layers.Dense(3, name="p")(features)})
 
 
 def _train(
-    case: Case, batches: list[tuple[np.ndarray, np.ndarray]], seed: int, wrap: Callable[[Any], Any] | None = None
+    case: Case,
+    batches: list[Any],
+    seed: int,
+    wrap: Callable[[Any], Any] | None = None,
+    wrap_loss: Callable[[Any], Any] = lambda loss: loss,
 ) -> tuple[Arrays, Arrays, int]:
     """Weights before, weights and float slots after one pass over the batches, and the number of reductions."""
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+
+    def loss() -> keras.losses.Loss:
+        options: Any = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
+        return wrap_loss(keras.losses.SparseCategoricalCrossentropy(**options))
+
+    losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()
+    model.compile(optimizer, losses, jit_compile=False)
     if wrap:
         hvd.broadcast_model(model)
     before = [weight.copy() for weight in model.get_weights()]
-    x, y = (np.concatenate(part) for part in zip(*batches, strict=True))
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(len(batches[0][0]))
-    model.fit(dataset, epochs=1, verbose=0, shuffle=False)
+    whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    rows = len(keras.tree.flatten(batches[0])[0])
+    model.fit(tf.data.Dataset.from_tensor_slices(whole).batch(rows), epochs=1, verbose=0, shuffle=False)
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]
     return before, [*model.get_weights(), *slots], hvd.num_reductions(model.optimizer)

@@ -14,6 +14,7 @@ LIBRARY = [
     "versions", "controller", "devices", "broadcast", "sgd", "momentum", "rmsprop", "adam", "adamw", "lamb", "lion",
     "a step of its own", "sparse gradients", "accumulation", "mixed_bfloat16", "mixed_float16", "overflow",
     "different models", "shards", "metrics", "checkpoint",
+    "ignored labels", "masked tokens", "weighted mean", "two losses",
 ]  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def test_three_ranks_and_a_run_of_ones_own(tmp_path):
     assert re.search(r"3 x 16 equal 1 x 48 to \de-07; without reduction \d", texts["sgd"])
     assert "; TF32 off" in texts["devices"], "or GPUs from Ampere on would fail"
     assert "8 reductions" in texts["adam"] and "2 reductions" in texts["accumulation"]
-    assert "all 25 checks passed on 3 rank(s)" in output
+    assert "all 29 checks passed on 3 rank(s)" in output
 
 
 def test_each_check_can_fail(tmp_path):
@@ -45,12 +46,12 @@ def test_each_check_can_fail(tmp_path):
     found, texts = outcomes(output)
     assert found == dict.fromkeys(
         [
-            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "different models",
+            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "ignored labels", "different models",
             "shards", "metrics", "checkpoint", "data: leaves", "step of your model", "weights",
         ],
         "FAIL",
     ), output  # fmt: skip
-    assert "0 checks passed, 14 failed on 2 rank(s)" in output
+    assert "0 checks passed, 15 failed on 2 rank(s)" in output
     assert "samples looked at are read by more than one rank; give each rank its own part" in texts["data: leaves"]
     assert "the step reduced no gradient" in texts["step of your model"]
     assert "weights differ after one step of your model: rank 1 on " in texts["weights"]

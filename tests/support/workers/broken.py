@@ -94,6 +94,7 @@ passed = run_checks(
         "own step": lambda: joint_case(lambda optimizer: optimizer, "a step of its own"),
         "not shared": lambda: joint_case(without_exchange),
         "summed": lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)),
+        **broken("ignored labels", "hvtrain.verify.joint_batch.hvd", DistributedLoss=lambda loss: loss),
         **broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
         **broken("shards", ArraySource, training=same_for_all),
         **broken("metrics", strategy, evaluate=plain_metrics),

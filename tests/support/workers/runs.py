@@ -6,12 +6,14 @@ argv[2]: where rank 0 writes what each rank saw: the record, or the error.
 A name that begins with "joint" is trained against one process on the joint batches instead.
 """
 
+import contextlib
 import json
 import sys
 import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import fast_keras  # noqa: F401
 import keras
@@ -25,14 +27,14 @@ from hvtrain import runner
 from hvtrain.config.compose import CONFIGS, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
-from hvtrain.data import StreamRequest
+from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
-from hvtrain.tasks import Classification
-from hvtrain.training.callbacks.epoch_metrics import EpochMetrics
-from hvtrain.training.run import with_rank_weights
-from hvtrain.training.setup import build_model, build_optimizer, open_data, seed_everything
+from hvtrain.training.class_weights import class_weights
+from hvtrain.training.prepared_step import weights_of
+from hvtrain.training.run import training_batches, with_rank_weights
+from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
 
 OWN = Path(__file__).parents[1] / "own"
@@ -73,40 +75,56 @@ def one_run(config):
 
 
 def against_the_joint_batches(config):
-    """Largest differences of the weights from one process's: of these ranks, and without the weights of ranks."""
+    """Largest differences of the weights from one process's: of these ranks, and with the corrections off.
+
+    One process trains with Keras alone on the joined batches, and with Keras's own class weights. The metrics are pairs
+    of ours and its: of training, and of the test data in one batch.
+    """
     strategy = staying(config)
     strategy.start()
     seed_everything(config, hvd.rank())
     source, plan, topology = open_data(config, strategy.comm)
-    share = plan.shares[hvd.rank()]
-    stream = source.training(StreamRequest(topology, share.batch_size, 1, 0, share.steps, share.num_examples))
-    everyone = strategy.comm.gather([(x, y) for x, y in stream.take(plan.num_steps).as_numpy_iterator()])
-    found = {"sizes": [[len(y) for _, y in batches] for batches in everyone]}
+    task = open_task(config, source)
+    stream = training_batches(source, plan, topology, 1, 0)
+    everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
+    found = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
     first = None
-    for name in ("weighted", "unweighted"):
-        model = build_model(config, source, Classification(), plan, strategy)
+    for name in ("exact", "uncorrected"):
+        exact = name == "exact"
+        with contextlib.nullcontext() if exact else mock.patch.object(strategy, "distribute_loss", lambda loss: loss):
+            model = build_model(config, source, task, plan, strategy)
         hvd.broadcast_model(model)
         if first is None:
             first = model.get_weights()
         model.set_weights(first)
-        batches = with_rank_weights(stream, plan, hvd.rank(), 0)
-        if name == "unweighted":
+        batches = stream if plan.is_even else with_rank_weights(stream, plan, hvd.rank(), 0)
+        if not exact and not plan.is_even:
             batches = batches.map(lambda batch, weight: (batch, tf.ones_like(weight)))
         step = tf.function(model.train_step, reduce_retracing=True)
         for batch in batches.take(plan.num_steps):
             step(batch)
-        one = build(config, "model", keras.Model, {**source.facts(), "num_outputs": source.num_classes}, source.name)
-        one.set_weights(first)
-        Classification().compile(one, build_optimizer(config, plan))
-        for parts in zip(*everyone):
-            metrics = one.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts)), return_dict=True)
+        if exact:
+            ours = strategy.metrics_over_ranks(model)
+            model.reset_metrics()
+            tested = strategy.evaluate(model, source.evaluation("test", topology, 4))
+            facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
+            one = build(config, "model", keras.Model, facts, source.name)
+            one.set_weights(first)
+            task.compile(one, build_optimizer(config, plan), weighted=len(source.element_spec) > 2)
+            by_class, train_one = (
+                class_weights(config, source, task),
+                tf.function(one.train_step, reduce_retracing=True),
+            )
+            for parts in zip(*everyone):
+                whole = tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+                if by_class:  # Keras turns them into weights of examples too, and weights no pixels.
+                    whole = (*whole, weights_of(tf.constant(whole[1]), by_class).numpy())
+                metrics = train_one(whole)
+            found["metrics"] = {key: [ours[key], float(value)] for key, value in metrics.items()}
+            whole = next(iter(source.evaluation("test", Topology(), source.num_examples("test"))))
+            theirs = one.test_on_batch(*whole, return_dict=True) if one.reset_metrics() is None else {}
+            found["tested"] = {key: [tested[key], float(value)] for key, value in theirs.items()}
         found[name] = largest_difference(model.get_weights(), one.get_weights())
-        if name == "weighted":
-            seen = EpochMetrics(strategy, {})
-            seen.set_model(model)
-            logs = {}
-            seen.on_epoch_end(0, logs)
-            found["metrics"] = [[logs[key], float(metrics[key])] for key in ("loss", "accuracy")]
     return found
 
 

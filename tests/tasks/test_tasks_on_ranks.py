@@ -1,0 +1,89 @@
+"""Each task on real ranks: as one process on the joint batches, and resumed in the middle of an epoch."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launching import many_runs
+
+pytestmark = pytest.mark.distributed
+
+WEIGHTS = {"classification": "balanced", "binary": "{0: 1.0, 1: 4.0}", "segmentation": "{1: 3.0}"}
+CUSTOM = [
+    "task.loss={size: {_target_: keras.losses.MeanSquaredError}, "
+    "kind: {_target_: keras.losses.SparseCategoricalCrossentropy, from_logits: true, ignore_class: -1}}",
+    "task.loss_weights={kind: 0.5}",
+    "+task.metrics.size.mae._target_=keras.metrics.MeanAbsoluteError",
+]
+OF_OUTPUTS = ("size_loss", "kind_loss")  # Of which Keras logs the mean over batches, whatever their size.
+KINDS = ["classification", "binary", "multilabel", "regression", "segmentation", "language", "custom"]
+
+
+def words(kind, *more):
+    own = [f"task={kind}", "dataset._target_=kinds.data", "model._target_=kinds.model", "train.batch_size=8"]
+    own += [f"++dataset.kind={kind}", f"++model.kind={kind}", "train.epochs=2", "optimizer.learning_rate=0.05"]
+    return [*own, *(CUSTOM if kind == "custom" else []), *more]
+
+
+def joint(kind):
+    weights = [f"train.class_weights={WEIGHTS[kind]}"] if kind in WEIGHTS else []
+    # Adam would magnify the rounding of gradients near 0.
+    return words(kind, "data.uneven=pad", "optimizer=momentum", *weights)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory):
+    runs = {f"joint {kind}": joint(kind) for kind in KINDS}
+    if request.param == 2:
+        saved = ["checkpoint.every_steps=1", "checkpoint.keep=99", "train.validate_every_epochs=null"]
+        for kind in KINDS:
+            runs |= {kind: words(kind, *saved), f"{kind} in two": words(kind, *saved, "train.steps=5")}
+            runs |= {f"{kind} in two/again": words(kind, *saved)}
+    folder = tmp_path_factory.mktemp("tasks")
+    return many_runs("mpirun", request.param, runs, folder)[0], folder, request.param
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_equal_keras_in_one_process_on_the_joint_batches(found, kind):
+    """To 1e-5 in all weights, in the losses and in the metrics; with the corrections off they do not."""
+    for rank in found[0]:
+        result = rank[f"joint {kind}"]
+        assert "error" not in result
+        assert result["exact"] < 1e-5
+        assert result["uncorrected"] > 1e-4
+        for name, (ours, theirs) in result["metrics"].items():
+            if name not in OF_OUTPUTS:
+                assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_does_not_depend_on_how_examples_are_batched(found, kind):
+    """Ranks with batches of 4 against one process with a single batch."""
+    for name, (ours, theirs) in found[0][0][f"joint {kind}"]["tested"].items():
+        if name not in OF_OUTPUTS and (kind, name) != ("custom", "loss"):  # Keras weights several losses by examples.
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found, kind):
+    ran, folder, num_ranks = found
+    if num_ranks != 2:
+        return
+    for name in (kind, f"{kind} in two", f"{kind} in two/again"):
+        assert "record" in ran[0][name], ran[0][name]
+    assert [ran[0][f"{kind} in two/again"]["record"][key] for key in ("first_step", "num_steps")] == [5, 6]
+    whole, resumed = (
+        load_file(folder / run / "checkpoints/step-00000006/state.safetensors") for run in (kind, f"{kind} in two")
+    )
+    assert whole.keys() == resumed.keys()
+    assert all(np.array_equal(whole[name], resumed[name], equal_nan=True) for name in whole)
+    assert ran[0][kind]["record"]["metrics"] == ran[0][f"{kind} in two/again"]["record"]["metrics"]
+
+
+def test_records_have_the_metrics_of_the_task(found):
+    ran, _, num_ranks = found
+    if num_ranks == 2:
+        metrics = {kind: ran[0][kind]["record"]["metrics"] for kind in KINDS}
+        assert "test_mean_iou" in metrics["segmentation"] and "test_mean_absolute_error" in metrics["regression"]
+        assert metrics["language"]["test_perplexity"] == pytest.approx(np.exp(metrics["language"]["test_loss"]))
+        assert {"test_size_loss", "test_kind_loss", "test_size_mae"} < metrics["custom"].keys()
