@@ -46,8 +46,8 @@ def test_each_check_can_fail(tmp_path):
     found, texts = outcomes(output)
     assert found == dict.fromkeys(
         [
-            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "ignored labels", "different models",
-            "shards", "metrics", "checkpoint", "data: leaves", "step of your model", "weights",
+            "versions", "devices", "broadcast", "not reduced", "own step", "not shared", "summed", "ignored labels",
+            "different models", "shards", "metrics", "checkpoint", "data: leaves", "step of your model", "weights",
         ],
         "FAIL",
     ), output  # fmt: skip
