@@ -98,7 +98,13 @@ def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: 
     except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.
         return None
     for number, (example, expected) in enumerate(zip(raw, streamed)):
-        actual = keras.ops.convert_to_numpy(preprocessing(np.asarray(example, np.float32)[np.newaxis]))[0]
+        batch = tf.nest.map_structure(lambda value: value[np.newaxis], example)
+        batch = (
+            np.asarray(batch, np.float32)
+            if isinstance(batch, np.ndarray)
+            else tf.nest.map_structure(tf.constant, batch)
+        )
+        actual = keras.ops.convert_to_numpy(preprocessing(batch))[0]
         if actual.shape != expected.shape:
             return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
         gap = float(np.max(np.abs(actual - expected), initial=0.0))

@@ -10,14 +10,14 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797
+TRAITS = {"even": (0, 2, 4, 6, 8), "prime": (2, 3, 5, 7), "above four": (5, 6, 7, 8, 9), "with a loop": (0, 6, 8, 9)}
 
 
 def digits(
     num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
 ) -> ArraySource:
     """Pixels 0 ... 16, 10 classes. The test part is stratified and the same in every run."""
-    if not 10 <= num_test <= NUM_DIGITS - 10:
-        raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
+    _check_num_test(num_test)
 
     def load() -> Arrays:
         images, labels = read()
@@ -26,6 +26,28 @@ def digits(
 
     changes, origin = (num_validation, shift_pixels, False), "inside scikit-learn"
     return ArraySource("digits", load, (8, 8, 1), 10, origin, standardize, 16.0, *changes, tuple("0123456789"))
+
+
+def digits_traits(
+    num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
+) -> ArraySource:
+    """The same images, with TRAITS of the digit as targets: float32 0 or 1 for each."""
+    _check_num_test(num_test)
+
+    def load() -> Arrays:
+        images, labels = read()
+        targets = np.stack([np.isin(labels, digits) for digits in TRAITS.values()], axis=1).astype(np.float32)
+        is_test = stratified(labels, num_test)
+        return {"train": (images[~is_test], targets[~is_test]), "test": (images[is_test], targets[is_test])}
+
+    changes, origin = (num_validation, shift_pixels, False), "inside scikit-learn"
+    facts = {"label_names": tuple(TRAITS)}
+    return ArraySource("digits_traits", load, (8, 8, 1), None, origin, standardize, 16.0, *changes, more_facts=facts)
+
+
+def _check_num_test(num_test: int) -> None:
+    if not 10 <= num_test <= NUM_DIGITS - 10:
+        raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:

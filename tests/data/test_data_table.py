@@ -1,0 +1,98 @@
+"""Columns of a table as features."""
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pytest
+import tensorflow as tf
+from pyarrow import csv, parquet
+
+from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest
+from hvtrain.data.sources.table import Table
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.tasks import Classification, Regression
+from hvtrain.training import saved_model
+
+RANDOM = np.random.default_rng(0)
+COLUMNS = {
+    "age": RANDOM.integers(18, 90, 60),
+    "city": RANDOM.choice(["Bonn", "Köln", "Ulm"], 60),
+    "income": RANDOM.normal(3000, 800, 60),
+    "plan": RANDOM.choice(["basic", "plus"], 60),
+}
+
+
+@pytest.fixture(scope="module", params=[".csv", ".parquet"])
+def file(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("table") / f"people{request.param}"
+    write = csv.write_csv if request.param == ".csv" else parquet.write_table
+    write(pa.table(COLUMNS), path)
+    return str(path)
+
+
+def test_columns_become_features_and_the_saved_model_takes_columns(file, tmp_path):
+    source = Table(file, "plan", num_test=12, crosses=[])
+    task = Classification()
+    task.prepare(source)
+    assert source.facts() == {"num_classes": 2, "class_names": ["basic", "plus"], "input_shape": (6,)}
+    features, targets = next(source.training(StreamRequest(Topology(), 48, 1, 0, 1)).as_numpy_iterator())
+    assert features.shape == (48, 6) and set(targets) == {0, 1}
+    assert sorted(features.std(axis=0).round(3) == 1)[-2:] == [True, True], "age and income are normalized"
+    inputs = keras.Input((6,))
+    saved_model.export(keras.Model(inputs, keras.layers.Dense(2)(inputs)), source, task, Topology(), tmp_path)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    columns = {name: tf.constant(values[:5, None]) for name, values in COLUMNS.items() if name != "plan"}
+    columns = {
+        name: values if values.dtype == tf.string else tf.cast(values, tf.float32) for name, values in columns.items()
+    }
+    assert loaded.predict(columns, verbose=0).shape == (5, 2)
+    assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
+def test_ranks_share_the_features_and_split_the_rows(file):
+    parts = []
+    for rank in range(2):
+        source = Table(file, "income", num_test=10, num_validation=10)
+        assert source.num_examples("validation") == 10
+        stream = source.training(StreamRequest(Topology(rank, 2), 20, 1, 0, 1))
+        parts.append(next(stream.as_numpy_iterator()))
+    targets = np.concatenate([targets for _, targets in parts])
+    assert len(set(targets)) == 40 and set(targets) < set(COLUMNS["income"].astype(np.float32))
+    Regression().prepare(source)
+    joint = np.concatenate([features for features, _ in parts])
+    assert np.abs(joint.mean(axis=0)).min() < 1e-6, "normalized over the rows of both ranks"
+
+
+def test_an_embedded_table():
+    source = Table()
+    assert (source.num_examples("train"), source.num_examples("test")) == (342, 100)
+    assert source.element_spec == (tf.TensorSpec((10,), tf.float32), tf.TensorSpec((), tf.float32))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target": "pay"}, r"dataset.target=pay is no column of people; it has age, city, income, plan"),
+        ({"features": {"size": "float"}}, r"dataset.features.size is no column of people; it has age, city, income"),
+        ({"features": {"age": "number"}}, r"dataset.features.age=number is not one of float, float_normalized"),
+        ({"features": {"city": "float"}}, r"people: the column city holds '\w+' and is to be float"),
+        ({"crosses": [["city", "age"]]}, r"dataset.crosses names age, which is no categorical feature"),
+        ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
+        ({"target_is": "number"}, r"dataset.target_is=number and the column plan holds"),
+        ({"target_is": "names"}, r"dataset.target_is=names is not one of class, number, null"),
+    ],
+)
+def test_what_does_not_fit_is_refused(file, options, said):
+    with pytest.raises((ConfigError, DataError), match=said):
+        Table(**{"file": file, "target": "plan", "num_test": 10, **options}).num_examples("train")
+
+
+def test_gaps_and_missing_files_are_named(tmp_path):
+    with pytest.raises(
+        DataError, match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or one of d"
+    ):
+        Table("nowhere.csv").num_examples("train")
+    csv.write_csv(pa.table({"a": [1.0, None, 3.0], "b": [1.0, 2.0, float("nan")], "c": [1, 0, 1]}), tmp_path / "t.csv")
+    with pytest.raises(DataError, match=r"t.csv: row 1 has no a; fill the 1 gaps"):
+        Table(str(tmp_path / "t.csv"), "c", num_test=1).num_examples("train")
