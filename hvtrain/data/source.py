@@ -80,8 +80,12 @@ class Preprocessing:
 
 
 def symbolic(spec: Any) -> Any:
-    """Keras inputs for a nested structure of tf.TensorSpec of one example."""
-    return tf.nest.map_structure(lambda one: keras.Input(tuple(one.shape), dtype=one.dtype.name, name=one.name), spec)
+    """Keras inputs for a nested structure of tf.TensorSpec of one example, under their names in a dict."""
+    inputs = []
+    for path, one in keras.tree.flatten_with_path(spec):
+        name = one.name or (path[-1] if path and isinstance(path[-1], str) else None)
+        inputs.append(keras.Input(tuple(one.shape), dtype=one.dtype.name, name=name))
+    return keras.tree.pack_sequence_as(spec, inputs)
 
 
 class Unreadable(NamedTuple):

@@ -77,12 +77,15 @@ def test_the_library_alone(user):
 def test_the_examples_of_the_library(tmp_path):
     """docs/library.md: a custom loop on two ranks, and an elastic job without its launcher."""
     examples = dict(LIBRARY)
-    assert set(examples) == {"own_loop.py", "elastic.py"}
+    assert set(examples) == {"own_loop.py", "masked_loop.py", "elastic.py"}
     for name, text in examples.items():
         (tmp_path / name).write_text(text)
     code, output = run("mpirun", 2, "python", "own_loop.py", cwd=tmp_path)
     assert code == 0, output
     assert re.search(r"loss 0\.\d+ after 100 steps, 100 reductions", output), output
+    code, output = run("mpirun", 2, "python", "masked_loop.py", cwd=tmp_path)
+    assert code == 0, output
+    assert float(re.search(r"loss (\d\.\d+) of the tokens", output)[1]) < 0.5, "it starts at ln 50 = 3.9"
     code, output = run(None, 1, "python", "elastic.py", cwd=tmp_path)
     assert code == 0, output
     assert "trained 3 epochs on 1 rank(s)" in output

@@ -75,7 +75,7 @@ class Table(MemorySource):
         space.adapt(
             tf.data.Dataset.from_tensor_slices({name: array[parts["train"]] for name, array in columns.items()})
         )
-        self._encode = keras.Model(space.get_inputs(), space.get_encoded_features(), name="features")
+        self._encode = keras.Model(dict(space.get_inputs()), space.get_encoded_features(), name="features")
         self._raw = {split: {name: array[rows] for name, array in columns.items()} for split, rows in parts.items()}
         return {split: (self._rows(self._raw[split]), targets[rows]) for split, rows in parts.items()}
 

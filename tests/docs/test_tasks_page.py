@@ -1,0 +1,38 @@
+"""Every command of docs/tasks.md, with the files that stand on the page."""
+
+import json
+import re
+
+import pytest
+
+from launching import ROOT, run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
+
+PAGE = (ROOT / "docs/tasks.md").read_text()
+FILES = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^(?:PYTHONPATH=\. )?horovodrun .*$", PAGE, re.MULTILINE)
+# By the end of the command: a metric of the test data, and its range.
+EXPECTED = {
+    "table_regression": ("test_mean_absolute_error", 40, 48),
+    "digits_multilabel": ("test_accuracy", 0.96, 1),
+    "houses": ("test_price_error", 0, 0.2),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.rpartition("=")[2])
+def test_a_command_trains_to_what_the_page_says(command, tmp_path):
+    for name, text in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code, output = run(None, 1, "bash", "-c", command, cwd=tmp_path)
+    assert code == 0, output
+    assert "Warning" not in output
+    (result,) = (tmp_path / "runs").glob("*/result.json")
+    found = json.loads(result.read_text())
+    name, low, high = EXPECTED[command.rpartition("=")[2]]
+    assert found["num_ranks"] == 2 and low <= found["metrics"][name] <= high
+
+
+def test_the_page_has_these_commands():
+    assert [command.rpartition("=")[2] for command in COMMANDS] == list(EXPECTED)
