@@ -122,12 +122,17 @@ class StreamedSource(Source):
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         @unconverted
-        def augment(step: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
-            inputs = self.transform.augment(inputs, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
+        def augment(step: tf.Tensor, *elements: Any) -> tuple[Any, ...]:
+            inputs, *rest = self.augment(elements, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
             return inputs if self.raw_batches else self.transform.normalize(inputs), *rest
 
         batches = self.training_batches(request)
         return finish(self.load(batches, "train", request.topology, augment), request.topology)
+
+    def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
+        """Raw elements of a training batch after augmentation. Pure function of them and seed int64 [2]."""
+        inputs, *rest = elements
+        return self.transform.augment(inputs, seed), *rest
 
     def finish(self, inputs: Any) -> Any:
         return self.transform.normalize(inputs)

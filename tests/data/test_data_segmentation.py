@@ -1,0 +1,114 @@
+"""Images and masks as files."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest
+from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.tasks import Segmentation
+from hvtrain.training import saved_model
+
+OPTIONS = {"image_shape": [8, 12, 3], "num_classes": 3, "flip": False}
+
+
+def write(path, array, palette=False):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(array)
+    if palette:
+        image.putpalette([(value * 37) % 256 for value in range(768)])
+    image.save(path)
+
+
+def make(folder, voc=False, count=6):
+    """Images of 16x24 whose left half is red and of class 1, with an ignored edge; the mask is a palette PNG."""
+    rng = np.random.default_rng(0)
+    for split, number in (("train", count), ("val" if voc else "test", 3)):
+        names = [f"{split}{index}" for index in range(number)]
+        for name in names:
+            image = rng.integers(0, 90, (16, 24, 3)).astype("uint8")
+            image[:, :12, 0] = 250
+            mask = np.repeat([[1, 2]], 12, axis=1).repeat(16, axis=0).astype("uint8")
+            mask[:2] = IGNORED
+            images, masks = (folder / "JPEGImages", folder / "SegmentationClass")
+            if not voc:
+                images, masks = folder / split / "images", folder / split / "masks"
+            write(images / f"{name}.{'jpg' if voc else 'png'}", image)
+            write(masks / f"{name}.png", mask, palette=True)
+        if voc:
+            path = folder / "ImageSets/Segmentation" / f"{split}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(names))
+    return folder
+
+
+@pytest.mark.parametrize("voc", [False, True])
+def test_masks_stay_with_their_images(voc, tmp_path):
+    source = SegmentationFolder(str(make(tmp_path, voc)), **{**OPTIONS, "flip": True, "shift_pixels": 2})
+    Segmentation().prepare(source)
+    assert source.num_examples("train") == 6 and source.num_examples("validation" if voc else "test") == 3
+    flipped = set()
+    for rank in range(2):
+        stream = source.training(StreamRequest(Topology(rank, 2), 3, seed=1, start_step=0, steps_per_epoch=1))
+        for images, masks in stream.take(6).as_numpy_iterator():
+            assert images.shape == (3, 8, 12, 3) and masks.shape == (3, 8, 12)
+            inside = (masks != IGNORED) & (np.abs(images[..., 0] - 0.6) > 0.3)  # Not where the halves mix.
+            np.testing.assert_array_equal((images[..., 0] > 0.6)[inside], (masks == 1)[inside])
+            assert (masks[(images == 0).all(axis=-1)] == IGNORED).mean() > 0.9, "what came in at a border"
+            flipped |= {bool(mask[4, 3] == 2) for mask in masks}
+    assert flipped == {False, True}
+
+
+def test_evaluation_and_the_saved_model_see_the_same(tmp_path):
+    source = SegmentationFolder(str(make(tmp_path)), **OPTIONS)
+    ((images, masks),) = source.evaluation("test", Topology(), 3).as_numpy_iterator()
+    assert (masks[:, 1:, :6] == 1).all() and (masks[:, 1:, 6:] == 2).all() and (masks[:, 0] == IGNORED).all()
+    assert images.max() <= 1
+    assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
+def test_what_is_wrong_with_a_file_is_named(tmp_path):
+    folder = make(tmp_path)
+    mask = folder / "train/masks/train2.png"
+
+    def first_batch():
+        source = SegmentationFolder(str(folder), **OPTIONS)
+        try:
+            next(iter(source.training(StreamRequest(Topology(), 6, 1, 0, 1))))
+        except Exception as error:
+            raise source.explain(error) from error
+
+    write(mask, np.zeros((16, 20), "uint8"))
+    with pytest.raises(
+        DataError, match=r"train2.png is \(20, 16\) pixels and its image \(24, 16\); both need one size"
+    ):
+        first_batch()
+    write(mask, np.full((16, 24), 7, "uint8"))
+    with pytest.raises(DataError, match=r"train2.png has the label 7, outside 0 \.\.\. 2"):
+        first_batch()
+    write(mask, np.zeros((16, 24, 3), "uint8"))
+    with pytest.raises(DataError, match=r"train2.png is a picture of mode RGB; a grey or palette PNG"):
+        first_batch()
+    mask.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"train2.png cannot be read: cannot identify"):
+        first_batch()
+    mask.unlink()
+    with pytest.raises(DataError, match=r"train2.png has no mask; .*masks/train2.png is needed"):
+        first_batch()
+    write(mask, np.zeros((16, 24), "uint8"))
+    (folder / "train/images/train4.png").write_bytes(b"\x89PNG nothing")
+    with pytest.raises(DataError, match=r"train4.png cannot be read"):
+        first_batch()
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no training images; files are needed as train/images"):
+        SegmentationFolder(str(tmp_path), **OPTIONS)
+    with pytest.raises(ConfigError, match=r"dataset.class_names has 1 names for 3 classes"):
+        SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
+    source = SegmentationFolder(str(tmp_path), **OPTIONS)
+    source.on_error = "skip"
+    with pytest.raises(ConfigError, match="cannot skip what it cannot read"):
+        source.training(StreamRequest(Topology(), 6, 1, 0, 1))
