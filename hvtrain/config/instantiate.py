@@ -3,9 +3,10 @@
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
+from hvtrain.config.model_options import of_builder
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 
@@ -29,6 +30,8 @@ def build(config: RunConfig, group: str, kind: type, **values: Any) -> Any:
     """
     section, _, name = group.partition(".")
     settings = getattr(config, section)[name] if name else getattr(config, section)
+    if group == "model":
+        settings = of_builder(settings, get_object)
     target = f"{group}._target_={settings['_target_']}"
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")

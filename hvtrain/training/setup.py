@@ -14,6 +14,9 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line, place_of
+from hvtrain.finetuning.averages import keep_averages
+from hvtrain.finetuning.built_model import change_parts
+from hvtrain.finetuning.rates import set_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.tasks import Task
@@ -61,6 +64,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         shape = {"image_shape": source.image_shape, "num_classes": source.num_classes}
         model = build(config, "model", keras.Model, **shape)
         check_model(model, f"model._target_={config.model['_target_']}", source, task)
+        change_parts(model, config, strategy.topology.size)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -73,6 +77,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         task.compile(model, optimizer, config.train.jit_compile, weighted=not plan.is_even)
         model.optimizer.build(model.trainable_variables)
+        set_rates(model, config.train.rates)
     if source.raw_batches:
         finish_in_step(model, source)
     return model
@@ -169,6 +174,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     accumulate = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
+    keep_averages(optimizer, config.train.ema)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 
