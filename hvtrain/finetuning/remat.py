@@ -49,9 +49,12 @@ def recompute(model: keras.Model) -> None:
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in flat):
             return run_plainly(inputs, operation_fn, call_fn)
         known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, flat)}
-        for segment in segments[:-1]:
-            _run_twice(segment, known, operation_fn, states)
-        _run(segments[-1], known, operation_fn)  # It would be computed again at once.
+        for segment in segments:
+            # The last one would be computed again at once; and without a gradient there is no second time.
+            if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
+                _run(segment, known, operation_fn)
+            else:
+                _run_twice(segment, known, operation_fn, states)
         return keras.tree.pack_sequence_as(graph._outputs_struct, [known[id(symbol)] for symbol in graph.outputs])
 
     graph._run_through_graph = run
@@ -90,6 +93,10 @@ def _elements(tensor: Any) -> int:
     return math.prod(extent or 1 for extent in tensor.shape)
 
 
+def _is_floating(tensor: Any) -> bool:
+    return keras.backend.is_float_dtype(tensor.dtype)
+
+
 def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any]) -> None:
     """Adds what the segment's calls give to the known tensors, as Keras's own loop does."""
     for node in segment.nodes:
@@ -101,32 +108,26 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
 def _run_twice(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any], states: list[Any]) -> None:
     """Like _run, but its gradient runs the segment again, without effects, from the states of the first time."""
     before = [(state, tf.identity(state.value)) for state in states]
-    floating = [symbol for symbol in segment.takes if known[id(symbol)].dtype.is_floating]
-    masks: dict[int, Any] = {}
+    # Others, such as masks and indices, have no gradient, and are kept.
+    takes, gives = ([one for one in ends if _is_floating(one)] for ends in (segment.takes, segment.gives))
     is_again = False
 
     def forward(*tensors: Any) -> Any:
         nonlocal is_again
         inside = {id(symbol): known[id(symbol)] for symbol in segment.takes}
-        for symbol, tensor in zip(floating, tensors):
-            if (mask := getattr(inside[id(symbol)], "_keras_mask", None)) is not None:
-                tensor._keras_mask = mask
-            inside[id(symbol)] = tensor
+        inside.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
         if is_again:
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, inside, operation_fn)
         else:
             _run(segment, inside, operation_fn)
-            masks.update({id(one): getattr(inside[id(one)], "_keras_mask", None) for one in segment.gives})
             _refuse_losses(segment)
+            known.update({id(symbol): inside[id(symbol)] for symbol in segment.gives})
         is_again = True
-        return tuple(inside[id(symbol)] for symbol in segment.gives)
+        return tuple(inside[id(symbol)] for symbol in gives)
 
-    results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in floating))
-    for symbol, tensor in zip(segment.gives, results):
-        if (mask := masks[id(symbol)]) is not None:
-            tensor._keras_mask = mask
-        known[id(symbol)] = tensor
+    results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
+    known.update({id(symbol): tensor for symbol, tensor in zip(gives, results)})
 
 
 def _refuse_losses(segment: Segment) -> None:
