@@ -9,9 +9,12 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
+from hvtrain.config.model_options import model_options
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RunRecord
 from hvtrain.errors import Stopped, UserError
+from hvtrain.finetuning.averages import take_averages
+from hvtrain.finetuning.first_weights import begin_with
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
@@ -108,6 +111,8 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
         comm_tuning.tune(run, lambda: build_model(config, run.source, run.task, run.plan, strategy))
         seed_everything(config, run.topology.rank)
     model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.task, run.plan, strategy))
+    if saved is None and (source := model_options(config.model).weights):
+        strategy.comm.on_chief(lambda: begin_with(model, source))
     start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
     strategy.comm.broadcast_model(model)
     return model, start
@@ -128,6 +133,8 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
                 build_metrics(model, batched(run.source.element_spec))
             steps = call_steps(config, strategy, callbacks)
             strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
+        else:
+            take_averages(model)  # As at the end of fit.
     return monitors
 
 

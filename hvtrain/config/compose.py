@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, cast
 
+from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, RENAMED, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
@@ -72,7 +73,8 @@ def resolved(tree: Any) -> dict[str, Any]:
 def schema() -> dict[str, Any]:
     """The declared settings with their defaults, on which Hydra composes the groups, which bring their own."""
     empty: dict[str, Any] = {group: {} for group in GROUPS}
-    return {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    declared = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    return {**declared, "model": dataclasses.asdict(ModelOptions())}
 
 
 def _in_one_line(error: Exception) -> str:
@@ -139,7 +141,17 @@ def run_settings(words: list[str]) -> str:
             comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))
             about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
             lines.append(f"   {'*' if defaults.get(group) == path.stem else ' '} {path.stem:<20} {about}")
-    return "\n".join([*lines, "", "SETTINGS (with their defaults)", *settings(RunConfig), "", MORE])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "SETTINGS (with their defaults)",
+            *settings(RunConfig),
+            *settings(ModelOptions, "model."),
+            "",
+            MORE,
+        ]
+    )
 
 
 def settings(schema: type, prefix: str = "") -> list[str]:

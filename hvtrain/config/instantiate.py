@@ -9,6 +9,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from hvtrain.config.facts import declared
+from hvtrain.config.model_options import of_builder
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 
@@ -35,6 +36,8 @@ def build(
     """
     section, _, name = group.partition(".")
     settings = getattr(config, section)[name] if name else getattr(config, section)
+    if group == "model":
+        settings = of_builder(settings, get_object)
     target, builder = f"{group}._target_={settings['_target_']}", None
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")

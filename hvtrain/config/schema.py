@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
+from hvtrain.config.model_options import check_rates, model_options
 from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
@@ -57,6 +58,12 @@ class TrainConfig:
     class_weights: str | dict[str, Any] | None = setting(  # noqa: RUF009
         None, "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name"
     )
+    ema: float | None = setting(None, "validate and save a moving average of the weights, which keeps this part a step")
+    rates: dict[str, Any] | None = setting(  # noqa: RUF009
+        None, "factors of the learning rate, by names of layers or variables"
+    )
+    remat: bool = setting(False, "compute activations again in the backward pass, to save memory")
+    sync_batch_norm: bool = setting(False, "batch normalization over the batches of all ranks together")
 
 
 @dataclass
@@ -165,6 +172,10 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
         _check_group(group, getattr(config, group))
     for name, callback in config.callbacks.items():
         _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
+    model_options(config.model)
+    check_rates(config.train.rates)
+    if config.train.ema is not None and not 0 < config.train.ema < 1:
+        raise ConfigError(f"train.ema={config.train.ema} is out of range; it must be between 0 and 1, such as 0.999")
     rate = config.optimizer.get("learning_rate")
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
         raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")

@@ -44,8 +44,9 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
-    if isinstance(value, list) and list[int] in options:
-        return [_value(name, item, int, rule) for item in value]
+    of_list = next((typing.get_args(option)[0] for option in options if typing.get_origin(option) is list), None)
+    if isinstance(value, list) and of_list:
+        return [_value(name, item, of_list, rule) for item in value]
     if isinstance(value, dict) and any(typing.get_origin(option) is dict for option in options):
         return value
     kind = next(option for option in options if option is not type(None))

@@ -14,8 +14,21 @@ import tensorflow as tf
 from hvtrain.keras.in_graph import counter, positional_name
 
 
+class _JointMoments:
+    """For a BatchNormalization: the moments of all ranks' batches together."""
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Overrides the moments of Keras's layer; inputs are float32 or float64 under any policy."""
+        if hvd.size() == 1:
+            return super()._moments(inputs, mask)  # type: ignore[misc]
+        axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]  # type: ignore[attr-defined]
+        rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
+        mean, variance = combine(rows, inputs.shape[self.axis])  # type: ignore[attr-defined]
+        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+
+
 @keras.saving.register_keras_serializable(package="hvtrain")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
     """keras.layers.BatchNormalization that trains on the mean and variance of all ranks' batches together.
 
     In training each call is collective, forward and backward: every rank must make it, as often and in the same order.
@@ -41,14 +54,19 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**kwargs)
         self.supports_jit = False
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Overrides the moments of Keras's layer; inputs are float32 or float64 under any policy."""
-        if hvd.size() == 1:
-            return super()._moments(inputs, mask)
-        axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]
-        rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
-        mean, variance = combine(rows, inputs.shape[self.axis])
-        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+
+def synchronize(layer: keras.layers.BatchNormalization) -> None:
+    """Makes a layer of Keras, in place, train on all ranks' batches as SyncBatchNormalization does.
+
+    Its class becomes a subclass of the same name, so that its variables stay, in a built model too, and a saved model
+    loads as the plain layer.
+    """
+    base = type(layer)
+    # The base's own names, which Keras writes into saved models.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    # Past Keras's __setattr__, which tracks what a layer gets.
+    object.__setattr__(layer, "__class__", type(base.__name__, (_JointMoments, base), names))
+    layer.supports_jit = False
 
 
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:

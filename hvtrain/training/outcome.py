@@ -9,6 +9,7 @@ import keras
 from hvtrain.checkpoint import store, writer
 from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import UserError
+from hvtrain.finetuning.averages import take_averages
 from hvtrain.training.callbacks.guard import proof_in_words
 from hvtrain.training.run import Run
 from hvtrain.training.saved_model import BEST_FILE, export, save
@@ -81,7 +82,12 @@ def _load(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
         if "host" in best:
             raise UserError(f"it is on host {best['host']}")
         path = run.folder / "checkpoints" / store.folder_name(best["step"])
-        store.restore(store.read(path), model, ("model",))
+        saved = store.read(path)
+        if run.config.train.ema is None:
+            store.restore(saved, model, ("model",))
+        else:  # The averages are the optimizer's, which has no step left to do.
+            store.restore(saved, model)
+            take_averages(model)
     except UserError as error:
         log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
         return False

@@ -16,6 +16,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
+from hvtrain.finetuning.parts import trained_in_words
 from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
@@ -113,6 +114,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
         "ranks": f"{plan.size} ({strategy.description()})",
         "devices": device_map(strategy.devices),
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
+        "trained": trained_in_words(model),
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
         "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",

@@ -14,6 +14,9 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
+from hvtrain.finetuning.averages import keep_averages
+from hvtrain.finetuning.built_model import change_parts
+from hvtrain.finetuning.rates import set_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.tasks import Task
@@ -63,6 +66,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
         model = build(config, "model", keras.Model, facts, source.name)
         check_model(model, f"model._target_={config.model['_target_']}", source, task)
+        change_parts(model, config, strategy.topology.size)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -75,10 +79,11 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         task.compile(model, optimizer, config.train.jit_compile, len(source.element_spec) > 2, strategy.distribute_loss)
         model.optimizer.build(model.trainable_variables)
+        set_rates(model, config.train.rates)
     prepare_step(
         model,
         source,
-        keras.tree.flatten(model.loss),
+        [loss for loss in keras.tree.flatten(model.loss) if loss is not None],
         has_batch_weights=not plan.is_even,
         class_weights=class_weights(config, source, task),
     )
@@ -162,6 +167,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     accumulate: Any = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
+    keep_averages(optimizer, config.train.ema)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, RunConfig
 from launching import ROOT
 
@@ -78,7 +79,7 @@ def test_configuration_lists_all_settings_with_their_defaults():
 
     text = (ROOT / "docs/configuration.md").read_text().partition("\n## Settings\n")[2]
     found = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
-    assert found == dict(settings(RunConfig))
+    assert found == dict([*settings(RunConfig), *settings(ModelOptions, "model.")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -22,7 +22,7 @@ WORK = {
 }
 REFUSED = {
     "BackupAndRestore": (["backup_dir=${run.dir}/backup"], "leave it out, since a run saves and resumes by itself"),
-    "SwapEMAWeights": ([], "leave it out, since with +optimizer.use_ema=true the averages become the weights"),
+    "SwapEMAWeights": ([], "leave it out and set train.ema=0.999, whose averages are validated and saved"),
     "OrbaxCheckpoint": (["directory=${run.dir}/orbax"], "use keras.callbacks.ModelCheckpoint"),
     "TensorBoard": ([], "needs the package tensorboard, which is missing; pip install tensorboard"),
     "ModelCheckpoint best": (["filepath=${run.dir}/best.keras", "save_best_only=true"], "++callbacks.own.monitor=loss"),

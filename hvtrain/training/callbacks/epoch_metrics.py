@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.finetuning.averages import averaged
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.position import RunCallback
 
@@ -79,6 +80,7 @@ class Validation(RunCallback):
 
     def _validate(self) -> None:
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
-        results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
+        with averaged(self.model, self.config.ema):
+            results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

@@ -113,8 +113,8 @@ _WRITERS = (
 )
 _REFUSED = {
     "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
-    "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out, since with "
-    "+optimizer.use_ema=true the averages become the weights at the end of the run",
+    "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out and set "
+    "train.ema=0.999, whose averages are validated and saved",
     "OrbaxCheckpoint": "is not made for several ranks of TensorFlow; use keras.callbacks.ModelCheckpoint",
 }
 """Keras's callbacks that do harm in a run, and what to do instead."""

@@ -1,0 +1,1 @@
+"""Between a built model and its training: first weights, which parts train and how, averages of the weights."""

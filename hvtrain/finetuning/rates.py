@@ -1,0 +1,52 @@
+"""train.rates: parts of the model that learn at another rate."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from hvtrain.errors import ConfigError
+from hvtrain.finetuning.parts import find
+from hvtrain.keras.hooks import hook_of, overridden_steps
+from hvtrain.keras.variables import variable_id
+
+
+def set_rates(model: keras.Model, rates: Mapping[str, float] | None) -> None:
+    """Multiplies the learning rate, by patterns of names; of several that match a variable the last one counts.
+
+    A step of a Keras optimizer updates one variable after the other, each by the learning rate that it is given. So the
+    rate is another one, which a factor on the gradient would not be: Adam's updates do not depend on it. Weight decay,
+    which Keras multiplies by the learning rate too, follows. The model's optimizer is built. Raises ConfigError.
+    """
+    if not rates:
+        return
+    inner: Any = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    # The first base of a class that make_distributed made is the mixin.
+    kind = type(inner).__bases__[1] if hook_of(inner) else type(inner)
+    if names := overridden_steps(kind):
+        raise ConfigError(
+            f"train.rates and {kind.__name__}, which overrides {', '.join(names)}, exclude each other; choose an "
+            "optimizer that updates each variable in update_step"
+        )
+    factors = {
+        variable_id(variable): float(factor)
+        for pattern, factor in rates.items()
+        for variable in find(model, pattern, "train.rates")
+    }
+    update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        return update_step(gradient, variable, learning_rate * factors.get(variable_id(variable), 1.0))
+
+    def decay(variables: Any) -> None:
+        groups = defaultdict(list)
+        for variable in variables:
+            groups[factors.get(variable_id(variable), 1.0)].append(variable)
+        whole = inner.weight_decay
+        for factor, group in groups.items():
+            inner.weight_decay = whole if whole is None else whole * factor
+            apply_weight_decay(group)
+        inner.weight_decay = whole
+
+    inner.update_step, inner._apply_weight_decay = update, decay
