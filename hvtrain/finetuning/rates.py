@@ -1,7 +1,7 @@
 """train.rates: parts of the model that learn at another rate."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,16 +12,29 @@ from hvtrain.keras.hooks import hook_of, overridden_steps
 from hvtrain.keras.variables import variable_id
 
 
-def set_rates(model: keras.Model, rates: Mapping[str, float] | None) -> None:
-    """Multiplies the learning rate, by patterns of names; of several that match a variable the last one counts.
+def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
+    """The factor of each trainable variable; of several patterns that match it the last one counts.
+
+    Raises ConfigError for a pattern that matches none.
+    """
+    factors = {
+        id(variable): float(factor)
+        for pattern, factor in (rates or {}).items()
+        for variable in find(model, pattern, "train.rates")
+    }
+    return [factors.get(id(variable), 1.0) for variable in model.trainable_variables]
+
+
+def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], by: Sequence[float]) -> None:
+    """Multiplies the learning rate of each variable by its factor, in place.
 
     A step of a Keras optimizer updates one variable after the other, each by the learning rate that it is given. So the
     rate is another one, which a factor on the gradient would not be: Adam's updates do not depend on it. Weight decay,
-    which Keras multiplies by the learning rate too, follows. The model's optimizer is built. Raises ConfigError.
+    which Keras multiplies by the learning rate too, follows. Raises ConfigError for an optimizer that steps otherwise.
     """
-    if not rates:
+    if all(factor == 1 for factor in by):
         return
-    inner: Any = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     # The first base of a class that make_distributed made is the mixin.
     kind = type(inner).__bases__[1] if hook_of(inner) else type(inner)
     if names := overridden_steps(kind):
@@ -29,11 +42,7 @@ def set_rates(model: keras.Model, rates: Mapping[str, float] | None) -> None:
             f"train.rates and {kind.__name__}, which overrides {', '.join(names)}, exclude each other; choose an "
             "optimizer that updates each variable in update_step"
         )
-    factors = {
-        variable_id(variable): float(factor)
-        for pattern, factor in rates.items()
-        for variable in find(model, pattern, "train.rates")
-    }
+    factors = {variable_id(variable): factor for variable, factor in zip(variables, by)}
     update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:

@@ -16,7 +16,7 @@ from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.finetuning.averages import keep_averages
 from hvtrain.finetuning.built_model import change_parts
-from hvtrain.finetuning.rates import set_rates
+from hvtrain.finetuning.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.comm import Comm
 from hvtrain.tasks import Task
@@ -79,7 +79,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         task.compile(model, optimizer, config.train.jit_compile, len(source.element_spec) > 2, strategy.distribute_loss)
         model.optimizer.build(model.trainable_variables)
-        set_rates(model, config.train.rates)
+        multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
     prepare_step(
         model,
         source,

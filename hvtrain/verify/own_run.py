@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import RankError
+from hvtrain.finetuning.rates import factors_of, multiply_rates
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.keras.optimizer import num_reductions
 from hvtrain.strategies.base import Strategy
@@ -102,7 +103,9 @@ def _step(run: OwnRun) -> str:
         None if parts[0] is None else np.mean(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*comm.gather(own))
     ]
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
-    expected = _change(build_optimizer(run.config, run.plan), joint, copies)
+    plain = build_optimizer(run.config, run.plan)
+    multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
+    expected = _change(plain, joint, copies)
     before = num_reductions(optimizer)
     change = _change(optimizer, own, model.trainable_variables)
     count = num_reductions(optimizer) - before

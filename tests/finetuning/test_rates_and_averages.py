@@ -13,7 +13,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.finetuning.averages import averaged, keep_averages, take_averages
-from hvtrain.finetuning.rates import set_rates
+from hvtrain.finetuning.rates import factors_of, multiply_rates
 from hvtrain.training.setup import build_optimizer
 
 rng = np.random.default_rng(0)
@@ -31,6 +31,10 @@ def compiled(optimizer, distributed=False):
     model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse", jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def set_rates(model, rates):
+    multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, rates))
 
 
 def changes(optimizer, rates=None, distributed=False):
