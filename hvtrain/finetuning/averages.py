@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError
-from hvtrain.keras.hooks import overridden_steps
+from hvtrain.finetuning.inner_step import inner_of, overridden_steps
 
 
 def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None) -> None:
@@ -23,16 +23,16 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
     """
     if momentum is None:
         return
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     if inner.use_ema:
         raise ConfigError(
             f"train.ema={momentum} and optimizer.use_ema exclude each other; leave optimizer.use_ema out: train.ema "
             "also validates the average"
         )
-    if names := overridden_steps(type(inner)):
+    kind, names = overridden_steps(inner)
+    if names:
         raise ConfigError(
-            f"train.ema={momentum} and {type(inner).__name__}, which overrides {', '.join(names)} and may not average; "
-            "leave one out"
+            f"train.ema={momentum} and {kind}, which overrides {names} and may not average; leave one out"
         )
     inner.use_ema, inner.ema_momentum = True, momentum
     if number := inner.gradient_accumulation_steps:
@@ -51,7 +51,7 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
 
     Without a momentum, and before the first step, nothing changes.
     """
-    inner: Any = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    inner = inner_of(model.optimizer)
     if momentum is None or int(inner.iterations) == 0:
         yield
         return

@@ -30,8 +30,6 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
 
 def _synchronize(model: keras.Model, size: int) -> None:
     """Makes each batch normalization one over the batches of all ranks; with one rank Keras's is that already."""
-    from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
-
     found: list[Any] = [
         layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
     ]
@@ -39,6 +37,10 @@ def _synchronize(model: keras.Model, size: int) -> None:
         raise ConfigError(
             f"train.sync_batch_norm=true, but {model.name} has no BatchNormalization; leave the setting out"
         )
+    if size == 1:
+        return
+    from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
+
     for layer in found:
         if isinstance(layer, SyncBatchNormalization):
             continue
@@ -47,5 +49,4 @@ def _synchronize(model: keras.Model, size: int) -> None:
                 f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} that may normalize "
                 "in its own way; make it a plain keras.layers.BatchNormalization"
             )
-        if size > 1:
-            synchronize(layer)
+        synchronize(layer)

@@ -7,9 +7,8 @@ from typing import Any
 import keras
 
 from hvtrain.errors import ConfigError
+from hvtrain.finetuning.inner_step import inner_of, overridden_steps
 from hvtrain.finetuning.parts import find
-from hvtrain.keras.hooks import hook_of, overridden_steps
-from hvtrain.keras.variables import variable_id
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
@@ -34,24 +33,23 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
     """
     if all(factor == 1 for factor in by):
         return
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    # The first base of a class that make_distributed made is the mixin.
-    kind = type(inner).__bases__[1] if hook_of(inner) else type(inner)
-    if names := overridden_steps(kind):
+    inner = inner_of(optimizer)
+    kind, names = overridden_steps(inner)
+    if names:
         raise ConfigError(
-            f"train.rates and {kind.__name__}, which overrides {', '.join(names)}, exclude each other; choose an "
-            "optimizer that updates each variable in update_step"
+            f"train.rates and {kind}, which overrides {names}, exclude each other; choose an optimizer that updates "
+            "each variable in update_step"
         )
-    factors = {variable_id(variable): factor for variable, factor in zip(variables, by)}
+    factors = {_key(variable): factor for variable, factor in zip(variables, by)}
     update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factors.get(variable_id(variable), 1.0))
+        return update_step(gradient, variable, learning_rate * factors.get(_key(variable), 1.0))
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
         for variable in variables:
-            groups[factors.get(variable_id(variable), 1.0)].append(variable)
+            groups[factors.get(_key(variable), 1.0)].append(variable)
         whole = inner.weight_decay
         for factor, group in groups.items():
             inner.weight_decay = whole if whole is None else whole * factor
@@ -59,3 +57,8 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
         inner.weight_decay = whole
 
     inner.update_step, inner._apply_weight_decay = update, decay
+
+
+def _key(variable: Any) -> int:
+    """The same for a variable of Keras and for that of TensorFlow in it, which Keras gives to update_step."""
+    return id(variable.value if isinstance(variable, keras.Variable) else variable)
