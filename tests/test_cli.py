@@ -33,7 +33,7 @@ def hvtrain(*words, cwd):
         ),
         (["+train.foo=1"], "unknown setting 'train.foo'; known: accumulate, batch_size, "),
         (["model=resnext"], "model=resnext is not one of application, cnn, mlp, resnet20, resnet50, separable_cnn"),
-        (["experiment=foo"], "experiment=foo is not one of fashion_separable, mnist_classic"),
+        (["experiment=foo"], "experiment=foo is not one of digits_multilabel, fashion_separable"),
         (["train.epochs=many"], "train.epochs=many is not a whole number"),
         (["train.epochs=0"], "train.epochs=0 is out of range; it must be at least 1"),
         (["train.precision=float8"], "train.precision=float8 is not one of float32, mixed_bfloat16, mixed_float16"),
