@@ -20,7 +20,7 @@ CHOICES = {
 REQUIRED = {
     "application": ["model.name=MobileNetV2"],
     "image_folder": ["dataset.dir=/data"],
-    "segmentation_folder": ["dataset.dir=/data"],
+    "segmentation_folder": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=3"],
     "parquet": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
     "tfrecord": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
 }
