@@ -43,31 +43,34 @@ class StepMarks:
     """Counters and clocks of one process. Call the methods that set marks while a graph is traced.
 
     timed: must be False if TensorFlow's operations are deterministic, which a clock is not.
-    gates: values are available only after the clock was read, since a single thread might use them first otherwise. A
-    GPU would wait for the host in each step, for a few microseconds of truth.
+    host_only: there is no GPU. Values are then available only after the clock was read, since a single thread might use
+    them first otherwise. A GPU would wait for the host in each step, for a few microseconds of truth.
     """
 
     def __init__(self) -> None:
         self.timed = True
-        self.gates = not tf.config.list_logical_devices("GPU")
+        self.host_only = not tf.config.list_logical_devices("GPU")
         # On the CPU, so that reading them waits for no GPU.
         with tf.init_scope(), tf.device("/CPU:0"):
-            self._arrived, self._ready, self._reduced, self._ended = (
-                tf.Variable(0, dtype=tf.int64, trainable=False, name="mark") for _ in range(4)
+            self._arrived, self._ready, self._reduced = (
+                tf.Variable(0, dtype=tf.int64, trainable=False, name="mark") for _ in range(3)
             )
-            self._data_and_step = tf.Variable([0.0, 0.0], dtype=tf.float64, trainable=False, name="seconds")
+            # When it began, when its batch arrived, and 1 until it ends.
+            self._step = tf.Variable([0.0, 0.0, 0.0], dtype=tf.float64, trainable=False, name="step")
+            # Seconds of waiting for data, seconds in all, and the number of steps.
+            self._totals = tf.Variable([0.0, 0.0, 0.0], dtype=tf.float64, trainable=False, name="totals")
             self._waiting = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="seconds")
 
     def __call__(self) -> tuple[int, int, int, int]:
         """Counts of batches that arrived, of gradients ready to be reduced and reduced, and of steps that ended."""
-        marks = (self._arrived, self._ready, self._reduced, self._ended)
-        return tuple(int(mark.numpy()) for mark in marks)  # type: ignore[return-value]
+        arrived, ready, reduced = (int(mark.numpy()) for mark in (self._arrived, self._ready, self._reduced))
+        return arrived, ready, reduced, int(self._totals.numpy()[2])
 
     def times(self) -> StepTimes:
         """Times since this process started."""
-        data, whole = self._data_and_step.numpy()
+        data, whole, steps = map(float, self._totals.numpy())
         communication = float(self._waiting.numpy())
-        return StepTimes(int(self._ended.numpy()), float(data), float(whole - data) - communication, communication)
+        return StepTimes(steps, data, whole - data - communication, communication)
 
     def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
         """Reads the clock once these values are computed, or these operations are done."""
@@ -75,12 +78,13 @@ class StepMarks:
         with tf.control_dependencies([tf.group(*after)] if after else []), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
 
-    def arrived(self, data: Any) -> tuple[Any, tf.Tensor]:
-        """Marks that a step has its batch; returns the batch to continue with, and the time."""
+    def arrived(self, data: Any, began: tf.Tensor) -> Any:
+        """Marks that a step, which began at that time, has its batch; returns the batch to continue with."""
         now = self.now(tf.nest.flatten(data, expand_composites=True))
-        with tf.control_dependencies([now]):
+        with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._arrived.assign_add(1)
-        return self._after(now, data), now
+            self._step.assign(tf.stack([began, now, 1.0]))
+        return self._after(now, data)
 
     def ready(self, gradients: Sequence[Any]) -> tf.Tensor:
         """Marks that this rank's gradients are ready to be reduced; returns the time."""
@@ -97,15 +101,18 @@ class StepMarks:
             self._reduced.assign_add(1)
         return self._after(now, list(last))
 
-    def ended(self, step: tf.Operation, began: tf.Tensor, arrived: tf.Tensor) -> None:
-        """Marks the end of a step."""
-        now = self.now([step])
+    def ended(self, result: Any) -> tf.Tensor:
+        """Marks that the step before, if any, ended with that result, and that the next begins; returns the time."""
+        now = self.now(tf.nest.flatten(result))
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
-            self._data_and_step.assign_add(tf.stack([arrived - began, now - began]))
-            self._ended.assign_add(1)
+            began, arrived, is_open = tf.unstack(self._step)
+            totals = self._totals.assign_add(is_open * tf.stack([arrived - began, now - began, 1.0]))
+            closed = self._step.assign([0.0, 0.0, 0.0])
+            with tf.control_dependencies([totals, closed]):
+                return tf.identity(now)
 
     def _after(self, now: tf.Tensor, values: Any) -> Any:
-        if not self.gates:
+        if not self.host_only:
             return values
         with tf.control_dependencies([now]):
             return tf.nest.map_structure(tf.identity, values, expand_composites=True)

@@ -95,9 +95,13 @@ class FiniteCheck:
     NaN and infinity survive the sum over the ranks, so every rank sees them in the result and no message is needed to
     agree. Only then do the ranks exchange whose own gradient it was. The step fails on every rank with
     tf.errors.InvalidArgumentError, whose message holds NOT_FINITE.
+
+    waits: the update begins only once the check has passed. A GPU would stand idle meanwhile; there the update begins
+    at once, with zeros instead of gradients that are not finite, and the step fails all the same.
     """
 
     def __init__(self) -> None:
+        self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
             nobody = tf.zeros([hvd.size()], tf.int32)
@@ -115,9 +119,14 @@ class FiniteCheck:
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
-        passed = tf.cond(tf.logical_or(are_finite(reduced), excused), tf.no_op, fail)
-        with tf.control_dependencies([passed]):
-            return [None if gradient is None else map_values(tf.identity, gradient) for gradient in reduced]
+        is_fine = tf.logical_or(are_finite(reduced), excused)
+        passed = tf.cond(is_fine, tf.no_op, fail)
+
+        def kept(values: tf.Tensor) -> tf.Tensor:
+            return tf.identity(values) if self.waits else tf.where(is_fine, values, tf.zeros_like(values))
+
+        with tf.control_dependencies([passed] if self.waits else []):
+            return [None if gradient is None else map_values(kept, gradient) for gradient in reduced]
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:

@@ -108,29 +108,49 @@ def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[
     """Makes a function that does a number of steps on the iterator's next batches, and returns the last one's logs."""
     one_step = tf.function(_by_xla(model) if model.jit_compile else model.train_step, reduce_retracing=True)
     outputs = one_step.get_concrete_function(batches.element_spec).structured_outputs
-    shapes = tf.nest.map_structure(lambda output: output.shape, outputs)
     blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
+
+    def step(iterator: Any, before: Any) -> Any:
+        # Not at the end of that step, where a GPU would run dry while the host waits for it.
+        began = marks.ended(before)
+        with tf.control_dependencies([began] if marks.host_only else []):
+            data = iterator.get_next()
+        result = one_step(marks.arrived(data, began))
+        with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
+            return tf.nest.map_structure(tf.identity, result)
 
     @tf.function(autograph=False)
     def several(iterator: Any, number: tf.Tensor) -> Any:
-        def step(done: tf.Tensor, _: Any) -> tuple[tf.Tensor, Any]:
-            began = marks.now()
-            with tf.control_dependencies([began]):
-                data = iterator.get_next()
-            data, arrived = marks.arrived(data)
-            result = one_step(data)
-            marks.ended(tf.nest.flatten(result)[0].op, began, arrived)
-            return done + 1, result
-
-        begin = (tf.constant(0), blank)
-        invariants = (tf.TensorShape([]), shapes)
         # One at a time: a rank can run only one reduction of each name at once.
-        _, result = tf.while_loop(lambda done, _: done < number, step, begin, invariants, parallel_iterations=1)
+        _, result = tf.while_loop(
+            lambda done, _: done < number,
+            lambda done, before: (done + 1, step(iterator, before)),
+            (tf.constant(0), blank),
+            (tf.TensorShape([]), tf.nest.map_structure(lambda output: output.shape, outputs)),
+            parallel_iterations=1,
+        )
+        marks.ended(result)
         return result
 
-    # A concrete function: a tf.function spends 0.3 ms of each call on finding it.
-    traced = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
-    return lambda number: traced(batches, tf.constant(number))
+    # Concrete functions: a tf.function spends 0.3 ms of each call on finding it.
+    if marks.host_only:
+        traced = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
+        return lambda number: traced(batches, tf.constant(number))
+
+    # On GPUs each step is a call, since a loop in the graph goes on only after all that an iteration did, and so waits
+    # for the GPU. A call returns while the GPU is still at the update.
+    spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
+    one = tf.function(step, autograph=False).get_concrete_function(batches, spec)
+    ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
+
+    def steps(number: int) -> dict[str, Any]:
+        result = blank
+        for _ in range(number):
+            result = one(batches, result)
+        ended(result)
+        return result
+
+    return steps
 
 
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:

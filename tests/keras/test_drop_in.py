@@ -98,7 +98,9 @@ def test_tapes_reduce_dense_and_sparse_gradients(ranks):
 
 def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
     for found in ranks:
-        assert found["finite"] == {"told": True, "ranks": [len(ranks) - 1], "weights": [-1.0, -1.0]}
+        expected = {"told": True, "ranks": [len(ranks) - 1], "weights": [-1.0, -1.0]}
+        assert found["finite"] == {**expected, "update waits": True}
+        assert found["finite_on_gpus"] == {**expected, "update waits": False}
 
 
 def test_no_rank_stops_alone(ranks):

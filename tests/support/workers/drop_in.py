@@ -13,6 +13,7 @@ import hvtrain.keras as hvd
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import WeightCheck, fingerprint
 from hvtrain.keras.gradients import NOT_FINITE
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.process import launched_size
 
 # Rank 0 and the last one; with two ranks that would be all of them.
@@ -153,9 +154,10 @@ def tapes():
     }
 
 
-def finite():
+def finite(waits=True):
     """NaN on the last rank; after it the weights are as before, on all ranks."""
     optimizer = hvd.DistributedOptimizer(SGD(1.0), check_finite=True)
+    hook_of(optimizer).finite_check.waits = waits
     variable = keras.Variable([0.0, 0.0])
     optimizer.build([variable])
     apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
@@ -165,7 +167,29 @@ def finite():
         told = False
     except tf.errors.InvalidArgumentError as error:
         told = NOT_FINITE in str(error)
-    return {"told": told, "ranks": hvd.ranks_at_fault(optimizer), "weights": variable.numpy().tolist()}
+    operations = apply.get_concrete_function(tf.TensorSpec([2])).graph.get_operations()
+    update = next(one for one in operations if one.type == "AssignSubVariableOp")
+    return {
+        "told": told,
+        "ranks": hvd.ranks_at_fault(optimizer),
+        "weights": variable.numpy().tolist(),
+        "update waits": any(one.type == "If" for one in ancestors(update)),
+    }
+
+
+def finite_on_gpus():
+    """As on GPUs, where the update does not wait for what the host learns."""
+    return finite(waits=False)
+
+
+def ancestors(operation):
+    """All operations that it waits for."""
+    found, new = set(), [operation]
+    while new:
+        one = new.pop()
+        found.add(one)
+        new += {*(tensor.op for tensor in one.inputs), *one.control_inputs} - found
+    return found
 
 
 def small_model(**compiled):
@@ -325,7 +349,7 @@ def a_script_for_horovod():
 
 
 WORK = (
-    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite,
+    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite, finite_on_gpus,
     stopping_and_drifting, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
 found = {work.__name__: work() for work in WORK}
