@@ -59,12 +59,18 @@ class StepMarks:
             self._step = tf.Variable([0.0, 0.0, 0.0], dtype=tf.float64, trainable=False, name="step")
             # Seconds of waiting for data, seconds in all, and the number of steps.
             self._totals = tf.Variable([0.0, 0.0, 0.0], dtype=tf.float64, trainable=False, name="totals")
+            self._examples = tf.Variable(0, dtype=tf.int64, trainable=False, name="examples")
             self._waiting = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="seconds")
 
     def __call__(self) -> tuple[int, int, int, int]:
         """Counts of batches that arrived, of gradients ready to be reduced and reduced, and of steps that ended."""
         arrived, ready, reduced = (int(mark.numpy()) for mark in (self._arrived, self._ready, self._reduced))
         return arrived, ready, reduced, int(self._totals.numpy()[2])
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in all batches that arrived."""
+        return int(self._examples.numpy())
 
     def times(self) -> StepTimes:
         """Times since this process started."""
@@ -83,6 +89,7 @@ class StepMarks:
         now = self.now(tf.nest.flatten(data, expand_composites=True))
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             self._arrived.assign_add(1)
+            self._examples.assign_add(tf.shape(tf.nest.flatten(data)[0], tf.int64)[0])
             self._step.assign(tf.stack([began, now, 1.0]))
         return self._after(now, data)
 

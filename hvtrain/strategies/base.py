@@ -1,7 +1,7 @@
 """Interface of strategies. Each base class implements a single process, so the runner never asks which one it has."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,15 +146,15 @@ class Strategy:
         """
         training = [variable.numpy() for variable in model.metrics_variables]
         if int(dataset.cardinality().numpy()) == 0:
-            build_metrics(model, dataset.element_spec)
+            names = build_metrics(model, dataset.element_spec)
         else:
             with self.watchdog.phase(VALIDATION):
                 progress = self.watchdog.progress
                 beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
-                model.evaluate(dataset, verbose=0, callbacks=[beat])
+                names = model.evaluate(dataset, verbose=0, callbacks=[beat], return_dict=True)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training)
-        return results
+        return {name: value for name, value in results.items() if name in names}
 
     def guards(self) -> list[keras.callbacks.Callback]:
         """Returns callbacks that check that ranks train together, to put before other callbacks. Not collective."""
@@ -194,13 +194,17 @@ def batched(spec: Any) -> Any:
     return tf.nest.map_structure(lambda one: tf.TensorSpec([None, *one.shape], one.dtype), spec)
 
 
-def build_metrics(model: keras.Model, batch_spec: Any) -> None:
-    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it."""
+def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
+    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
+
+    Returns the names of those that an evaluation gives.
+    """
     blank = tf.nest.map_structure(
         lambda one: tf.zeros([1, *(side or 1 for side in one.shape[1:])], one.dtype), batch_spec
     )
-    model.evaluate(tf.data.Dataset.from_tensors(blank), verbose=0)
+    names = model.evaluate(tf.data.Dataset.from_tensors(blank), verbose=0, return_dict=True)
     model.reset_metrics()
+    return names
 
 
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:

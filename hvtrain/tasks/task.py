@@ -143,7 +143,7 @@ class Task(ABC):
         loss: Any = self.loss
         if distribute_loss and loss is not None:
             loss = keras.tree.map_structure(distribute_loss, loss)
-        metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics)}
+        metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics) or None}
         # Never "auto", which is on if there is a GPU: the user decides about XLA.
         weights = None if self.loss_weights is None else {name: self.loss_weights.get(name, 1.0) for name in loss}
         model.compile(optimizer=optimizer, loss=loss, loss_weights=weights, jit_compile=jit_compile, **metrics)

@@ -40,7 +40,10 @@ class EpochMetrics(keras.callbacks.Callback):
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        logs.update(self._results(self.strategy.metrics_over_ranks(self.model)))
+        found = self.strategy.metrics_over_ranks(self.model)
+        # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that it never computes.
+        left_out = found.keys() - logs.keys()
+        logs.update({name: value for name, value in self._results(found).items() if name not in left_out})
 
 
 class SameLogs(RunCallback):

@@ -80,12 +80,21 @@ class Proof(RunCallback):
     def __init__(self, *place: Any) -> None:
         super().__init__(*place)
         self.examples: list[int] = []
+        self._arrived_before = 0
+        self._is_whole = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._arrived_before = self.run.strategy.marks.num_examples
+        self._is_whole = not self.position.in_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Keras's mean of the loss counts the examples that it was computed on.
-        own = next(metric for metric in self.model.metrics if metric.name == "loss").count
+        if type(self.model).train_step is keras.Model.train_step:
+            # Keras's mean of the loss counts the examples that it was computed on, also before a resume.
+            own, is_whole = next(metric for metric in self.model.metrics if metric.name == "loss").count, True
+        else:
+            own, is_whole = self.run.strategy.marks.num_examples - self._arrived_before, self._is_whole
         count = int(self.comm.sum_arrays([np.asarray(own)])[0])
-        if self.position.plan.position(self.position.step)[1] == 0:
+        if is_whole and self.position.plan.position(self.position.step)[1] == 0:
             self.examples.append(count)
 
     def numbers(self, optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:

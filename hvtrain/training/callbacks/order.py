@@ -36,7 +36,7 @@ class Monitors:
     """Callbacks and their parts that are read at the end of a run, which begins at start."""
 
     def __init__(self, run: Run, model: keras.Model, start: Start) -> None:
-        self.position = Position(run.plan, start.step)
+        self.model, self.position = model, Position(run.plan, start.step)
         self.weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
         self.place = run, self.position, self.weights
         self.throughput, self.proof, self.skipped = Throughput(*self.place), Proof(*self.place), Skipped(*self.place)
@@ -56,7 +56,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     progress = strategy.watchdog.progress
     dataset = run.evaluation_data("validation")
     validation = Validation(*place, dataset=dataset)
-    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, dataset is not None))
+    own = strategy.comm.all_or_raise(lambda: own_callbacks(run, monitors.model, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
     interruption, writer = monitors.interruption, monitors.writer
     return [
@@ -120,7 +120,7 @@ _REFUSED = {
 """Keras's callbacks that do harm in a run, and what to do instead."""
 
 
-def own_callbacks(run: Run, validates: bool) -> dict[str, keras.callbacks.Callback]:
+def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, keras.callbacks.Callback]:
     """The user's callbacks by name, on every rank; those of Keras that only write are on the chief alone."""
     config, is_chief = run.config, run.topology.is_chief
     for name, settings in config.callbacks.items():
@@ -128,7 +128,9 @@ def own_callbacks(run: Run, validates: bool) -> dict[str, keras.callbacks.Callba
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
     built = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
-    names = run.task.metric_names
+    # A model may have metrics of its own, beside the one object in which Keras keeps those of compile.
+    names = dict.fromkeys([*run.task.metric_names, *(metric.name for metric in model.metrics)])
+    names.pop("compile_metrics", None)
     metrics = [f"{prefix}{name}" for prefix in ("", "val_") for name in names]
     if run.best not in metrics and not built:  # Callbacks may add metrics.
         raise ConfigError(f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}")
