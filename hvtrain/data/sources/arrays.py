@@ -84,6 +84,12 @@ class ArraySource(MemorySource):
         values = f"as in the arrays ({self._dtype}); any numeric type is taken"
         return self.transform.preprocessing(shape, self.image_shape, values, self._range)
 
+    def value_range(self) -> tuple[float, float] | None:
+        """That of the type, rather than of these images: 0 ... max_value for whole numbers, 0 ... 1 for fractions."""
+        low, high = self.preprocessing().range or (0.0, 0.0)
+        top = self._max_value if np.issubdtype(self._dtype, np.integer) else 1.0
+        return (0.0, float(top)) if 0 <= low and high <= top else (low, high)
+
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
         """A split in its final shapes, checked against the shape, the classes and each other."""
         where, (images, *targets) = f"{self.name}, {split} ({self.origin})", elements
