@@ -196,7 +196,9 @@ class Source(ABC):
 
     def value_range(self) -> tuple[float, float] | None:
         """The smallest and the largest value that images have before they are normalized, if known."""
-        return self.preprocessing().range
+        inputs = self.element_spec[0]
+        is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
+        return self.preprocessing().range or ((0.0, 255.0) if is_bytes else None)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().

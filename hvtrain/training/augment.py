@@ -14,6 +14,8 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Task
 
+BYTES = (0.0, 255.0)
+
 
 def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized: bool = False) -> None:
     """Sets source.augmentation. Raises ConfigError for layers that do not fit the images or the targets.
@@ -46,8 +48,10 @@ def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized:
     else:
         soften = None if weights else task.softener(source)
         aim = Labels(soften, _width(soften(_zeros(targets))) if soften else 1)
-    shape, limits = tuple(inputs.shape), source.value_range()
-    source.augmentation = Augmentation(layers, shape, aim, limits, in_step and not is_resized)
+    # In a range smaller than that of a byte, such as 0 to 16, steps of 1 would be coarse.
+    keeps_integers = source.value_range() == BYTES or inputs.dtype.is_integer
+    shape = tuple(inputs.shape)
+    source.augmentation = Augmentation(layers, shape, aim, keeps_integers, in_step and not is_resized)
     source.raw_batches = True
 
 

@@ -16,9 +16,6 @@ from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, 
 from hvtrain.data.source import StreamRequest
 from hvtrain.errors import ConfigError
 
-BYTES = (0.0, 255.0)
-"""The range of images that come back as uint8 if they are stored so; in a smaller one, steps of 1 would be coarse."""
-
 
 class Labels:
     """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
@@ -102,7 +99,7 @@ class Augmentation:
     Args:
         layers: by their place in the configuration.
         image_shape: of the data set, which images have at the end too.
-        value_range: of its images, if known.
+        keeps_integers: images of whole numbers come back as such; otherwise as float32.
         in_step: batches get a seed, with which the step calls this; otherwise the input pipeline does.
     """
 
@@ -111,10 +108,10 @@ class Augmentation:
         layers: Mapping[str, keras.Layer],
         image_shape: tuple[int, int, int],
         targets: Labels | Masks,
-        value_range: tuple[float, float] | None = None,
+        keeps_integers: bool = True,
         in_step: bool = False,
     ) -> None:
-        self.in_step, self._targets, self._keeps_bytes = in_step, targets, value_range == BYTES
+        self.in_step, self._targets, self._keeps_integers = in_step, targets, keeps_integers
         self._layers: list[PureLayer] = []
         spec = {IMAGES: tf.TensorSpec([None, *image_shape], tf.float32), targets.part: targets.spec(image_shape)}
         for place, layer in layers.items():
@@ -134,14 +131,14 @@ class Augmentation:
         return self._targets.are_mixed
 
     def __call__(self, images: tf.Tensor, targets: Any, seed: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Images in the range that they have, as uint8 if they came so and range over all of it, else float32."""
+        """Images and targets after all layers. Pure function of the arguments; seed is int64 [2]."""
         floats = tf.cast(images, tf.float32)
         batch: Batch = {IMAGES: floats, self._targets.part: self._targets.encode(targets, images)}
         for number, layer in enumerate(self._layers):
             batch = layer(batch, fold_in(seed, tf.constant(number, tf.int64)))
         found = tf.ensure_shape(batch[IMAGES], images.shape)
-        if self._keeps_bytes and images.dtype == tf.uint8:
-            found = tf.saturate_cast(tf.round(found), tf.uint8)
+        if self._keeps_integers and images.dtype.is_integer:
+            found = tf.saturate_cast(tf.round(found), images.dtype)
         return found, self._targets.decode(batch[self._targets.part], targets)
 
     def of_stream(self, batches: tf.data.Dataset, request: StreamRequest) -> tf.data.Dataset:

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.random import seed_generator
 from tensorflow.python.framework import op_def_registry
 
 from hvtrain.errors import ConfigError, in_one_line, place_of
@@ -60,6 +61,8 @@ class PureLayer:
             return found
 
         self.taken, self._traced = spec, self._trace(apply, spec)
+        if layer.trainable_variables:
+            raise ConfigError(f"{self.place} has weights, which nothing here would train; make it a part of the model")
         self.spec = {
             name: tf.TensorSpec(part.shape, part.dtype) for name, part in self._traced.structured_outputs.items()
         }
@@ -70,13 +73,11 @@ class PureLayer:
     def _trace(self, apply: Callable[..., Any], spec: Mapping[str, tf.TensorSpec]) -> Any:
         drawn = random.getstate(), np.random.get_state()[1].tobytes()
         try:
-            traced = tf.function(apply, autograph=False).get_concrete_function(
-                dict(spec), tf.TensorSpec([2], tf.int64)
-            )
+            traced = tf.function(apply, autograph=False).get_concrete_function(dict(spec), tf.TensorSpec([2], tf.int64))
         except Exception as error:
             place, shape = place_of(error), tuple(spec[IMAGES].shape[1:])
             raise ConfigError(
-                f"{self.place} fails on images of shape {shape}{' with masks' * (MASKS in spec)}: {in_one_line(error)}"
+                f"{self.place} fails on images of shape {shape}{' with masks' * (MASKS in spec)}: {in_one_line(error).rstrip('.')}"
                 f"{f' ({place})' if place else ''}; change its settings, or leave it out"
             ) from error
         if drawn != (random.getstate(), np.random.get_state()[1].tobytes()):
@@ -103,16 +104,16 @@ def takes_batches(layer: keras.Layer) -> bool:
 def drawing_from(seed: tf.Tensor) -> Iterator[None]:
     """While it lasts, all of Keras's seed generators make seeds from this one and the number of the draw."""
     numbers, generator = itertools.count(), keras.random.SeedGenerator
-    following = generator.next
+    following, first = generator.next, seed_generator.make_default_seed
 
     def next_seed(_: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
         return fold_in(seed, tf.constant(next(numbers), tf.int64))
 
-    generator.next = next_seed
+    generator.next, seed_generator.make_default_seed = next_seed, lambda: 0
     try:
         yield
     finally:
-        generator.next = following
+        generator.next, seed_generator.make_default_seed = following, first
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:

@@ -62,7 +62,8 @@ class ArraySource(MemorySource):
     @property
     def element_spec(self) -> tuple[Any, ...]:
         image = tf.TensorSpec(self.image_shape, tf.float32)
-        return (image, tf.TensorSpec((), tf.int32)) if self._has_classes else (image, *super().element_spec[1:])
+        _, targets, *weights = super().element_spec
+        return image, tf.TensorSpec((), tf.int32) if self._has_classes else targets, *weights
 
     @property
     def _has_classes(self) -> bool:
@@ -88,7 +89,7 @@ class ArraySource(MemorySource):
         """That of the type, rather than of these images: 0 ... max_value for whole numbers, 0 ... 1 for fractions."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         top = self._max_value if np.issubdtype(self._dtype, np.integer) else 1.0
-        return (0.0, float(top)) if 0 <= low and high <= top else (low, high)
+        return (0.0, float(top)) if low >= 0 and high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
         """A split in its final shapes, checked against the shape, the classes and each other."""
