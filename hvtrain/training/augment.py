@@ -29,14 +29,14 @@ def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized:
     inputs, targets, *weights = source.element_spec
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
         raise ConfigError(
-            f"augment={', '.join(config.augment)} changes images, and {source.name} gives none; leave it out, or choose "
-            "another data set"
+            f"augment={', '.join(config.augment)} changes images, and {source.name} gives none; leave it out, or "
+            "choose another data set"
         )
     in_step = config.data.augment_on == "device"
     if in_step and config.train.jit_compile:
         raise ConfigError(
-            "data.augment_on=device and train.jit_compile=true exclude each other, since XLA cannot compile most layers "
-            "of augmentation; choose data.augment_on=cpu"
+            "data.augment_on=device and train.jit_compile=true exclude each other, since XLA cannot compile most "
+            "layers of augmentation; choose data.augment_on=cpu"
         )
     keras.config.set_dtype_policy("float32")  # Whatever the precision of the model.
     with tf.device("CPU:0"):

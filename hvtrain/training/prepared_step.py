@@ -1,4 +1,4 @@
-"""What a batch still needs once it is in the step: augmentation on the device, the end of its preprocessing, weights."""
+"""What a batch still needs once it is in the step: augmentation, if it is done there, normalization, and weights."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

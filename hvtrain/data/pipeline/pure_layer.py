@@ -75,9 +75,9 @@ class PureLayer:
         try:
             traced = tf.function(apply, autograph=False).get_concrete_function(dict(spec), tf.TensorSpec([2], tf.int64))
         except Exception as error:
-            place, shape = place_of(error), tuple(spec[IMAGES].shape[1:])
+            place, of = place_of(error), f"of shape {tuple(spec[IMAGES].shape[1:])}{' with masks' * (MASKS in spec)}"
             raise ConfigError(
-                f"{self.place} fails on images of shape {shape}{' with masks' * (MASKS in spec)}: {in_one_line(error).rstrip('.')}"
+                f"{self.place} fails on images {of}: {in_one_line(error).rstrip('.')}"
                 f"{f' ({place})' if place else ''}; change its settings, or leave it out"
             ) from error
         if drawn != (random.getstate(), np.random.get_state()[1].tobytes()):
