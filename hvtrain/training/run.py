@@ -119,8 +119,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
         "trained": trained_in_words(model),
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
-        "augmentation": f"{', '.join(config.augment)} (data.augment_on={config.data.augment_on})"
-        * bool(config.augment),
+        "augmentation": ", ".join(config.augment) and f"{', '.join(config.augment)} (on the {config.data.augment_on})",
         "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",

@@ -71,7 +71,7 @@ class PureLayer:
         return self._traced(dict(batch), seed)
 
     def _trace(self, apply: Callable[..., Any], spec: Mapping[str, tf.TensorSpec]) -> Any:
-        drawn = random.getstate(), np.random.get_state()[1].tobytes()
+        drawn = random.getstate(), repr(np.random.get_state())
         try:
             traced = tf.function(apply, autograph=False).get_concrete_function(dict(spec), tf.TensorSpec([2], tf.int64))
         except Exception as error:
@@ -80,7 +80,7 @@ class PureLayer:
                 f"{self.place} fails on images {of}: {in_one_line(error).rstrip('.')}"
                 f"{f' ({place})' if place else ''}; change its settings, or leave it out"
             ) from error
-        if drawn != (random.getstate(), np.random.get_state()[1].tobytes()):
+        if drawn != (random.getstate(), repr(np.random.get_state())):
             raise ConfigError(
                 f"{self.place} draws from Python's or NumPy's random numbers, once and for all steps alike, so that a "
                 "resumed run would differ; use keras.random, or choose another layer"
