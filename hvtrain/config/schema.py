@@ -76,9 +76,7 @@ class DataConfig:
         "trim", "shards of different sizes: trim the larger, pad the smaller, or stop", choices=("trim", "pad", "error")
     )
     on_error: str = setting("stop", "an unreadable example: stop, or skip it and count it", choices=("stop", "skip"))
-    augment_on: str = setting(
-        "cpu", "where the layers of augment run: cpu (input pipeline) or device (train step)", choices=("cpu", "device")
-    )
+    augment_on: str = setting("cpu", "where layers of augment run: input pipeline, or step", choices=("cpu", "device"))
 
 
 @dataclass
@@ -149,9 +147,7 @@ class RunConfig:
     )
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    augment: dict[str, Any] = field(
-        default_factory=dict, metadata={"doc": "Keras layers that change training images, in order"}
-    )
+    augment: dict[str, Any] = field(default_factory=dict, metadata={"doc": "Keras layers on training images, in order"})
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
