@@ -21,6 +21,7 @@ from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, batched, build_metrics
 from hvtrain.system import console
 from hvtrain.training import comm_tuning
+from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
@@ -101,6 +102,9 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, data, state.run_id, changes)
     task = comm.all_or_raise(lambda: open_task(config, source))
+    if config.augment:
+        comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
+        seed_everything(config, topology.rank)
     return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed), saved
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import GROUPS, RENAMED, RunConfig, to_dict
+from hvtrain.config.schema import GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 
@@ -25,6 +25,7 @@ A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimi
 Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
 pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
 left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
+Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 
 
@@ -95,7 +96,7 @@ def _in_one_line(error: Exception) -> str:
                 f"{unknown[1]} is a setting of {group}={', '.join(others)} alone; choose one of these, or leave it out"
             )
         keys = [f"{group}.{key}" for own in of_choices.values() for key in own]
-        known = [*flatten(schema()), *keys, *GROUPS, "callbacks", "experiment"]
+        known = [*flatten(schema()), *keys, *GROUPS, *SEVERAL, "experiment"]
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
     if option := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         choices = sorted(path.stem for path in _choices(option[1], sys.argv))
@@ -135,7 +136,7 @@ def run_settings(words: list[str]) -> str:
     entries = [line.strip(" -").partition(":") for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines()]
     defaults = {key: value.strip() for key, _, value in entries}
     lines = ["", "GROUPS (the choice after * is the default)"]
-    for group in (*GROUPS, "callbacks", "experiment"):
+    for group in (*GROUPS, *SEVERAL, "experiment"):
         lines.append(f"  {group}=")
         for path in _choices(group, words):
             comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))

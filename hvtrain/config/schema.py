@@ -15,6 +15,8 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
+SEVERAL = ("augment", "callbacks")
+"""Groups of which none or several are chosen, each under its name."""
 RENAMED = {
     "dataset.uneven": "data.uneven",
     "dataset.on_error": "data.on_error",
@@ -74,6 +76,7 @@ class DataConfig:
         "trim", "shards of different sizes: trim the larger, pad the smaller, or stop", choices=("trim", "pad", "error")
     )
     on_error: str = setting("stop", "an unreadable example: stop, or skip it and count it", choices=("stop", "skip"))
+    augment_on: str = setting("cpu", "where layers of augment run: input pipeline, or step", choices=("cpu", "device"))
 
 
 @dataclass
@@ -144,6 +147,7 @@ class RunConfig:
     )
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    augment: dict[str, Any] = field(default_factory=dict, metadata={"doc": "Keras layers on training images, in order"})
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -170,8 +174,9 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
-    for name, callback in config.callbacks.items():
-        _check_group(f"callbacks.{name}", callback if isinstance(callback, dict) else {})
+    for group in SEVERAL:
+        for name, chosen in getattr(config, group).items():
+            _check_group(f"{group}.{name}", chosen if isinstance(chosen, dict) else {})
     model_options(config.model)
     check_rates(config.train.rates)
     if config.train.ema is not None and not 0 < config.train.ema < 1:

@@ -127,6 +127,8 @@ class Source(ABC):
     raw_batches: bool = False
     """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
     way there are then a quarter as large. Set before streams are opened."""
+    augmentation: Any = None
+    """Set by the runner, with raw_batches, if layers are to change training images; see pipeline/augmentation.py."""
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
@@ -191,6 +193,12 @@ class Source(ABC):
         Keras's own layers: its saved model then takes what the user has, and loads without hvtrain.
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
+
+    def value_range(self) -> tuple[float, float] | None:
+        """The smallest and the largest value that images have before they are normalized, if known."""
+        inputs = self.element_spec[0]
+        is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
+        return self.preprocessing().range or ((0.0, 255.0) if is_bytes else None)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hvtrain.config.schema import GROUPS, RunConfig, to_dict
+from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError
 
@@ -46,10 +46,14 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, l
     """
     old, new = flatten(before), flatten(now)
     # An earlier version may have had fewer typed settings, or groups.
-    groups = tuple(f"{group}." for group in (*GROUPS, "callbacks") if group in before)
+    groups = tuple(f"{group}." for group in (*GROUPS, *SEVERAL) if group in before)
     names = [name for name in {**old, **new} if name in old or name.startswith(groups)]
-    return {
+    changed = {
         name: [old.get(name), new.get(name)]
         for name in names
         if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
     }
+    layers = [list(run.get("augment") or {}) for run in (before, now)]  # They act in this order.
+    return (
+        {**changed, "augment": layers} if layers[0] != layers[1] and sorted(layers[0]) == sorted(layers[1]) else changed
+    )

@@ -1,11 +1,14 @@
 """Classes: one of several, one of two, or any number of several."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvtrain.data.source import Source
+from hvtrain.tasks.soft_loss import of_parts
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 
@@ -41,6 +44,16 @@ class Classification(Task):
         if not outside.size:
             return None
         return int(outside[0]), f"label {targets[outside[0]]} is outside 0 ... {source.num_classes - 1}"
+
+    def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+        (classes,) = self.output_shape(source)
+        return lambda targets: tf.one_hot(targets, classes)
+
+    def harden(self, targets: tf.Tensor) -> tf.Tensor:
+        return tf.argmax(targets, axis=-1, output_type=tf.int32)
+
+    def soft_loss(self) -> Losses:
+        return of_parts(self.loss)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)
@@ -81,6 +94,12 @@ class Multilabel(Task):
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         rows = ((targets != 0) & (targets != 1)).reshape(len(targets), -1).any(axis=1)
         return (int(np.argmax(rows)), "holds a number that is neither 0 nor 1") if rows.any() else None
+
+    def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+        return lambda targets: tf.cast(targets, tf.float32)
+
+    def harden(self, targets: tf.Tensor) -> tf.Tensor:
+        return tf.cast(targets >= 0.5, tf.float32)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)

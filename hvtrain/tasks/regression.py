@@ -1,9 +1,11 @@
 """Numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvtrain.data.source import Source
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
@@ -34,6 +36,9 @@ class Regression(Task):
         target = source.element_spec[1]
         if not hasattr(target, "dtype") or not target.dtype.is_floating:
             raise refuse_targets("regression", "one number or an array of them, as floats", source)
+
+    def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+        return lambda targets: tf.cast(targets, tf.float32)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)

@@ -26,6 +26,7 @@ class Segmentation(Task):
     head = "keras.layers.Conv2D({0}, 1) and the size of the image"
     best = "mean_iou"
     has_classes = True
+    targets_are_masks = True
 
     def __init__(
         self,

@@ -43,6 +43,8 @@ class Task(ABC):
     """True if the model may give whatever it likes, and may have losses of its own."""
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
+    targets_are_masks: ClassVar[bool] = False
+    """True if targets have a class for each pixel, which moves with its image."""
 
     def __init__(self, loss: Losses, metrics: Metrics, best: str | None = None) -> None:
         self.loss = None if loss is None and self.output_is_free else _check("task.loss", loss, keras.losses.Loss)
@@ -74,6 +76,18 @@ class Task(ABC):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         """Predictions in the terms of the targets from a batch of the model's outputs."""
         return outputs
+
+    def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
+        """Turns targets into floats, which layers such as MixUp may mix; None if they cannot be."""
+        return None
+
+    def harden(self, targets: Any) -> Any:
+        """Targets that were mixed as metrics take them."""
+        return targets
+
+    def soft_loss(self) -> Losses:
+        """The loss, which takes mixed targets too."""
+        return self.loss
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, with those that follow from others."""
@@ -129,18 +143,20 @@ class Task(ABC):
         jit_compile: bool = False,
         weighted: bool = False,
         distribute_loss: Callable[[keras.losses.Loss], keras.losses.Loss] | None = None,
+        soft_targets: bool = False,
     ) -> None:
         """Compiles a model with its own loss and metrics.
 
         Args:
             weighted: for batches that carry weights, with which the metrics then count.
             distribute_loss: of the strategy, for a model that trains.
+            soft_targets: training may mix targets.
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
             # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-        loss: Any = self.loss
+        loss: Any = self.soft_loss() if soft_targets else self.loss
         if distribute_loss and loss is not None:
             loss = keras.tree.map_structure(distribute_loss, loss)
         metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics) or None}

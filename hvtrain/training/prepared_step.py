@@ -1,6 +1,6 @@
-"""What a batch still needs once it is in the step: the end of its preprocessing, and weights."""
+"""What a batch still needs once it is in the step: augmentation, if it is done there, normalization, and weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ def prepare_step(
     losses: Sequence[Any],
     has_batch_weights: bool = False,
     class_weights: Sequence[float] = (),
+    harden: Callable[[Any], Any] = lambda targets: targets,
 ) -> None:
     """Makes the model's train step take batches as the run's streams give them, which is (batch, weight of the batch)
     if batches of different ranks differ in size.
@@ -25,25 +26,38 @@ def prepare_step(
     Args:
         losses: of joint_loss, which the model is compiled with.
         class_weights: by class, which multiply the weights of targets; empty: none.
+        harden: of the task; makes targets that augmentation has mixed those that metrics take.
     """
     if not (has_batch_weights or source.raw_batches or class_weights):
         return
-    train_step, compute_loss = model.train_step, model.compute_loss
+    train_step, compute_loss, compute_metrics = model.train_step, model.compute_loss, model.compute_metrics
+    augmentation = source.augmentation
     batch_weight: list[Any] = []  # Of the step that is being traced.
+    hard_targets: list[Any] = []
 
     @wraps(compute_loss)
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
         loss = compute_loss(*args, **kwargs)
         return weighted(loss, batch_weight.pop()) if batch_weight else loss
 
+    @wraps(compute_metrics)
+    def hard_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return compute_metrics(x, hard_targets.pop() if hard_targets else y, y_pred, sample_weight)
+
     def prepared(data: Any) -> Any:
         if has_batch_weights:
             data, weight = data
             batch_weight[:] = [weight]
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(data)
+        if augmentation and augmentation.in_step:
+            images, seed = inputs
+            inputs, targets = augmentation(images, targets, seed)
         if source.raw_batches:
             inputs = source.finish(inputs)
-        if class_weights:
+        hard_targets[:] = [harden(targets)] if augmentation and augmentation.mixes else []
+        if class_weights and hard_targets:
+            targets, weights = weighted_mixture(targets, class_weights)
+        elif class_weights:
             of_targets = weights_of(targets, class_weights)
             weights = of_targets if weights is None else of_targets * tf.cast(weights, of_targets.dtype)
         for loss in losses:
@@ -57,6 +71,8 @@ def prepare_step(
         return result
 
     model.train_step = prepared
+    if augmentation and augmentation.mixes:
+        model.compute_metrics = hard_metrics
     if has_batch_weights:
         model.compute_loss = weighted_loss
 
@@ -71,3 +87,22 @@ def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
     table = tf.constant(class_weights, tf.float32)
     is_class = (classes >= 0) & (classes < len(class_weights))
     return tf.where(is_class, tf.gather(table, tf.where(is_class, classes, 0)), 1.0)
+
+
+def weighted_mixture(targets: tf.Tensor, class_weights: Sequence[float]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Targets and weights whose weighted loss is the mixture of the weighted losses of the classes.
+
+    Args:
+        targets: rows of the parts that classes have in an example, or the part of the second of two.
+
+    >>> weighted_mixture(tf.constant([[0.5, 0.5, 0.0]]), [1.0, 3.0, 1.0])[0].numpy().tolist()
+    [[0.25, 0.75, 0.0]]
+    >>> [part.numpy().tolist() for part in weighted_mixture(tf.constant([0.0, 0.5]), [1.0, 3.0])]
+    [[0.0, 0.75], [1.0, 2.0]]
+    """
+    one = targets.shape[-1] != len(class_weights) or targets.shape.rank == 1
+    rows = tf.stack([1 - (flat := tf.reshape(targets, [-1])), flat], axis=-1) if one else targets
+    heavy = rows * tf.constant(class_weights, tf.float32)
+    weights = tf.reduce_sum(heavy, axis=-1)
+    heavy = tf.math.divide_no_nan(heavy, weights[:, None])
+    return tf.reshape(heavy[:, 1], tf.shape(targets)) if one else heavy, weights

@@ -48,12 +48,12 @@ class Run:
 
     def batches_from(self, step: int) -> tf.data.Dataset:
         """This rank's endless stream of batches from a step of the run on, with weights if they differ in size."""
-        batches = self.stream_from(step)
+        batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         return batches if self.plan.is_even else with_rank_weights(batches, self.plan, self.topology.rank, step)
 
     def stream_from(self, step: int) -> tf.data.Dataset:
-        """The same without weights."""
-        return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
+        """The same as the source has them, without augmentation and weights."""
+        return training_batches(self.source, self.plan, self.topology, self.config.seed, step, augmented=False)
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """This rank's shard of a split, of known length; None if the split is empty."""
@@ -68,15 +68,17 @@ class Run:
         return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
-def training_batches(source: Source, plan: StepPlan, topology: Topology, seed: int, step: int) -> tf.data.Dataset:
+def training_batches(
+    source: Source, plan: StepPlan, topology: Topology, seed: int, step: int, augmented: bool = True
+) -> tf.data.Dataset:
     """This rank's endless stream of the plan's batches, from a step of the run on."""
 
     def stream_of(rank: int) -> tf.data.Dataset:
         share = plan.shares[rank]
         place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
-        return source.training(
-            StreamRequest(place, share.batch_size, seed, step - plan.shift, share.steps, share.num_examples)
-        )
+        request = StreamRequest(place, share.batch_size, seed, step - plan.shift, share.steps, share.num_examples)
+        batches = source.training(request)
+        return source.augmentation.of_stream(batches, request) if augmented and source.augmentation else batches
 
     if plan.is_resized:
         return regrouped(stream_of, plan, topology, step - plan.shift)
@@ -117,6 +119,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
         "trained": trained_in_words(model),
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
+        "augmentation": ", ".join(config.augment) and f"{', '.join(config.augment)} (on the {config.data.augment_on})",
         "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
         f"{config.schedule['_target_'].split('.')[-1].lower()}",

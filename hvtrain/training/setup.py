@@ -77,7 +77,14 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
             check_finite=config.guard.finite,
             divide_losses=type(model).train_step is keras.Model.train_step,
         )
-        task.compile(model, optimizer, config.train.jit_compile, len(source.element_spec) > 2, strategy.distribute_loss)
+        task.compile(
+            model,
+            optimizer,
+            config.train.jit_compile,
+            weighted=len(source.element_spec) > 2,
+            distribute_loss=strategy.distribute_loss,
+            soft_targets=bool(source.augmentation and source.augmentation.mixes),
+        )
         model.optimizer.build(model.trainable_variables)
         multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
     prepare_step(
@@ -86,6 +93,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         [loss for loss in keras.tree.flatten(model.loss) if loss is not None],
         has_batch_weights=not plan.is_even,
         class_weights=class_weights(config, source, task),
+        harden=task.harden,
     )
     return model
 

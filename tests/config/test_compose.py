@@ -9,12 +9,11 @@ from omegaconf import OmegaConf
 
 from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import GROUPS, from_dict
+from hvtrain.config.schema import GROUPS, SEVERAL, from_dict
 from hvtrain.core.schedule import Schedule
 
 CHOICES = {
-    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    for group in (*GROUPS, "callbacks", "experiment")
+    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in (*GROUPS, *SEVERAL, "experiment")
 }
 # What a choice leaves to the user to say.
 REQUIRED = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import GROUPS, RunConfig
+from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
 from launching import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -74,7 +74,7 @@ def test_configuration_lists_all_settings_with_their_defaults():
             section = typing.get_type_hints(schema)[item.name]
             if dataclasses.is_dataclass(section):
                 yield from settings(typing.cast(type, section), f"{prefix}{item.name}.")
-            elif item.name not in (*GROUPS, "callbacks"):
+            elif item.name not in (*GROUPS, *SEVERAL):
                 yield prefix + item.name, "null" if item.default is None else str(item.default).lower()
 
     text = (ROOT / "docs/configuration.md").read_text().partition("\n## Settings\n")[2]

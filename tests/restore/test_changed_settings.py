@@ -41,3 +41,12 @@ def test_a_group_that_an_earlier_version_had_not():
     before = to_dict(config())
     del before["task"]
     assert changed_since({"config": before}, config()) == {}
+
+
+def test_the_order_of_layers_of_augmentation():
+    before = to_dict(config("augment=[random_flip,mix_up]"))
+    now = config("augment=[mix_up,random_flip]", "augment.mix_up.alpha=0.4")
+    assert changed_since({"config": before}, now) == {
+        "augment.mix_up.alpha": [0.2, 0.4],
+        "augment": [["random_flip", "mix_up"], ["mix_up", "random_flip"]],
+    }

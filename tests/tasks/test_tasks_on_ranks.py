@@ -16,6 +16,7 @@ CUSTOM = [
     "+task.metrics.size.mae._target_=keras.metrics.MeanAbsoluteError",
 ]
 OF_OUTPUTS = ("size_loss", "kind_loss")  # Of which Keras logs the mean over batches, whatever their size.
+AUGMENTED = ["dataset=digits", "model=mlp", "train.batch_size=64", "augment=[random_translation,random_erasing,mix_up]"]
 KINDS = ["classification", "binary", "multilabel", "regression", "segmentation", "language", "custom"]
 
 
@@ -34,11 +35,16 @@ def joint(kind):
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, tmp_path_factory):
     runs = {f"joint {kind}": joint(kind) for kind in KINDS}
+    runs["joint augmented"] = [*AUGMENTED, "data.uneven=pad", "optimizer=momentum", "train.steps=6"]
     if request.param == 2:
         saved = ["checkpoint.every_steps=1", "checkpoint.keep=99", "train.validate_every_epochs=null"]
         for kind in KINDS:
             runs |= {kind: words(kind, *saved), f"{kind} in two": words(kind, *saved, "train.steps=5")}
             runs |= {f"{kind} in two/again": words(kind, *saved)}
+        for name, where in (("augmented", "cpu"), ("on the device", "device")):
+            own = [*AUGMENTED, *saved, "checkpoint.every_steps=3", f"data.augment_on={where}"]
+            runs |= {name: [*own, "train.steps=12"], f"{name} in two": [*own, "train.steps=3"]}
+            runs |= {f"{name} in two/again": runs[name]}
     folder = tmp_path_factory.mktemp("tasks")
     return many_runs("mpirun", request.param, runs, folder)[0], folder, request.param
 
@@ -78,6 +84,29 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found, kind)
     assert whole.keys() == resumed.keys()
     assert all(np.array_equal(whole[name], resumed[name], equal_nan=True) for name in whole)
     assert ran[0][kind]["record"]["metrics"] == ran[0][f"{kind} in two/again"]["record"]["metrics"]
+
+
+@pytest.mark.parametrize("name", ["augmented", "on the device"])
+def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found, name):
+    ran, folder, num_ranks = found
+    if num_ranks != 2:
+        return
+    for run in (name, f"{name} in two", f"{name} in two/again"):
+        assert "record" in ran[0][run], ran[0][run]
+    assert [ran[0][f"{name} in two/again"]["record"][key] for key in ("first_step", "num_steps")] == [3, 12]
+    whole, resumed = (
+        load_file(folder / run / "checkpoints/step-00000012/state.safetensors") for run in (name, f"{name} in two")
+    )
+    assert whole.keys() == resumed.keys()
+    assert all(np.array_equal(whole[key], resumed[key], equal_nan=True) for key in whole)
+
+
+def test_ranks_on_mixed_targets_equal_keras_in_one_process(found):
+    for rank in found[0]:
+        result = rank["joint augmented"]
+        assert "error" not in result and result["exact"] < 1e-5
+        for name, (ours, theirs) in [*result["metrics"].items(), *result["tested"].items()]:
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
 
 
 def test_records_have_the_metrics_of_the_task(found):

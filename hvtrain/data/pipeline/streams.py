@@ -27,7 +27,7 @@ Then = Callable[..., tuple[Any, ...]]
 """Step (or number of the batch), and what Read gives -> what the model sees."""
 
 # Purposes of random numbers. No two purposes share a sequence.
-ORDER, AUGMENT, BLOCK = range(3)
+ORDER, AUGMENT, BLOCK, LAYERS = range(4)
 
 FOREVER = 2**62
 

@@ -62,7 +62,8 @@ class ArraySource(MemorySource):
     @property
     def element_spec(self) -> tuple[Any, ...]:
         image = tf.TensorSpec(self.image_shape, tf.float32)
-        return (image, tf.TensorSpec((), tf.int32)) if self._has_classes else (image, *super().element_spec[1:])
+        _, targets, *weights = super().element_spec
+        return image, tf.TensorSpec((), tf.int32) if self._has_classes else targets, *weights
 
     @property
     def _has_classes(self) -> bool:
@@ -83,6 +84,12 @@ class ArraySource(MemorySource):
         shape = self._example_shape or self.image_shape
         values = f"as in the arrays ({self._dtype}); any numeric type is taken"
         return self.transform.preprocessing(shape, self.image_shape, values, self._range)
+
+    def value_range(self) -> tuple[float, float] | None:
+        """That of the type, rather than of these images: 0 ... max_value for whole numbers, 0 ... 1 for fractions."""
+        low, high = self.preprocessing().range or (0.0, 0.0)
+        top = self._max_value if np.issubdtype(self._dtype, np.integer) else 1.0
+        return (0.0, float(top)) if low >= 0 and high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
         """A split in its final shapes, checked against the shape, the classes and each other."""

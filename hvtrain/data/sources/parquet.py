@@ -140,7 +140,8 @@ class Parquet(DealtSource):
         if self.counts and self._encoded:
             return super().preprocessing()
         values = f"the list in column {self._columns.image}"
-        return self.transform.preprocessing((int(np.prod(self.image_shape)),), self.image_shape, values)
+        shape, limits = (int(np.prod(self.image_shape)),), (0.0, float(self.transform.scale))
+        return self.transform.preprocessing(shape, self.image_shape, values, limits)
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
         shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)

@@ -31,8 +31,9 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
+from hvtrain.training.augment import open_augmentation
 from hvtrain.training.class_weights import class_weights
-from hvtrain.training.prepared_step import weights_of
+from hvtrain.training.prepared_step import prepare_step, weights_of
 from hvtrain.training.run import training_batches, with_rank_weights
 from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
 from hvtrain.verify.joint_batch import largest_difference
@@ -85,6 +86,9 @@ def against_the_joint_batches(config):
     seed_everything(config, hvd.rank())
     source, plan, topology = open_data(config, strategy.comm)
     task = open_task(config, source)
+    if config.augment:
+        open_augmentation(config, source, task)
+        seed_everything(config, hvd.rank())
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
     found = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
@@ -110,7 +114,9 @@ def against_the_joint_batches(config):
             facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
             one = build(config, "model", keras.Model, facts, source.name)
             one.set_weights(first)
-            task.compile(one, build_optimizer(config, plan), weighted=len(source.element_spec) > 2)
+            weighted, soft = len(source.element_spec) > 2, bool(source.augmentation and source.augmentation.mixes)
+            task.compile(one, build_optimizer(config, plan), weighted=weighted, soft_targets=soft)
+            prepare_step(one, source, [], harden=task.harden)
             by_class, train_one = (
                 class_weights(config, source, task),
                 tf.function(one.train_step, reduce_retracing=True),
