@@ -50,7 +50,10 @@ class Transform:
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Normalizes raw images to float32."""
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
-        return (tf.cast(images, tf.float32) - mean) / scale
+        images = tf.cast(images, tf.float32)
+        if mean.any():
+            images -= mean
+        return images / scale if (scale != 1).any() else images
 
     def preprocessing(
         self,
@@ -124,13 +127,19 @@ def fit(
 def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
     """Decodes one encoded image (JPEG, PNG, GIF, BMP) to uint8 image_shape; an animation gives its first frame.
 
-    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs as much as the
-    decoding itself: 1.8 ms against 1.4 ms for a JPEG of 300x400 to 224x224 on one core.
+    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs more than the
+    decoding itself (docs/input.md).
     """
     height, width, channels = image_shape
     image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
-    image = tf.image.resize(image, [height, width], antialias=True)
-    return tf.ensure_shape(tf.saturate_cast(tf.round(image), tf.uint8), image_shape)
+
+    def resized() -> tf.Tensor:
+        found = tf.image.resize(image, [height, width], antialias=True)
+        return tf.saturate_cast(tf.round(found), tf.uint8)
+
+    # Resizing to the same size would change no bit, and take longer than the decoding.
+    fits = tf.reduce_all(tf.shape(image) == image_shape)
+    return tf.ensure_shape(tf.cond(fits, lambda: image, resized), image_shape)
 
 
 def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
