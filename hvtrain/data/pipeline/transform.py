@@ -50,10 +50,11 @@ class Transform:
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Normalizes raw images to float32."""
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
-        images = tf.cast(images, tf.float32)
-        if mean.any():
-            images -= mean
-        return images / scale if (scale != 1).any() else images
+        pixels = tf.cast(images, tf.float32)
+        # Only whole numbers surely keep their bits if 0 is not subtracted: others may be denormal, which it flushes.
+        if mean.any() or not images.dtype.is_integer:
+            pixels -= mean
+        return pixels / scale
 
     def preprocessing(
         self,
@@ -144,9 +145,14 @@ def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
 
 def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
     """Strings [batch] to uint8 [batch, h, w, c], in turn, since the pipeline decodes several batches at once."""
-    return tf.map_fn(
-        lambda one: decode(one, image_shape), encoded, fn_output_signature=tf.TensorSpec(image_shape, tf.uint8)
-    )
+    pixels = tf.TensorSpec(image_shape, tf.uint8)
+    return tf.map_fn(lambda one: decode(one, image_shape), encoded, fn_output_signature=pixels)
+
+
+def decode_files(paths: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
+    """As decode_batch, from the files of these paths."""
+    pixels = tf.TensorSpec(image_shape, tf.uint8)
+    return tf.map_fn(lambda path: decode(tf.io.read_file(path), image_shape), paths, fn_output_signature=pixels)
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:
