@@ -76,7 +76,7 @@ class Inputs:
 
     def _against(self, case: Case, figure: str) -> Ratio:
         """hvtrain's figure / that of the case, in the same rounds."""
-        ours = self.found[(*case[:2], "hvtrain")]
+        ours = self.found[case[0], case[1], "hvtrain"]
         return ratio([getattr(one, figure) for one in ours], [getattr(one, figure) for one in self.found[case]])
 
     def table(self) -> list[str]:

@@ -26,9 +26,9 @@ def jpeg(seed: int, height: int, width: int) -> bytes:
         for channel, field in enumerate(random.random((3, cells, cells), np.float32)):
             smooth = Image.fromarray(field).resize((width, height), Image.Resampling.BICUBIC)
             pixels[..., channel] += weight * np.asarray(smooth)
-    pixels = 225 * pixels + random.normal(0, GRAIN, (height, width, 1))
+    grain = random.normal(0, GRAIN, (height, width, 1))
     data = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=QUALITY)
+    Image.fromarray((225 * pixels + grain).clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=QUALITY)
     return data.getvalue()
 
 

@@ -5,7 +5,7 @@ All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on 
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _rows(folder: Path) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=spec).unbatch().shuffle(SHUFFLED).repeat()
 
 
-PIPELINES = {
+PIPELINES: dict[str, Callable[[Path, str, int], tf.data.Dataset]] = {
     "hvtrain": ours,
     "keras": keras_folder,
     "by-hand": by_hand,
