@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvtrain.bench.allreduce import MEANS, SIZES, Collectives
 from hvtrain.bench.contenders import CONTENDERS, named
+from hvtrain.bench.input import Inputs
 from hvtrain.bench.scaling import Scaling
 from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS
@@ -25,14 +26,16 @@ def bench() -> int:
     options = parser().parse_args()
     many = max(options.ranks) if options.kind == "scaling" else options.ranks
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // many)
-    what = options.transport if options.kind == "allreduce" else options.workload
+    what = getattr(options, {"allreduce": "transport", "input": "images"}.get(options.kind, "workload"))
     folder = Path(options.output or f"bench/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.kind}-{what}").absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
-    session: Collectives | Scaling | Session
+    session: Collectives | Inputs | Scaling | Session
     if options.kind == "allreduce":
         sizes = tuple(size for size in SIZES if size <= options.largest << 20)
         session = Collectives(options.ranks, options.transport, options.threads, folder, sizes)
+    elif options.kind == "input":
+        session = Inputs(options.sizes, options.images, options.steps, options.threads, folder)
     elif options.kind == "scaling":
         work = WORKLOADS[options.workload]
         session = Scaling(work, options.data, options.ranks, options.threads, folder, options.steps or work.steps)
@@ -47,19 +50,16 @@ def bench() -> int:
 
 
 def compared(options: argparse.Namespace, folder: Path) -> Session:
-    """A session of contenders that take turns: `bench steps`, `input` or `startup`."""
-    workload, data, figure = WORKLOADS[options.workload], options.data, "step_seconds"
+    """A session of contenders that take turns: `bench steps` or `startup`."""
+    workload, figure = WORKLOADS[options.workload], "step_seconds"
     names = options.contenders.split(",")
     if options.kind == "startup":
         workload, figure = replace(workload, warmup_steps=1, steps=2), "first_step_seconds"
-    elif options.kind == "input":
-        names = [*(f"batches@data={name}" for name in data.split(",")), *filter(None, names)]
-        data = data if data in DATA else DATA[0]
     contenders = [named(name) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"{','.join(names)} names a contender twice; the first runs twice a round anyway")
     num_steps = options.steps or workload.steps
-    return Session(workload, data, options.ranks, options.threads, contenders, folder, num_steps, figure)
+    return Session(workload, options.data, options.ranks, options.threads, contenders, folder, num_steps, figure)
 
 
 def parser() -> Parser:
@@ -83,7 +83,7 @@ rounds, because a machine that others share is slower for minutes at a time.""",
         f"workloads:\n{workloads}"
     )
     for name, kind in made.items():
-        if name != "allreduce":
+        if name not in ("allreduce", "input"):
             kind.add_argument("--workload", choices=WORKLOADS, default="cnn", help="default: cnn")
             kind.add_argument("--steps", type=at_least(1), metavar="N", help="timed steps; default: the workload's")
         if name in COMPARED:
@@ -93,13 +93,18 @@ rounds, because a machine that others share is slower for minutes at a time.""",
             kind.add_argument("--data", choices=DATA, default=DATA[0], help="default: synthetic")
         if name == "scaling":
             kind.add_argument("--ranks", "-np", type=_counts, default=[1, 2], metavar="N,N", help="default: 1,2")
+        elif name == "input":
+            kind.set_defaults(ranks=1)
         else:
             kind.add_argument("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
         kind.add_argument("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
         threads = "TensorFlow's threads of a rank; default: cores / ranks"
         kind.add_argument("--threads", type=at_least(1), metavar="N", help=threads)
         kind.add_argument("--output", metavar="DIR", help="default: bench/DATE_TIME-KIND-...")
-    made["input"].add_argument("--data", default=",".join(DATA), metavar="A,B", help=f"default: {','.join(DATA)}")
+    sizes = "height and width of the files; default: 224x224,300x400"
+    made["input"].add_argument("--sizes", type=_sizes, default=[(224, 224), (300, 400)], metavar="HxW,HxW", help=sizes)
+    made["input"].add_argument("--images", type=at_least(64), default=1000, metavar="N", help="default: 1000")
+    made["input"].add_argument("--steps", type=at_least(1), default=100, metavar="N", help="timed steps; default: 100")
     made["allreduce"].add_argument("--transport", choices=MEANS, default="mpi", help="default: mpi")
     made["allreduce"].add_argument("--largest", type=at_least(1), default=256, metavar="MIB", help="default: 256")
     return top
@@ -116,8 +121,8 @@ ABOUT = {
         "Latency, algorithm bandwidth and bus bandwidth of a reduction over all ranks.",
     ),
     "input": (
-        "the data alone, and what trainings need of them",
-        "How fast each rank's batches come when no model waits for them, beside a training of the workload.",
+        "image files: hvtrain, Keras's image_dataset_from_directory, and tf.data by hand",
+        "How fast JPEG files, TFRecord and Parquet become batches when no model waits for them, on the same threads.",
     ),
     "startup": ("from the command to the first step", "Seconds from the command to the end of the first step."),
     "scaling": (
@@ -129,12 +134,18 @@ ABOUT = {
 COMPARED = {
     "steps": ",".join(name for name, contender in CONTENDERS.items() if contender.trains),
     "startup": "hvtrain-mpi,loop-mpi,hvtrain-1,keras",
-    "input": "independent",
 }
 
 
 def _counts(text: str) -> list[int]:
     return [at_least(1)(word) for word in text.split(",")]
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    sides = [tuple(map(at_least(1), word.split("x"))) for word in text.split(",")]
+    if any(len(pair) != 2 for pair in sides):
+        raise argparse.ArgumentTypeError(f"{text} came where sizes such as 224x224,300x400 were needed")
+    return [(height, width) for height, width in sides]
 
 
 if __name__ == "__main__":

@@ -22,23 +22,25 @@ class Stopwatch:
     def __init__(self) -> None:
         self.warmup = int(os.environ[WARMUP])
         self.steps = self._steps_before = 0
-        self._first = self._begin = self._end = 0.0
+        self._first = self._begin = self._end = self._begin_cpu = self._end_cpu = 0.0
 
     def step_ended(self, steps: int = 1) -> None:
         """Counts steps that have ended on the device."""
         if not self.steps:
             self._first = time.time() - float(os.environ[BEGAN])
         self.steps += steps
-        self._end = time.perf_counter()
+        self._end, self._end_cpu = time.perf_counter(), time.process_time()
         # A call that starts within the warm-up and ends after it is timed whole: there may be no other.
         if self.steps <= self.warmup or not self._begin:
-            self._begin, self._steps_before = self._end, self.steps
+            self._begin, self._begin_cpu, self._steps_before = self._end, self._end_cpu, self.steps
 
     def report(self, rank: int, loss: float) -> None:
         """Writes this rank's figures; loss is the mean over the last epoch's steps."""
+        timed = self.steps - self._steps_before
         found = {
             "rank": rank,
-            "step_seconds": (self._end - self._begin) / (self.steps - self._steps_before),
+            "step_seconds": (self._end - self._begin) / timed,
+            "step_cpu_seconds": (self._end_cpu - self._begin_cpu) / timed,
             "first_step_seconds": self._first,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "loss": loss,

@@ -1,4 +1,4 @@
-"""`bench steps`, `input` and `startup`: contenders take turns at one workload and are compared within each round."""
+"""`bench steps` and `startup`: contenders take turns at one workload and are compared within each round."""
 
 import csv
 import json

@@ -43,7 +43,10 @@ def test_contenders_do_the_same_work(names, tmp_path):
     ("words", "file", "said"),
     [
         pytest.param(*(["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"), marks=release),
-        pytest.param(*(["input", "--data", "synthetic"], "bench.json", "batches@data=synthetic"), marks=release),
+        pytest.param(
+            *(["steps", "--contenders", "batches@data=synthetic,independent"], "bench.json", "batches@data=synthetic"),
+            marks=release,
+        ),
         pytest.param(
             *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
             marks=release,
@@ -67,6 +70,23 @@ def test_allreduce(transport, tmp_path):
     assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
 
 
+@pytest.mark.timeout(600)
+@nightly
+def test_input_compares_all_pipelines(tmp_path):
+    words = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "224x224,30x40"]
+    code, output = run(None, 1, *BENCH, "input", *words, "--output", str(tmp_path / "bench"), cwd=tmp_path, timeout=500)
+    assert code == 0 and "CPU time, hvtrain / it" in output, output
+    runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
+    found = {(row["size"], row["format"]): set() for row in runs}
+    for row in runs:
+        found[row["size"], row["format"]].add(row["contender"])
+        assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
+    assert found["224x224", "image_folder"] == {"hvtrain", "by-hand", "keras"}
+    assert found["224x224", "parquet"] == {"hvtrain", "by-hand"}
+    assert found["30x40", "tfrecord"] == {"hvtrain", "by-hand", "by-hand-antialiased"} and len(found) == 6
+    assert (tmp_path / "bench" / "bench.png").exists()
+
+
 @nightly
 def test_bad_input_is_one_line(tmp_path):
     for words, said in (
@@ -74,6 +94,7 @@ def test_bad_input_is_one_line(tmp_path):
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
         (["scaling", "-np", "3,4"], "the global batch of 256 cannot be divided evenly among 3 ranks"),
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),

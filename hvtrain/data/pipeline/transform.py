@@ -50,7 +50,11 @@ class Transform:
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Normalizes raw images to float32."""
         mean, scale = np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32)
-        return (tf.cast(images, tf.float32) - mean) / scale
+        pixels = tf.cast(images, tf.float32)
+        # Only whole numbers surely keep their bits if 0 is not subtracted: others may be denormal, which it flushes.
+        if mean.any() or not images.dtype.is_integer:
+            pixels -= mean
+        return pixels / scale
 
     def preprocessing(
         self,
@@ -124,20 +128,31 @@ def fit(
 def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
     """Decodes one encoded image (JPEG, PNG, GIF, BMP) to uint8 image_shape; an animation gives its first frame.
 
-    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs as much as the
-    decoding itself: 1.8 ms against 1.4 ms for a JPEG of 300x400 to 224x224 on one core.
+    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing costs more than the
+    decoding itself (docs/input.md).
     """
     height, width, channels = image_shape
     image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
-    image = tf.image.resize(image, [height, width], antialias=True)
-    return tf.ensure_shape(tf.saturate_cast(tf.round(image), tf.uint8), image_shape)
+
+    def resized() -> tf.Tensor:
+        found = tf.image.resize(image, [height, width], antialias=True)
+        return tf.saturate_cast(tf.round(found), tf.uint8)
+
+    # Resizing to the same size would change no bit, and take longer than the decoding.
+    fits = tf.reduce_all(tf.shape(image) == image_shape)
+    return tf.ensure_shape(tf.cond(fits, lambda: image, resized), image_shape)
 
 
 def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
     """Strings [batch] to uint8 [batch, h, w, c], in turn, since the pipeline decodes several batches at once."""
-    return tf.map_fn(
-        lambda one: decode(one, image_shape), encoded, fn_output_signature=tf.TensorSpec(image_shape, tf.uint8)
-    )
+    pixels = tf.TensorSpec(image_shape, tf.uint8)
+    return tf.map_fn(lambda one: decode(one, image_shape), encoded, fn_output_signature=pixels)
+
+
+def decode_files(paths: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
+    """As decode_batch, from the files of these paths."""
+    pixels = tf.TensorSpec(image_shape, tf.uint8)
+    return tf.map_fn(lambda path: decode(tf.io.read_file(path), image_shape), paths, fn_output_signature=pixels)
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
-from hvtrain.data.pipeline.transform import Transform, decode, decode_batch
+from hvtrain.data.pipeline.transform import Transform, decode, decode_files
 from hvtrain.data.source import Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.data.sources.memory import SPLIT_SEED
@@ -88,8 +88,7 @@ class ImageFolder(FileSource, IndexedSource):
         paths, labels = self._shard(split, topology)
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            encoded = tf.map_fn(tf.io.read_file, tf.gather(paths, indices))
-            return decode_batch(encoded, self.image_shape), tf.gather(labels, indices)
+            return decode_files(tf.gather(paths, indices), self.image_shape), tf.gather(labels, indices)
 
         return read
 

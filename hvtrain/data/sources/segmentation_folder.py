@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode_batch
+from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode_files
 from hvtrain.data.source import Preprocessing, reason
 from hvtrain.errors import ConfigError, DataError
 
@@ -94,9 +94,10 @@ class SegmentationFolder(IndexedSource):
                 raise
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            encoded = tf.map_fn(tf.io.read_file, tf.gather(paths, indices))
             found = tf.numpy_function(masks, [indices], tf.uint8)
-            return decode_batch(encoded, self.image_shape), tf.ensure_shape(found, [None, height, width])
+            return decode_files(tf.gather(paths, indices), self.image_shape), tf.ensure_shape(
+                found, [None, height, width]
+            )
 
         return read
 
