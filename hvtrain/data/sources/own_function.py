@@ -32,6 +32,7 @@ class OwnFunction:
         self.name = name or f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__name__)}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
         self.failure: UserError | None = None
+        self.has_told = False  # What is worth a line in the log.
         self._function = function
         parameters = inspect.signature(function).parameters.values()
         known = (*REQUIRED, *DEFAULTS)
@@ -97,7 +98,6 @@ class Shard:
         self._function, self._place, self._shuffled, self._values = function, place, shuffled, values
         self.split, self.call = place[-1], function.call(*place)
         self._kept: PyBatches | None = None
-        self._told = not shuffled
 
     def epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
         """The examples of an epoch from that one on; and the number of all of them, if it is known."""
@@ -117,9 +117,9 @@ class Shard:
 
     def _tell(self, part: Examples, start: int) -> None:
         """Logs, once, what the pipeline costs or cannot do."""
-        if self._told:
+        if self._function.has_told or not self._shuffled:
             return
-        self._told, name = True, self._function.name
+        self._function.has_told, name = True, self._function.name
         if start:
             advice = "a function that declares start can leave them out itself"
             log.info(
