@@ -17,8 +17,6 @@ from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError
 
 INSTALL = "install scripts/lock/data.txt (docs/data.md)"
-    "it is in scripts/lock/data.txt: ./scripts/run uv pip install --no-deps --require-hashes -r scripts/lock/data.txt"
-)
 
 
 class HuggingFace(IndexedSource):
