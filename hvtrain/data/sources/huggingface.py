@@ -57,7 +57,7 @@ class HuggingFace(IndexedSource):
             found = f"{', '.join(self._images)} of {self.folder} holds images"
             raise ConfigError(f"{found}; give dataset.image_shape=[height,width,channels]")
         self.transform: Transform = Unchanged()
-        if self._input in self._images and self._image_shape:
+        if isinstance(input, str) and input in self._images and self._image_shape:
             self.image_shape = self._image_shape
             self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
         if kinds.get(str(target)) == "ClassLabel":
