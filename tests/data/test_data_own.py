@@ -170,7 +170,7 @@ def test_shards_that_are_not_parts_of_the_whole_are_refused():
 
 def test_an_epoch_that_ends_early_is_named_with_its_shard():
     with pytest.raises(DataError, match=r"short\(shard=1, num_shards=2\) gives 9 examples and 30 are needed; shards"):
-        first(pipelines.data("short", num_examples=61), rank=1, steps=15)
+        first(pipelines.data("short", number=61), rank=1, steps=15)
     source = made(lambda d: d.filter(lambda x, y: x < 13), num_examples=20)  # Its number is not known beforehand.
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         list(source.training(StreamRequest(Topology(1, 2), 2, 1, 0, 5)).take(9))
