@@ -8,7 +8,7 @@ from launching import ROOT, many_runs, train
 
 pytestmark = pytest.mark.distributed
 
-KINDS = ["shuffled", "by_epoch", "batches", "batches_of_five"]
+KINDS = ["shuffled", "batches"]  # Others only differ in their streams: test_data_own.py.
 
 
 def words(kind, *more):
