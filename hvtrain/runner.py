@@ -132,7 +132,8 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:
             if config.guard.batches:
-                check_first_batches(strategy.comm, run.source, run.task, run.stream_from(start.step))
+                batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
+                check_first_batches(strategy.comm, run.source, run.task, batches)
             if monitors.position.in_epoch:
                 build_metrics(model, batched(run.source.element_spec))
             steps = call_steps(config, strategy, callbacks)

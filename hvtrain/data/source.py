@@ -123,6 +123,10 @@ class Source(ABC):
     """Reaction to an example that cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
     same_on_all_ranks: bool = False
     """Set it if ranks are meant to read the same data; otherwise equal first batches are an error."""
+    equal_batches_advice: str = (
+        "give each rank its own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
+    )
+    """What to do then, for the message."""
 
     raw_batches: bool = False
     """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
@@ -219,7 +223,7 @@ class Source(ABC):
         splits = {split: {"examples": self.num_examples(split)} for split in self.SPLITS if self.num_examples(split)}
         facts = self.facts()
         if {"image_shape", "num_classes"} <= facts.keys():
-            elements = {"image_shape": list(self.image_shape), "num_classes": self.num_classes}
+            elements = {"image_shape": list(facts["image_shape"]), "num_classes": facts["num_classes"]}
         else:
             elements = {"elements": [f"{one.dtype.name} {one.shape}" for one in tf.nest.flatten(self.element_spec)]}
         return {"name": self.name, **elements, "splits": splits}

@@ -85,8 +85,8 @@ def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data
     for rank, other in enumerate(comm.gather(digest.digest())):
         if first_rank.setdefault(other, rank) != rank:
             raise DataError(
-                f"ranks {first_rank[other]} and {rank} read the same first batch of {source.name}; give each rank "
-                "its own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
+                f"ranks {first_rank[other]} and {rank} read the same first batch of {source.name}; "
+                f"{source.equal_batches_advice}"
             )
 
 

@@ -21,6 +21,8 @@ REQUIRED = {
     "image_folder": ["dataset.dir=/data"],
     "segmentation_folder": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=3"],
     "parquet": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
+    "huggingface": ["dataset.dir=/data"],
+    "tfds": ["dataset.dataset=mnist"],
     "tfrecord": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
 }
 

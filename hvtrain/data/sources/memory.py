@@ -156,7 +156,7 @@ class MemorySource(IndexedSource):
 
     def in_model_type(self, elements: Any) -> Any:
         """Arrays of the types that models take, from some rows of a split."""
-        return tf.nest.map_structure(_in_model_type, elements)
+        return tf.nest.map_structure(as_models_take, elements)
 
 
 def _named(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
@@ -168,7 +168,8 @@ def _named(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
     return found
 
 
-def _in_model_type(array: np.ndarray) -> np.ndarray:
+def as_models_take(array: np.ndarray) -> np.ndarray:
+    """The array in the type that models take: float32 for float64, int32 for int64."""
     wide = {"float64": "float32", "int64": "int32"}.get(array.dtype.name)
     return array.astype(wide) if wide else array
 
