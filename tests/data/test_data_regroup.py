@@ -1,5 +1,7 @@
 """Other ranks than those that a plan was made for read, step by step, the very batches of those."""
 
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,7 +11,11 @@ from hvtrain.core.planning import make_plan
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.training.run import training_batches
+from launching import ROOT
 from tiny_data import KINDS
+
+sys.path.insert(0, str(ROOT / "tests/support/own"))
+import pipelines
 
 SEED = 5
 
@@ -51,6 +57,15 @@ def test_so_they_are_with_every_kind_of_source(kind, make_source):
     plan = plan_for(source, [4, 2, 2], "pad")
     at = plan.steps_per_epoch - 2
     assert same(joint(source, plan.on(2), at, 3), joint(source, plan, at, 3))
+
+
+@pytest.mark.parametrize("how", ["shuffled", "by_epoch", "batches"])
+def test_so_they_are_with_pipelines_of_the_users_own(how):
+    source = pipelines.data(how)
+    plan = plan_for(source, [3, 3])
+    before = joint(source, plan, 2)
+    assert same(joint(source, plan.on(3), 2), before)
+    assert same(joint(source, plan.on(1), 2), before)
 
 
 def test_the_epochs_go_on_behind_steps_of_another_plan(make_source):

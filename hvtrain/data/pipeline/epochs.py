@@ -2,6 +2,7 @@
 
 import random
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tensorflow.python.eager import context
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, unconverted
 
+_seeding = threading.RLock()  # Streams open their epochs in threads of their own.
 _OPEN, _CLOSE = "<<", ">>"  # Around a message of ours in an error of TensorFlow's.
 
 
@@ -48,12 +50,13 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
     """
     made = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
     own: Any = context.context()
-    before = own._seed, getattr(own, "_rng", None)
-    own._seed, own._rng = made, random.Random(made)
-    try:
-        yield
-    finally:
-        own._seed, own._rng = before
+    with _seeding:
+        before = own._seed, getattr(own, "_rng", None)
+        own._seed, own._rng = made, random.Random(made)
+        try:
+            yield
+        finally:
+            own._seed, own._rng = before
 
 
 def cut(batches: tf.data.Dataset, share: Share, first_step: int, name: str, ends: bool = False) -> tf.data.Dataset:
