@@ -192,6 +192,14 @@ class Source(ABC):
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
+    def assets(self) -> dict[str, bytes]:
+        """Files that users of the saved model need, by name, such as a tokenizer; the run folder keeps them."""
+        return {}
+
+    def text_of(self, tokens: Sequence[int]) -> str | None:
+        """Tokens of an example as text; None, the default, for data that are no text or lack a tokenizer."""
+        return None
+
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
 
