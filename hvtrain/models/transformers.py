@@ -23,7 +23,7 @@ def transformer(
     dropout: float = 0.1,
     mask_zero: bool = False,
 ) -> keras.Model:
-    """Pre-norm blocks of attention and MLP over learned positions (Radford et al. 2019), from tokens [length] to logits.
+    """Pre-norm blocks of attention and MLP over learned positions (Radford et al. 2019), from tokens to logits.
 
     The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the defaults, 128 tokens
     and a vocabulary of 2,048.
@@ -61,9 +61,7 @@ def transformer(
 def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float) -> Any:
     """Attention over the places, then an MLP at each place; both add to x."""
     width = x.shape[-1]
-    attention = layers.MultiHeadAttention(
-        heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"
-    )
+    attention = layers.MultiHeadAttention(heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention")
     inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
     inside = attention(inside, inside, use_causal_mask=causal)
     inside = layers.Dropout(dropout, name=f"{name}_dropout1")(inside)

@@ -18,8 +18,8 @@ def continuation(
     """The tokens that a model writes after a prompt of at least one; the same for the same seed.
 
     Args:
-        model: from tokens [batch, length] to logits [batch, length, vocabulary], of which those at a place do not depend
-            on later tokens.
+        model: from tokens [batch, length] to logits [batch, length, vocabulary]; those at a place do not depend on
+            later tokens.
         number: of tokens; fewer if it writes `end`, which is not returned.
         length: of the model. It sees that many of the newest tokens.
         temperature: 0 takes the likeliest token each time; 1 draws them as likely as the model says.

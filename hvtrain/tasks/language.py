@@ -65,10 +65,10 @@ class Language(Task):
         None if the targets are not the next tokens, or if the source has no tokenizer.
         """
         split = "test" if source.num_examples("test") else "train"
-        inputs, targets, *_ = next(source.evaluation(split, topology, 1).as_numpy_iterator(), (None, None))
-        if not isinstance(inputs, np.ndarray) or inputs.shape != targets.shape:
+        first = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
+        if first is None or not isinstance(first[0], np.ndarray) or first[0].shape != first[1].shape:
             return None
-        tokens, targets = inputs[0], targets[0]
+        tokens, targets = first[0][0], first[1][0]
         prompt = tokens[: min(PROMPT_TOKENS, len(tokens))]
         if (tokens[1:] != targets[:-1]).any() or (text := source.text_of(prompt)) is None:
             return None

@@ -58,15 +58,15 @@ def read_column(path: Path, column: str | None) -> list[str]:
     try:
         if path.suffix == ".parquet":
             names = parquet.read_schema(path).names
-            table = parquet.read_table(path, columns=[column]) if column in names else None
+            table = parquet.read_table(path, columns=[column] if column in names else [])
         else:
-            found = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
-            names, table = found.column_names, found
+            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+            names = table.column_names
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
     if column is None or column not in names:
-        came = "is not set" if column is None else f"{column} is no column of {path.name}"
-        raise ConfigError(f"dataset.column={came}; it names the column of text, one of {', '.join(names)}")
+        came = " is not set" if column is None else f"={column} is no column of {path.name}"
+        raise ConfigError(f"dataset.column{came}; it names the column of text, one of {', '.join(names)}")
     texts = table[column]
     if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
         raise DataError(f"{path}: the column {column} holds {texts.type}; a column of text is needed")

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,15 @@ TRAINED_CHARACTERS = 20_000_000
 class Tokenizer:
     """Turns text into tokens and back. A text ends with the token `end`.
 
-    model: the contents of a sentencepiece model file.
+    model: the contents of a sentencepiece model file. Raises RuntimeError or ValueError if it is none.
     """
 
     def __init__(self, model: bytes) -> None:
         self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.size: int = self._processor.get_piece_size()
+        if not self.size:  # sentencepiece takes an empty file.
+            raise ValueError("no tokens")
         self.end: int = self._processor.eos_id()
 
     @property
@@ -54,7 +56,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(documents),
+            sentence_iterator=iter(lines_of(documents, TRAINED_CHARACTERS)),
             model_writer=model,
             vocab_size=size,
             model_type="bpe",
@@ -83,17 +85,22 @@ def load_tokenizer(file: str) -> Tokenizer:
         tokenizer = Tokenizer(Path(file).expanduser().read_bytes())
     except OSError as error:
         raise DataError(f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path") from error
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise DataError(f"dataset.tokenizer={file} is no sentencepiece model; give a .model file") from error
     if tokenizer.end < 0:
         raise DataError(f"dataset.tokenizer={file} has no token for the end of a text; train it with an eos_id")
     return tokenizer
 
 
-def _lines(documents: Sequence[str]) -> Iterator[str]:
+def lines_of(documents: Sequence[str], most: int) -> list[str]:
+    """The lines of all documents, or evenly spaced ones, of about `most` characters.
+
+    >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], most=6)
+    ['one', 'six']
+    """
     lines = [line for document in documents for line in document.splitlines() if line]
-    step = -(-sum(map(len, lines)) // TRAINED_CHARACTERS)
-    return iter(lines[:: step or 1])
+    step = -(-sum(map(len, lines)) // most)
+    return lines[:: step or 1]
 
 
 def _refusal(size: int, said: str) -> str:

@@ -102,9 +102,8 @@ class Text(MemorySource):
         count = (len(tokens) - next_one) // length
         if count < 1:
             raise ConfigError(
-                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it, "
-                "give more text"
-                + ("" if split == "train" else f", or change dataset.{split}_share={self._shares[split]} (0: none)")
+                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it or "
+                + (f"change dataset.{split}_share={self._shares[split]}" if split in self._shares else "give more text")
             )
         rows = tokens[: count * length].reshape(count, length)
         if not self._masked_share:
