@@ -44,7 +44,6 @@ def transformer(
         vocabulary_size,
         width,
         embeddings_initializer=_normal(),
-        mask_zero=mask_zero,
         dtype="float32",
         name="token_embedding",
     )
@@ -52,18 +51,20 @@ def transformer(
     place_embedding = layers.Embedding(length, width, embeddings_initializer=_normal(), name="place_embedding")
     x = layers.Add(name="embedding")([embedding(tokens), place_embedding(places)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
+    # Not as Keras's mask, which a sum of two embeddings drops.
+    seen = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
     for number in range(1, blocks + 1):
-        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout)
+        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, seen)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True), name="transformer")
 
 
-def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float) -> Any:
-    """Attention over the places, then an MLP at each place; both add to x."""
+def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, seen: Any) -> Any:
+    """Attention over the places that are seen, or all, then an MLP at each place; both add to x."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention")
     inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
-    inside = attention(inside, inside, use_causal_mask=causal)
+    inside = attention(inside, inside, use_causal_mask=causal, attention_mask=seen)
     inside = layers.Dropout(dropout, name=f"{name}_dropout1")(inside)
     x = layers.Add(name=f"{name}_add1")([x, inside])
     inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
