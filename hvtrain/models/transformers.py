@@ -29,7 +29,7 @@ def transformer(
     and a vocabulary of 2,048.
 
     Args:
-        causal: each place sees itself and earlier places; False: all.
+        causal: each place sees itself and earlier places; False: all. A fact of dataset=text.
         blocks, width, heads: how many, units of each place, and attention heads, which share the width.
         mlp_ratio: units of the MLP's inner layer, relative to the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.

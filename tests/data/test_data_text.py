@@ -49,7 +49,7 @@ def test_any_text_comes_back_and_the_same_text_gives_the_same_tokenizer():
 def test_the_targets_are_the_next_tokens(file):
     source = tales(file)
     Language().prepare(source)
-    assert source.facts() == {"input_shape": (16,), "vocabulary_size": 320, "length": 16}
+    assert source.facts() == {"input_shape": (16,), "vocabulary_size": 320, "length": 16, "causal": True}
     assert source.element_spec == (tf.TensorSpec((16,), tf.int32),) * 2
     inputs, targets = examples(source, "train")
     flat = np.append(inputs, targets[-1, -1])
@@ -95,7 +95,7 @@ def test_hidden_tokens_are_those_that_count(file):
     source = tales(file, objective="masked", masked_share=0.3)
     Language().prepare(source)
     mask = source.tokenizer.size
-    assert source.facts()["vocabulary_size"] == mask + 1
+    assert source.facts()["vocabulary_size"] == mask + 1 and not source.facts()["causal"]
     shown, tokens, weights = examples(source, "train")
     assert (weights == 1).all(), "as they are stored"
     request = StreamRequest(Topology(), len(tokens), seed=1, start_step=0, steps_per_epoch=1)

@@ -22,7 +22,7 @@ def build(**options):
 
 
 def logits(model, tokens):
-    return keras.ops.convert_to_numpy(model(tokens, training=False))
+    return model(tokens, training=False).numpy()
 
 
 def changed(model, place):

@@ -33,8 +33,7 @@ def text(objective, *more):
     """A transformer with dropout, on tokens of a text that is read in each rank."""
     own = ["task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=8"]
     own += ["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "train.steps=6"]
-    own += [f"dataset.objective={objective}", f"model.causal={str(objective == 'causal').lower()}"]
-    return [*own, "optimizer=adamw", "optimizer.global_clipnorm=1.0", *more]
+    return [*own, f"dataset.objective={objective}", "optimizer=adamw", "optimizer.global_clipnorm=1.0", *more]
 
 
 def joint(kind):

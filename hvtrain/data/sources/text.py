@@ -67,7 +67,8 @@ class Text(MemorySource):
         return self._tokenizer
 
     def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "vocabulary_size": self._num_tokens, "length": self._length}
+        own = {"vocabulary_size": self._num_tokens, "length": self._length, "causal": not self._masked_share}
+        return {**super().facts(), **own}
 
     def manifest(self) -> dict[str, Any]:
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
