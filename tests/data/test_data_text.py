@@ -67,6 +67,8 @@ def test_whole_documents_are_for_one_split():
     assert [len(parts[split]) for split in ("train", "validation", "test")] == [28, 8, 4]
     assert parts["train"] != DOCUMENTS[:28], "chosen at random"
     assert parts == cut(DOCUMENTS, validation=0.2, test=0.1)
+    one_long = ["x" * 100_000, *DOCUMENTS[:20]]
+    assert all(cut(one_long, 0.1, 0.1).values()), "whatever their lengths"
 
 
 def test_few_documents_are_cut_as_one_text():

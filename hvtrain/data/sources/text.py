@@ -35,7 +35,8 @@ class Text(MemorySource):
         length: tokens in an example. What does not fill the last row of a part is left out.
         objective: causal or masked.
         masked_share: of the tokens, hidden for the objective masked.
-        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or its last parts.
+        validation_share, test_share: of the documents, at random with a fixed seed; or of the text, its last parts, if
+            there are fewer than WHOLE_DOCUMENTS.
     """
 
     def __init__(
@@ -126,24 +127,38 @@ class Text(MemorySource):
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """The documents of each split, by shares of the characters: whole ones at random, or the ends of a single text.
+    """The documents of each split: shares of them at random, or the ends of few documents as of a single text.
 
     >>> {split: "".join(texts) for split, texts in cut(["abcdefgh", "ij"], validation=0.1, test=0.2).items()}
     {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
     """
-    is_cut = len(documents) < WHOLE_DOCUMENTS
-    order = range(len(documents)) if is_cut else np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-    lengths = [len(documents[index]) for index in order]
-    starts = dict(zip(order, np.cumsum([0, *lengths]).tolist()))
-    edges = [round(sum(lengths) * edge) for edge in (0, 1 - validation - test, 1 - test, 1)]
-    parts: dict[str, list[str]] = {}
-    for split, begin, end in zip(("train", "validation", "test"), edges, edges[1:]):
-        if is_cut:
-            texts = [text[max(begin - starts[i], 0) : max(end - starts[i], 0)] for i, text in enumerate(documents)]
-        else:  # A document belongs where its middle is.
-            texts = [text for i, text in enumerate(documents) if begin <= starts[i] + len(text) // 2 < end]
-        parts[split] = [text for text in texts if text]
-    return {split: texts for split, texts in parts.items() if {"validation": validation, "test": test}.get(split, 1)}
+    lengths, splits = [len(text) for text in documents], ("train", "validation", "test")
+    if len(documents) < WHOLE_DOCUMENTS:
+        edges, starts = _edges(sum(lengths), validation, test), np.cumsum([0, *lengths]).tolist()
+        found = {
+            split: [text[max(begin - at, 0) : max(end - at, 0)] for text, at in zip(documents, starts)]
+            for split, begin, end in zip(splits, edges, edges[1:])
+            if begin < end
+        }
+        return {split: [text for text in texts if text] for split, texts in found.items()}
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
+    found = {}
+    for sizes in (lengths, [1] * len(documents)):  # By number, where a long document leaves a part empty.
+        edges, places = _edges(sum(sizes), validation, test), {}
+        ends = np.cumsum([sizes[index] for index in order]).tolist()
+        for index, end in zip(order, ends):  # A document belongs where its middle is.
+            middle = end - sizes[index] + sizes[index] // 2
+            places[index] = splits[sum(middle >= edge for edge in edges[1:3])]
+        found = {split: [text for i, text in enumerate(documents) if places[i] == split] for split in splits}
+        found = {split: found[split] for split, begin, end in zip(splits, edges, edges[1:]) if begin < end}
+        if all(found.values()):
+            break
+    return found
+
+
+def _edges(total: int, validation: float, test: float) -> list[int]:
+    """Where the training, validation and test parts of so many characters or documents begin, and the end."""
+    return [0, round(total * (1 - validation - test)), round(total * (1 - test)), total]
 
 
 def _check(length: int, objective: str, **shares: float) -> None:
