@@ -35,7 +35,7 @@ class Text(MemorySource):
         length: tokens in an example. What does not fill the last row of a part is left out.
         objective: causal or masked.
         masked_share: of the tokens, hidden for the objective masked.
-        validation_share, test_share: of the documents, at random with a fixed seed; or of the text, its last parts, if
+        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or its last parts if
             there are fewer than WHOLE_DOCUMENTS.
     """
 
@@ -127,7 +127,7 @@ class Text(MemorySource):
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """The documents of each split: shares of them at random, or the ends of few documents as of a single text.
+    """The documents of each split, by shares of the characters: whole ones at random, or the ends of a single text.
 
     >>> {split: "".join(texts) for split, texts in cut(["abcdefgh", "ij"], validation=0.1, test=0.2).items()}
     {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
