@@ -191,5 +191,6 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         config=to_dict(run.config),
         split=asdict(throughput.split) if throughput.split else None,
         skipped_examples=monitors.skipped.num_examples,
+        per_second=throughput.per_second,
         changes=run.meta["changes"],
     )

@@ -61,6 +61,10 @@ class RunRecord:
     """Over all ranks, with data.on_error=skip; since this start of the run."""
     best: dict[str, Any] | None = None
     """Of the best checkpoint: its step, the metric and value that made it the best, and the test metrics."""
+    per_second: dict[str, float] = field(default_factory=dict)
+    """What examples consist of, such as tokens, in the time of examples_per_second."""
+    sample: str | None = None
+    """Something that the model made of data, such as a text that it continued."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
 
@@ -106,12 +110,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file, or raises StorageError: readers see the old text or the new one, even after a crash."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replaces a file, or raises StorageError: readers see the old content or the new one, even after a crash."""
+    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    with writing(path, temporary, len(text.encode())):
-        with temporary.open("x", encoding="utf-8") as file:  # Not into what a link leads to.
-            file.write(text)
+    with writing(path, temporary, len(data)):
+        with temporary.open("xb") as file:  # Not into what a link leads to.
+            file.write(data)
         flush(temporary)
         temporary.replace(path)
 

@@ -1,7 +1,8 @@
 """Manifests: the identity of a data set, small enough for a checkpoint, and the differences of two, in words.
 
 A manifest is {"name", "image_shape", "num_classes", "splits": {"train": {"examples", "digest", "files"}, ...}}, or has
-"elements", the types and shapes of an example, in place of the image's shape and the number of classes.
+"elements", the types and shapes of an example, in place of the image's shape and the number of classes; a text has
+"tokenizer", the SHA-256 of its model.
 It identifies files by names and sizes, arrays by their contents. No TensorFlow.
 """
 
@@ -57,7 +58,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """How the new data set differs from the old one, in words; an empty list if it does not."""
     found = [
         f"{name} is {new.get(name)}, was {old.get(name)}"
-        for name in ("name", "image_shape", "num_classes", "elements")
+        for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]
     before, after = old.get("splits", {}), new["splits"]

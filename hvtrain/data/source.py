@@ -204,6 +204,14 @@ class Source(ABC):
         is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
         return self.preprocessing().range or ((0.0, 255.0) if is_bytes else None)
 
+    def assets(self) -> dict[str, bytes]:
+        """Files that users of the saved model need, by name, such as a tokenizer; the run folder keeps them."""
+        return {}
+
+    def text_of(self, tokens: Sequence[int]) -> str | None:
+        """Tokens of an example as text; None, the default, for data that are no text or lack a tokenizer."""
+        return None
+
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
 

@@ -10,5 +10,6 @@ from the data set and the task, and its own options from YAML. All builders keep
 
 from hvtrain.models.applications import application
 from hvtrain.models.networks import cnn, mlp, resnet20, separable_cnn
+from hvtrain.models.transformers import transformer
 
-__all__ = ["application", "cnn", "mlp", "resnet20", "separable_cnn"]
+__all__ = ["application", "cnn", "mlp", "resnet20", "separable_cnn", "transformer"]

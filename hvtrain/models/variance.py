@@ -65,7 +65,7 @@ def _rms(arrays: Sequence[np.ndarray]) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hvtrain.models.variance", description=__doc__.split("\n")[0])
-    parser.add_argument("network", choices=models.__all__)
+    parser.add_argument("network", choices=sorted({*models.__all__} - {"transformer"}))
     parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
     parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; without it: noise")
     parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))

@@ -6,10 +6,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
+from hvtrain.tasks.generation import continuation
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 MAX_CROSS_ENTROPY = 50.0  # Above it the perplexity means nothing, and would overflow in the end.
+PROMPT_TOKENS, WRITTEN_TOKENS = 16, 32  # Of the sample at the end of a run.
 
 
 class Language(Task):
@@ -51,6 +54,26 @@ class Language(Task):
         rng, size = np.random.default_rng(0), 8
         targets = rng.integers(size, size=(number, 4), dtype=np.int32)
         return targets, rng.normal(size=(number, 4, size)).astype(np.float32)
+
+    def unit(self, source: Source) -> tuple[str, int] | None:
+        (length,) = source.element_spec[1].shape
+        return ("tokens", length) if length else None
+
+    def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
+        """The beginning of a text of the test part (or the training part), and how the model goes on.
+
+        None if the targets are not the next tokens, or if the source has no tokenizer.
+        """
+        split = "test" if source.num_examples("test") else "train"
+        first = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
+        if first is None or not isinstance(first[0], np.ndarray) or first[0].shape != first[1].shape:
+            return None
+        tokens, targets = first[0][0], first[1][0]
+        prompt = tokens[: min(PROMPT_TOKENS, len(tokens))]
+        if (tokens[1:] != targets[:-1]).any() or (text := source.text_of(prompt)) is None:
+            return None
+        written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
+        return f"{text!r} -> {source.text_of(written)!r}"
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.config.facts import declared
+from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.joint_loss import ExactLoss
@@ -88,6 +89,14 @@ class Task(ABC):
     def soft_loss(self) -> Losses:
         """The loss, which takes mixed targets too."""
         return self.loss
+
+    def unit(self, source: Source) -> tuple[str, int] | None:
+        """What an example consists of, and how many, if speeds are usually given in that: ("tokens", 128)."""
+        return None
+
+    def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
+        """Something that the trained model makes of data of this rank's, in a line; None, the default, for nothing."""
+        return None
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, with those that follow from others."""

@@ -18,7 +18,7 @@ from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = (*host_facts.PACKAGES, "h5py", "pyarrow", "safetensors", "scikit-learn")
+_PACKAGES = (*host_facts.PACKAGES, "h5py", "pyarrow", "safetensors", "scikit-learn", "sentencepiece")
 
 
 def check_same_run(comm: Comm, config: RunConfig) -> None:

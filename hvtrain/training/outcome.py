@@ -30,19 +30,21 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         return record
     record = replace(record, best=_test_best(run, model, record))
 
-    def write() -> None:
+    def write() -> RunRecord:
         export(model, run.source, run.task, run.topology, folder)
-        write_result(folder, record)
+        complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
+        write_result(folder, complete)
+        return complete
 
-    comm.on_chief(write)
+    record = comm.on_chief(write)
     log.info("test: %s", _in_words(record.metrics))
     if record.best and record.best["step"] != record.num_steps:
         why = "step {step:,} ({metric} {value:.4f})".format(**record.best)
         log.info("best: %s, in %s; %s", why, BEST_FILE, _in_words(record.best["metrics"]))
     log.info("proof: %s", proof_in_words(record.proof))
-    speed = (
-        f"{record.examples_per_second:,.0f} examples/s over {record.num_ranks} rank(s), " if record.step_seconds else ""
-    )
+    if record.sample:
+        log.info("sample: %s", record.sample)
+    speed = f"{_speed(record)} over {record.num_ranks} rank(s), " if record.step_seconds else ""
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
     return record
 
@@ -92,6 +94,11 @@ def _load(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
         log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
         return False
     return True
+
+
+def _speed(record: RunRecord) -> str:
+    rates = {"examples": record.examples_per_second, **record.per_second}
+    return ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
 
 
 def _in_words(metrics: dict[str, float]) -> str:

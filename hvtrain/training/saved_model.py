@@ -28,11 +28,13 @@ NUM_CHECKED = 4
 
 
 def export(model: keras.Model, source: Source, task: Task, topology: Topology, folder: Path) -> None:
-    """Writes the trained model with its preprocessing, and a description of its inputs and outputs (chief only)."""
+    """Writes the trained model with its preprocessing, its inputs and outputs, and the source's files (chief only)."""
     preprocessing = source.preprocessing()
     if difference := check_preprocessing(preprocessing, source, topology):
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
     save(model, task, preprocessing, folder / MODEL_FILE)
+    for name, content in source.assets().items():
+        write_atomic(folder / name, content)
     write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, task, preprocessing), indent=2) + "\n")
 
 
@@ -83,6 +85,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
         "output": {"shape": None if shape is None else list(shape), "values": task.output},
         "num_classes": facts.get("num_classes"),
         "class_names": list(facts["class_names"]) if facts.get("class_names") else None,
+        "assets": list(source.assets()),
     }
 
 

@@ -1,39 +1,68 @@
-"""Every command of docs/tasks.md, with the files that stand on the page."""
+"""Every command of docs/tasks.md and docs/text.md, with the files that stand on the page."""
 
 import json
 import re
 
 import pytest
 
-from launching import ROOT, run
+from hvtrain.data.formats.documents import embedded
+from hvtrain.data.formats.tokenizer import train_tokenizer
+from launching import ROOT, finish, start, without_hvtrain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
-PAGE = (ROOT / "docs/tasks.md").read_text()
-FILES = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"^(?:PYTHONPATH=\. )?horovodrun .*$", PAGE, re.MULTILINE)
+PAGES = {page: (ROOT / f"docs/{page}.md").read_text() for page in ("tasks", "text")}
+FILES = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    (page, command)
+    for page, text in PAGES.items()
+    for command in re.findall(r"^(?:PYTHONPATH=\. )?horovodrun .*$", text, re.MULTILINE)
+]
 # By the end of the command: a metric of the test data, and its range.
 EXPECTED = {
     "table_regression": ("test_mean_absolute_error", 40, 48),
     "digits_multilabel": ("test_accuracy", 0.96, 1),
     "denoise": ("test_error", 0, 0.03),
     "houses": ("test_price_error", 0, 0.2),
+    "text_transformer": ("test_perplexity", 80, 125),
+    "runs/tales": ("test_perplexity", 20, 500),
+    "runs/own": ("test_perplexity", 20, 400),
+    "runs/masked": ("test_perplexity", 50, 900),
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.rpartition("=")[2])
-def test_a_command_trains_to_what_the_page_says(command, tmp_path):
-    for name, text in FILES:
+def end(command):
+    return command.rpartition("=")[2]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[end(command) for _, command in COMMANDS])
+def test_a_command_trains_to_what_the_page_says(page, command, tmp_path):
+    for name, text in FILES.findall(PAGES[page]):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    code, output = run(None, 1, "bash", "-c", command, cwd=tmp_path)
-    assert code == 0, output
+    if page == "text":
+        write_tales(tmp_path)
+    process = start(None, 1, "bash", "-c", command, cwd=tmp_path)
+    output = finish(process, timeout=880)
+    assert process.returncode == 0, output
     assert "Warning" not in output
     (result,) = (tmp_path / "runs").glob("*/result.json")
     found = json.loads(result.read_text())
-    name, low, high = EXPECTED[command.rpartition("=")[2]]
+    name, low, high = EXPECTED[end(command)]
     assert found["num_ranks"] == 2 and low <= found["metrics"][name] <= high
+    if end(command) == "runs/tales":
+        assert without_hvtrain((tmp_path / "write.py").read_text(), cwd=tmp_path).startswith("The statement")
 
 
-def test_the_page_has_these_commands():
-    assert [command.rpartition("=")[2] for command in COMMANDS] == list(EXPECTED)
+def write_tales(folder):
+    """What docs/text.md supposes: a folder of texts, and a tokenizer."""
+    documents = embedded()[:30]
+    (folder / "tales").mkdir()
+    for number, text in enumerate(documents):
+        (folder / f"tales/{number}.txt").write_text(text)
+    (folder / "own.model").write_bytes(train_tokenizer(documents, 800).model)
+
+
+def test_the_pages_have_these_commands():
+    assert [end(command) for _, command in COMMANDS] == list(EXPECTED)

@@ -1,5 +1,7 @@
 """Each task on real ranks: as one process on the joint batches, and resumed in the middle of an epoch."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -17,6 +19,8 @@ CUSTOM = [
 ]
 OF_OUTPUTS = ("size_loss", "kind_loss")  # Of which Keras logs the mean over batches, whatever their size.
 AUGMENTED = ["dataset=digits", "model=mlp", "train.batch_size=64", "augment=[random_translation,random_erasing,mix_up]"]
+TEXTS = ["causal", "masked"]
+TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
 KINDS = ["classification", "binary", "multilabel", "regression", "segmentation", "language", "custom"]
 
 
@@ -24,6 +28,13 @@ def words(kind, *more):
     own = [f"task={kind}", "dataset._target_=kinds.data", "model._target_=kinds.model", "train.batch_size=8"]
     own += [f"++dataset.kind={kind}", f"++model.kind={kind}", "train.epochs=2", "optimizer.learning_rate=0.05"]
     return [*own, *(CUSTOM if kind == "custom" else []), *more]
+
+
+def text(objective, *more):
+    """A transformer with dropout, on tokens of a text that is read in each rank."""
+    own = ["task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=8"]
+    own += ["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "train.steps=6"]
+    return [*own, f"dataset.objective={objective}", "optimizer=adamw", "optimizer.global_clipnorm=1.0", *more]
 
 
 def joint(kind):
@@ -45,7 +56,12 @@ def found(request, tmp_path_factory):
             own = [*AUGMENTED, *saved, "checkpoint.every_steps=3", f"data.augment_on={where}"]
             runs |= {name: [*own, "train.steps=12"], f"{name} in two": [*own, "train.steps=3"]}
             runs |= {f"{name} in two/again": runs[name]}
+        for kind in TEXTS:
+            runs |= {kind: text(kind, *saved), f"{kind} in two": text(kind, *saved, "train.steps=5")}
+            runs |= {f"{kind} in two/again": text(kind, *saved)}
+        runs["halves"] = text("causal", "train.precision=mixed_bfloat16")
     folder = tmp_path_factory.mktemp("tasks")
+    (folder / "text.txt").write_text(TEXT)
     return many_runs("mpirun", request.param, runs, folder)[0], folder, request.param
 
 
@@ -70,7 +86,7 @@ def test_an_evaluation_does_not_depend_on_how_examples_are_batched(found, kind):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TEXTS])
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found, kind):
     ran, folder, num_ranks = found
     if num_ranks != 2:
@@ -116,3 +132,17 @@ def test_records_have_the_metrics_of_the_task(found):
         assert "test_mean_iou" in metrics["segmentation"] and "test_mean_absolute_error" in metrics["regression"]
         assert metrics["language"]["test_perplexity"] == pytest.approx(np.exp(metrics["language"]["test_loss"]))
         assert {"test_size_loss", "test_kind_loss", "test_size_mae"} < metrics["custom"].keys()
+
+
+def test_a_text_is_learned_and_continued(found):
+    ran, folder, num_ranks = found
+    if num_ranks != 2:
+        return
+    causal, masked, halves = (ran[0][name]["record"] for name in ("causal", "masked", "halves"))
+    assert causal == ran[1]["causal"]["record"] | {"seconds": causal["seconds"]}, "the same on every rank"
+    assert causal["sample"].count("' -> ") == 1 and masked["sample"] is None
+    assert causal["per_second"]["tokens"] == pytest.approx(8 * causal["examples_per_second"])
+    assert 1 < halves["metrics"]["test_perplexity"] < 280 and masked["metrics"]["test_perplexity"] > 1
+    tokenizers = {name: (folder / name / "tokenizer.model").read_bytes() for name in ("causal", "causal in two")}
+    assert len(set(tokenizers.values())) == 1, "a resumed run has the same"
+    assert json.loads((folder / "causal/model.json").read_text())["input"] == {"shape": [8], "dtype": "int32"}

@@ -62,6 +62,8 @@ class Progress(RunCallback):
         parts += [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"]
         if speed := logs.get("examples/s"):
             parts.append(f"{speed:,.0f} examples/s")
+            if unit := self.run.task.unit(self.run.source):
+                parts.append(f"{speed * unit[1]:,.0f} {unit[0]}/s")
         epoch, done = f"Epoch {self.position.epoch + 1}/{plan.num_epochs}", f"{step / plan.num_steps:.0%} of the run"
         line = f"{epoch}: {', '.join(parts)}; {done}"
         left = (plan.num_steps - step) * _seconds_per_step(self._started, (time.monotonic(), step))

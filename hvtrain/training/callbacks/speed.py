@@ -89,6 +89,12 @@ class Throughput(RunCallback):
         return self._examples_per_step * self._steps / self._seconds if self._steps else None
 
     @property
+    def per_second(self) -> dict[str, float]:
+        """The same in what examples consist of, such as tokens, if the task says it."""
+        unit, rate = self.run.task.unit(self.run.source), self.examples_per_second
+        return {unit[0]: rate * unit[1]} if unit and rate else {}
+
+    @property
     def epoch_examples_per_second(self) -> float:
         """Images per second over the steps of the epoch so far, warm-up included."""
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)

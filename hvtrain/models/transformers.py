@@ -1,0 +1,95 @@
+"""A transformer over tokens: causal, to predict the next token, or looking both ways, to predict hidden ones."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import layers, ops
+
+from hvtrain.errors import ConfigError
+from hvtrain.models.networks import check_rate
+
+STDDEV = 0.02  # Of first weights, as in GPT-2 and BERT.
+
+
+def transformer(
+    input_spec: tf.TensorSpec,
+    vocabulary_size: int,
+    causal: bool = True,
+    blocks: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    mlp_ratio: int = 4,
+    dropout: float = 0.1,
+    mask_zero: bool = False,
+) -> keras.Model:
+    """Pre-norm blocks of attention and MLP over learned positions (Radford et al. 2019), from tokens to logits.
+
+    The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the defaults, 128 tokens
+    and a vocabulary of 2,048.
+
+    Args:
+        causal: each place sees itself and earlier places; False: all. A fact of dataset=text.
+        blocks, width, heads: how many, units of each place, and attention heads, which share the width.
+        mlp_ratio: units of the MLP's inner layer, relative to the width.
+        dropout: fraction dropped after the embeddings and at the end of attention and MLP.
+        mask_zero: token 0 is padding, which no place sees; give it the weight 0 as a target.
+    """
+    _check(input_spec, {"blocks": blocks, "width": width, "heads": heads, "mlp_ratio": mlp_ratio})
+    check_rate("transformer", dropout)
+    (length,) = input_spec.shape
+    tokens = keras.Input((length,), dtype="int32", name="tokens")
+    # In float32 whatever the policy, as the head is it too: losses of logits in bfloat16 lose digits.
+    embedding = layers.ReversibleEmbedding(
+        vocabulary_size,
+        width,
+        embeddings_initializer=_normal(),
+        dtype="float32",
+        name="token_embedding",
+    )
+    places = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    place_embedding = layers.Embedding(length, width, embeddings_initializer=_normal(), name="place_embedding")
+    x = layers.Add(name="embedding")([embedding(tokens), place_embedding(places)])
+    x = layers.Dropout(dropout, name="embedding_dropout")(x)
+    # Not as Keras's mask, which a sum of two embeddings drops.
+    seen = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
+    for number in range(1, blocks + 1):
+        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, seen)
+    x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
+    return keras.Model(tokens, embedding(x, reverse=True), name="transformer")
+
+
+def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, seen: Any) -> Any:
+    """Attention over the places that are seen, or all, then an MLP at each place; both add to x."""
+    width = x.shape[-1]
+    attention = layers.MultiHeadAttention(heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention")
+    inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
+    inside = attention(inside, inside, use_causal_mask=causal, attention_mask=seen)
+    inside = layers.Dropout(dropout, name=f"{name}_dropout1")(inside)
+    x = layers.Add(name=f"{name}_add1")([x, inside])
+    inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
+    inside = layers.Dense(mlp_ratio * width, "gelu", kernel_initializer=_normal(), name=f"{name}_mlp1")(inside)
+    inside = layers.Dense(width, kernel_initializer=_normal(), name=f"{name}_mlp2")(inside)
+    inside = layers.Dropout(dropout, name=f"{name}_dropout2")(inside)
+    return layers.Add(name=f"{name}_add2")([x, inside])
+
+
+def _normal() -> keras.initializers.Initializer:
+    """A new initializer for each layer, since one object draws the same numbers every time it is called."""
+    return keras.initializers.RandomNormal(stddev=STDDEV)
+
+
+def _check(input_spec: Any, counts: dict[str, int]) -> None:
+    shape = tuple(getattr(input_spec, "shape", ()))
+    if len(shape) != 1 or not shape[0] or not input_spec.dtype.is_integer:
+        raise ConfigError(
+            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole numbers, of one length: "
+            "dataset=text gives them"
+        )
+    for option, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"transformer was given {option}={count}; it needs a whole number from 1")
+    if counts["width"] % counts["heads"]:
+        raise ConfigError(
+            "transformer was given width={width} and heads={heads}; the heads share the width evenly".format(**counts)
+        )
