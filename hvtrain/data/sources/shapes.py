@@ -11,7 +11,7 @@ from hvtrain.errors import ConfigError
 
 MIN_SIDE = 16
 MOST = 3  # Shapes in an image, which may hide each other in part; at least one is drawn.
-RADII = (0.14, 0.3)  # Of a shape's circumscribed circle, by the shorter side of the image.
+RADII = (0.2, 0.4)  # Of a shape's circumscribed circle, by the shorter side of the image.
 PATCHES = 6  # Of random brightness, on each side of the image; the ground and each shape change smoothly between them.
 CONTRAST = 60  # Grey levels between the darkest and the brightest patch.
 
