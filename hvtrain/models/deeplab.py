@@ -64,11 +64,11 @@ def deeplabv3plus(
     if dropout:
         x = layers.Dropout(dropout, name="aspp_dropout")(x)
     low = _pointwise(low, LOW_FILTERS, "decoder_low", norm_momentum)
-    x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape, "decoder_resize"), low])
+    x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
         x = _separable(x, filters, 1, f"decoder_separable{number}", norm_momentum)
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
-    return keras.Model(image, _resize(x, (None, *image_shape), "image_size", dtype="float32"), name="deeplabv3plus")
+    return keras.Model(image, _resize(x, image.shape), name="deeplabv3plus")
 
 
 def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
@@ -124,7 +124,7 @@ def _pyramid(features: Any, filters: int, rates: Sequence[int], momentum: float)
     branches += [_separable(features, filters, rate, f"aspp_rate{n}", momentum) for n, rate in enumerate(rates, 1)]
     whole = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
     whole = _pointwise(whole, filters, "aspp_whole", momentum)
-    branches.append(_resize(whole, features.shape, "aspp_whole_resize"))
+    branches.append(_resize(whole, features.shape))
     return _pointwise(layers.Concatenate(name="aspp_concat")(branches), filters, "aspp_project", momentum)
 
 
@@ -145,6 +145,10 @@ def _normalized(x: Any, name: str, momentum: float) -> Any:
     return layers.ReLU(name=f"{name}_relu")(x)
 
 
-def _resize(x: Any, shape: Sequence[int | None], name: str, dtype: str | None = None) -> Any:
-    """To height and width of [batch, height, width, ...], bilinear."""
-    return layers.Resizing(*shape[1:3], data_format="channels_last", dtype=dtype, name=name)(x)
+def _resize(x: Any, shape: Sequence[int | None]) -> Any:
+    """To height and width of [batch, height, width, ...], bilinear.
+
+    Not by keras.layers.Resizing: its call has training=True as a default, which in a model that is called without that
+    argument all later layers take over, batch normalization and dropout too.
+    """
+    return keras.ops.image.resize(x, shape[1:3], data_format="channels_last")

@@ -20,26 +20,26 @@ def rates(model):
     return {name: rate for name, rate in found.items() if rate > 1 and not name.startswith("aspp")}
 
 
+RESNET = [[f"conv{stage}_block{block}_2_conv" for block in range(1, last + 1)] for stage, last in ((4, 6), (5, 3))]
+MOBILE = [[f"block_{block}_depthwise" for block in blocks] for blocks in (range(7, 14), (14, 15, 16))]
+
+
 @pytest.mark.parametrize(("backbone", "options"), BACKBONES)
 @pytest.mark.parametrize("output_stride", [8, 16, 32])
-def test_features_are_as_fine_as_the_output_stride_says(backbone, options, output_stride):
+def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated(backbone, options, output_stride):
     model = deeplabv3plus((64, 96, 3), 5, backbone, output_stride, filters=8, **options)
     low, high = (model.get_layer(name).output.shape for name in ENDS[backbone])
     assert low[1:3] == (16, 24) and high[1:3] == (64 // output_stride, 96 // output_stride)
     assert model.output.shape == (None, 64, 96, 5)
+    middle, last = RESNET if backbone == "ResNet50" else MOBILE
+    expected = {8: dict.fromkeys(middle, 2) | dict.fromkeys(last, 4), 16: dict.fromkeys(last, 2), 32: {}}
+    assert rates(model) == expected[output_stride]
     pyramid = [model.get_layer(f"aspp_rate{number}_depthwise").dilation_rate[0] for number in (1, 2, 3)]
     assert pyramid == {8: [12, 24, 36], 16: [6, 12, 18], 32: [3, 6, 9]}[output_stride]
-
-
-def test_later_blocks_are_dilated():
-    conv4 = {f"conv4_block{block}_2_conv": 2 for block in range(1, 7)}
-    conv5 = {f"conv5_block{block}_2_conv": 1 for block in range(1, 4)}
-    resnet = {stride: rates(deeplabv3plus((64, 64, 3), 5, "ResNet50", stride, filters=8)) for stride in (8, 16, 32)}
-    assert resnet == {8: conv4 | dict.fromkeys(conv5, 4), 16: dict.fromkeys(conv5, 2), 32: {}}
-    mobile = {stride: rates(deeplabv3plus((64, 64, 3), 5, output_stride=stride, **TINY)) for stride in (8, 16, 32)}
-    middle = {f"block_{block}_depthwise": 2 for block in range(7, 14)}
-    last = [f"block_{block}_depthwise" for block in (14, 15, 16)]
-    assert mobile == {8: middle | dict.fromkeys(last, 4), 16: dict.fromkeys(last, 2), 32: {}}
+    own = {variable.path: variable.shape for variable in body((64, 96, 3), backbone, **options).weights}
+    ours = {variable.path: variable.shape for variable in model.weights}
+    shared = {path for path in own if not path.startswith("Conv_1")}
+    assert {path: ours[path] for path in shared} == {path: own[path] for path in shared}, "keras.applications' weights"
 
 
 @pytest.mark.parametrize(("backbone", "options"), BACKBONES)
@@ -53,26 +53,24 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
         drawn = np.random.default_rng(len(variable.path)).normal(size=variable.shape)
         variable.assign(1 + np.abs(drawn) / 10 if positive else drawn * (2 / fan_in) ** 0.5)
     inner = ENDS[backbone][1]
-    expected = keras.Model(plain.input, plain.get_layer(inner).output).predict(images, verbose=0)
+    expected = np.asarray(keras.Model(plain.input, plain.get_layer(inner).output)(images))
     assert np.abs(expected).std() > 0.01
 
     def features(changes):
         image = keras.Input((65, 97, 3))
         network = clone(plain, image, changes)
         network.set_weights(plain.get_weights())
-        return keras.Model(image, network.get_layer(inner).output).predict(images, verbose=0)
+        return np.asarray(keras.Model(image, network.get_layer(inner).output)(images))
 
     for output_stride in (8, 16, 32):
         changes, step = dilated(plain, output_stride), 32 // output_stride
         found = features(changes)
         assert found.shape[1:3] == (64 // output_stride + 1, 96 // output_stride + 1)
         np.testing.assert_allclose(found[:, ::step, ::step], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
-        if step > 1:
-            without = {name: {k: v for k, v in to.items() if k == "strides"} for name, to in changes.items()}
-            padding = {name: to for name, to in changes.items() if "padding" in to}
-            if step == 2:
-                other = features(without | padding)[:, ::step, ::step]
-                assert np.abs(other - expected).max() > 0.1 * np.abs(expected).max(), "strides alone are not enough"
+        if step == 2:
+            undilated = {n: {k: v for k, v in to.items() if k != "dilation_rate"} for n, to in changes.items()}
+            other = features(undilated)[:, ::step, ::step]
+            assert np.abs(other - expected).max() > 0.1 * np.abs(expected).max(), "strides alone are not enough"
 
 
 @pytest.mark.parametrize("image_shape", [(33, 40, 3), (70, 51, 1), (32, 32, 3)])
@@ -102,8 +100,9 @@ def test_a_second_build_has_the_same_names():
     assert paths == [variable.path for variable in second.weights] and len(set(paths)) == len(paths)
 
 
+@pytest.mark.nightly
 def test_it_learns_recomputed_too():
-    """A disc in each image, after some steps; with activations computed again the same weights to rounding."""
+    """Discs, after some steps; with activations computed again the losses are the same to rounding."""
     ys, xs = np.mgrid[:32, :32] - 16
     masks = np.stack([np.hypot(ys - shift, xs + shift) < 7 for shift in (-5, 0, 4, 6)]).astype("uint8")
     images, found = masks[..., None] * np.ones(3) - 0.5, []
@@ -119,6 +118,14 @@ def test_it_learns_recomputed_too():
     np.testing.assert_allclose(found[0], found[1], rtol=0.02)
 
 
+def test_a_call_is_inference():
+    """keras.layers.Resizing in the middle would have the layers behind it train."""
+    model, images = deeplabv3plus((33, 40, 3), 4, **TINY), np.ones((2, 33, 40, 3), "float32")
+    first = np.asarray(model(images))
+    np.testing.assert_array_equal(first, model(images, training=False))
+    assert np.abs(first - model(images, training=True)).max() > 0.1
+
+
 def test_it_loads_in_plain_keras(tmp_path):
     model = deeplabv3plus((33, 40, 3), 4, **TINY)
     images = np.random.default_rng(0).normal(size=(2, 33, 40, 3)).astype("float32")
@@ -126,7 +133,7 @@ def test_it_loads_in_plain_keras(tmp_path):
     np.savez(tmp_path / "seen.npz", images=images, logits=np.asarray(model(images)))
     code = (
         "import keras, numpy as np; seen = np.load('seen.npz'); model = keras.models.load_model('model.keras');"
-        "print(np.abs(model.predict(seen['images'], verbose=0) - seen['logits']).max() < 1e-4)"
+        "print(np.abs(np.asarray(model(seen['images'])) - seen['logits']).max() < 1e-3)"
     )
     assert without_hvtrain(code, cwd=tmp_path).strip() == "True"
 

@@ -24,7 +24,7 @@ def shapes(
     num_train: int = 512,
     num_validation: int = 64,
     num_test: int = 128,
-    noise: int = 30,
+    noise: int = 15,
     border: int = 1,
     seed: int = 0,
     standardize: str = "per_channel",
