@@ -145,7 +145,10 @@ def test_it_loads_in_plain_keras(tmp_path):
         ({"backbone": "VGG16"}, r"backbone=VGG16; it knows .*: choose one of these"),
         ({"output_stride": 4}, "output_stride=4; it needs 8, 16 or 32"),
         ({"filters": 0}, "filters=0; it needs a whole number from 1, such as 256"),
-        ({"atrous_rates": [6, 12]}, r"atrous_rates=\[6, 12\]; it needs three whole numbers from 1, such as \[6, 12, 18"),
+        (
+            {"atrous_rates": [6, 12]},
+            r"atrous_rates=\[6, 12\]; it needs three whole numbers from 1, such as \[6, 12, 18",
+        ),
         ({"dropout": 1}, r"dropout=1; it needs a fraction in \[0, 1\)"),
         ({"norm_momentum": 1}, "norm_momentum=1; it needs a fraction, such as 0.9"),
     ],
