@@ -43,8 +43,8 @@ def deeplabv3plus(
         output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer than 16 and costs
             more memory and time; 32 leaves the backbone as it is.
         filters: of the pyramid and the decoder.
-        atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice that at 8. A rate that
-            is no smaller than the features' sides sees their border alone, so small images need smaller ones.
+        atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice that at 8. Small
+            images need smaller ones: at a rate from the features' sides on, a kernel sees but its own place.
         dropout: fraction dropped between the pyramid and the decoder.
         norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some hundred steps too.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.

@@ -36,7 +36,7 @@ def test_each_shape_is_as_large_as_geometry_has_it():
 
 
 def test_masks_fit_what_is_seen():
-    """Ground and shape differ by 64 grey levels in each channel, so the nearer of their colours tells a pixel's class."""
+    """Ground and shape differ by 64 grey levels in each channel, so the nearer colour tells a pixel's class."""
     images, masks = drawn(num_train=60)
     single = [(image, mask) for image, mask in zip(images, masks) if len(set(np.unique(mask)) - {0, IGNORED}) == 1]
     assert len(single) > 10
