@@ -100,7 +100,8 @@ class SegmentationFolder(IndexedSource):
         return read
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
-        return self.transform.augment_with_masks(*elements, seed)
+        images, masks = elements
+        return self.transform.augment_with_masks(images, masks, seed)
 
     def preprocessing(self) -> Preprocessing:
         values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
