@@ -45,7 +45,6 @@ RUNS = {
     "shapes": SHAPES,
     "shapes in parts/1": [*SHAPES, "train.steps=2"],
     "shapes in parts/2": SHAPES,
-    "joint shapes": [*SHAPES, "model.dropout=0", "train.steps=1"],
     "wide": [*NORM, "model.units=9", "model.weights={folder}/source"],
     "own arguments": ["model._target_=leaves.loads_by_itself", "model.weights={folder}/source"],
 }
@@ -74,15 +73,13 @@ def test_a_resumed_run_ends_with_the_same_bits(two_ranks, name):
         np.testing.assert_array_equal(whole[key], resumed[key], key)
 
 
-def test_a_segmentation_network_trains_as_one_process_and_resumes_with_the_same_bits(two_ranks):
-    """DeepLabv3+, whose image pooling normalizes one value for each image and channel."""
+def test_a_segmentation_network_resumes_with_the_same_bits(two_ranks):
     folder, found, _ = two_ranks
     assert found[0]["shapes in parts/2"]["record"]["first_step"] == 2
     assert "test_mean_iou" in found[0]["shapes"]["record"]["metrics"]
     whole, resumed = arrays(folder / "shapes", 4), arrays(folder / "shapes in parts", 4)
     for key in whole:
         np.testing.assert_array_equal(whole[key], resumed[key], key)
-    assert found[0]["joint shapes"]["exact"] < 1e-4
 
 
 def test_the_checkpoint_wins_over_the_first_weights(two_ranks):
