@@ -2,14 +2,15 @@
 
 Every builder takes facts, such as `image_shape` (height, width, channels) and `num_outputs`, which the runner fills in
 from the data set and the task, and its own options from YAML. All builders keep these rules:
-- Inputs are normalized floats. The output is float32 of shape (batch, num_outputs) without activation,
-  also under mixed precision (use losses with from_logits=True).
+- Inputs are normalized floats. The output is float32 of shape (batch, num_outputs), or with height and width between
+  the two, without activation, also under mixed precision (use losses with from_logits=True).
 - Every layer has a fixed name, so that variable paths are equal on all ranks and in every checkpoint.
 - An impossible argument raises ConfigError.
 """
 
 from hvtrain.models.applications import application
+from hvtrain.models.deeplab import deeplabv3plus
 from hvtrain.models.networks import cnn, mlp, resnet20, separable_cnn
 from hvtrain.models.transformers import transformer
 
-__all__ = ["application", "cnn", "mlp", "resnet20", "separable_cnn", "transformer"]
+__all__ = ["application", "cnn", "deeplabv3plus", "mlp", "resnet20", "separable_cnn", "transformer"]

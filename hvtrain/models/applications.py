@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,6 +32,17 @@ def application(
     Raises:
         ConfigError: no such network, an image smaller than the network takes (usually 32x32), unknown options.
     """
+    check_rate(name, dropout)
+    image = image_input(image_shape, num_outputs, network=name)
+    trunk = body(image_shape, name, pooling="avg", **options)
+    x = clone(trunk, image).output
+    if dropout:
+        x = layers.Dropout(dropout, name="dropout")(x)
+    return keras.Model(image, logits(x, num_outputs), name=trunk.name)
+
+
+def body(image_shape: Sequence[int], name: str, pooling: str | None = None, **options: Any) -> keras.Model:
+    """Keras's own network without its head, with random weights. Raises ConfigError."""
     networks = {key: value for key, value in vars(keras.applications).items() if inspect.isfunction(value)}
     if name not in networks:
         by_lower_case = {key.lower(): key for key in networks}
@@ -42,12 +53,9 @@ def application(
     if unknown := sorted(set(options) - set(free)):
         takes = ", ".join(free) if free else "none"
         raise ConfigError(f"{name} was given the options {', '.join(unknown)}; those that can be set are: {takes}")
-    check_rate(name, dropout)
-
-    image = image_input(image_shape, num_outputs, network=name)
     try:
-        trunk = networks[name](
-            include_top=False, weights=None, pooling="avg", input_shape=tuple(image_shape), **options
+        return networks[name](
+            include_top=False, weights=None, pooling=pooling, input_shape=tuple(image_shape), **options
         )
     except ValueError as error:
         raise ConfigError(
@@ -55,18 +63,21 @@ def application(
             f"and answered: {error}; enlarge the images, fix the option or choose a smaller model (resnet20, cnn)"
         ) from error
 
+
+def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] | None = None) -> keras.Model:
+    """The network on another input, without rescaling and normalization, and with fresh names.
+
+    changes: settings of layers, by the name that they have in the trunk, to build them with others.
+    """
     names = _fresh_names(trunk)
 
     def rebuild(layer: Any) -> Any:
         fresh = names.get(layer.name, layer.name)
         if isinstance(layer, (layers.Rescaling, layers.Normalization)):
             return layers.Identity(name=fresh)
-        return layer.__class__.from_config({**layer.get_config(), "name": fresh})
+        return layer.__class__.from_config({**layer.get_config(), **(changes or {}).get(layer.name, {}), "name": fresh})
 
-    x = keras.models.clone_model(trunk, input_tensors=image, clone_function=rebuild).output
-    if dropout:
-        x = layers.Dropout(dropout, name="dropout")(x)
-    return keras.Model(image, logits(x, num_outputs), name=trunk.name)
+    return keras.models.clone_model(trunk, input_tensors=image, clone_function=rebuild)
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:

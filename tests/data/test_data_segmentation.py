@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from hvtrain.core.topology import Topology
-from hvtrain.data import StreamRequest
+from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Segmentation
@@ -112,3 +112,33 @@ def test_wrong_settings_are_refused(tmp_path):
     source.on_error = "skip"
     with pytest.raises(ConfigError, match="cannot skip what it cannot read"):
         source.training(StreamRequest(Topology(), 6, 1, 0, 1))
+
+
+def test_masks_in_arrays_move_with_their_images():
+    """Of floats too; what comes in at a border is ignored."""
+    rng = np.random.default_rng(0)
+    masks = rng.integers(0, 3, (12, 6, 7))
+    source = from_arrays(masks * 0.5 + 0.1, masks, num_classes=3, standardize="none", shift_pixels=2, flip=True)
+    Segmentation().prepare(source)
+    assert source.class_counts().tolist() == np.bincount(masks.ravel()).tolist()
+    moved = 0
+    for images, found in source.training(StreamRequest(Topology(), 4, 1, 0, 3)).take(6).as_numpy_iterator():
+        assert found.dtype == np.uint8 and images.shape == (4, 6, 7, 1)
+        inside = found != IGNORED
+        np.testing.assert_allclose(images[..., 0][inside], found[inside] * 0.5 + 0.1, rtol=1e-6)
+        assert not images[..., 0][~inside].any()
+        moved += (~inside).any(axis=(1, 2)).sum()
+    assert moved > 12
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        (np.full((5, 6, 7), -1), r"masks hold labels from -1 to -1; give classes from 0, and 255 where"),
+        (np.zeros((5, 4, 7), int), r"masks are int64 of shape \(5, 4, 7\); whole numbers \[n, 6, 7\] are needed"),
+        (np.zeros((4, 6, 7), int), r"5 inputs, 4 targets; each example needs one of each"),
+    ],
+)
+def test_masks_in_arrays_that_do_not_fit_are_refused(masks, message):
+    with pytest.raises(DataError, match=message):
+        from_arrays(np.zeros((5, 6, 7)), masks, num_classes=3).num_examples("train")

@@ -33,7 +33,7 @@ def test_a_model_file_builds(path):
     facts |= {"input_spec": tf.TensorSpec((6,), tf.int32), "vocabulary_size": 10}
     model = instantiate(config, **declared(get_object(config._target_), config, facts, path.stem, "a data set"))
     assert isinstance(model, keras.Model)
-    assert model.output.shape in [(None, 10), (None, 6, 10)]
+    assert (model.output.shape[0], model.output.shape[-1]) == (None, 10)
 
 
 @pytest.mark.parametrize("path", OPTIMIZERS, ids=lambda path: path.stem)

@@ -15,6 +15,7 @@ from hvtrain.data.source import Preprocessing
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
+IGNORED = 255  # A mask's label of pixels that do not count, as in PASCAL VOC.
 FIT_ROWS = 4096
 _EPSILON = 1e-6  # Keras's Normalization replaces scales below 1e-7; scales above this are safe from that.
 
@@ -46,6 +47,13 @@ class Transform:
             chosen = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], flip_seed) < 0.5
             images = tf.where(chosen, tf.reverse(images, axis=[2]), images)
         return images
+
+    def augment_with_masks(self, images: tf.Tensor, masks: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Augments raw images and their masks (uint8 [batch, h, w]) alike; what comes in at a border is ignored."""
+        # As one more channel, masks move with their images. Borders come in as 0, which is then the ignored label.
+        labels = tf.cast(masks + 1, images.dtype)[..., tf.newaxis]
+        both = self.augment(tf.concat([images, labels], axis=-1), seed)
+        return both[..., :-1], tf.cast(both[..., -1], tf.uint8) - 1
 
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Normalizes raw images to float32."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.pipeline.transform import STANDARDIZE, Transform, fit
+from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
 from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
@@ -67,6 +67,7 @@ class ArraySource(MemorySource):
 
     @property
     def _has_classes(self) -> bool:
+        """Whether each image has one class."""
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
@@ -118,6 +119,31 @@ class ArraySource(MemorySource):
         return images, targets, *super().in_model_type(tuple(weights))
 
 
+class ImagesWithMasks(ArraySource):
+    """Images whose targets are masks of class indices [n, h, w]; 255 is ignored. Augmentation moves them together."""
+
+    _has_classes = False
+
+    def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
+        images, masks, *weights = elements
+        where = f"{self.name}, {split} ({self.origin})"
+        if not np.issubdtype(masks.dtype, np.integer) or masks.shape[1:] != self.image_shape[:2]:
+            raise DataError(
+                f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, {self.image_shape[0]}, "
+                f"{self.image_shape[1]}] are needed, a class for each pixel"
+            )
+        if masks.size and not 0 <= masks.min() <= masks.max() <= IGNORED:
+            raise DataError(
+                f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes from 0, and {IGNORED} "
+                "where a pixel does not count"
+            )
+        return super().check(split, images, masks.astype(np.uint8), *weights)
+
+    def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
+        images, masks, *weights = elements
+        return *self.transform.augment_with_masks(images, masks, seed), *weights
+
+
 def _class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """Labels [n] or [n, 1] as [n]. Raises DataError if they are not integers; where begins its message."""
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -158,7 +184,8 @@ def from_arrays(
     Args:
         images: x are images [n, h, w] or [n, h, w, c], to be normalized and augmented; None: if x is an array of such a
             shape, and of 8-bit numbers or with whole numbers as y. The `options` are those of ArraySource.
-        num_classes: of targets that are one whole number each; default: the largest of y_train + 1.
+        num_classes: of targets that are one whole number each; default: the largest of y_train + 1. With it, whole
+            numbers [n, h, w] are masks of classes (255: ignored), which augmentation moves with their images.
         facts: others, for the model's builder and the task, such as vocabulary_size.
     """
     splits = {"train": (x_train, y_train, w_train), "validation": (x_validation, y_validation, w_validation)}
@@ -174,9 +201,11 @@ def from_arrays(
         if x is not None:
             arrays[split] = tuple(tf.nest.map_structure(np.asarray, part) for part in (x, y, w) if part is not None)
     x, y = arrays["train"][:2]
-    whole = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y.shape[1:] in ((), (1,))
+    numbers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
+    whole = numbers and y.shape[1:] in ((), (1,))
+    masks = numbers and y.ndim == 3 and num_classes is not None and images is not False
     if images is None:
-        images = isinstance(x, np.ndarray) and x.ndim in (3, 4) and (x.dtype == np.uint8 or whole)
+        images = isinstance(x, np.ndarray) and x.ndim in (3, 4) and (x.dtype == np.uint8 or whole or masks)
     if isinstance(y, np.ndarray) and y.dtype.kind in "USO":
         _class_indices(y, f"{name}, y_train")  # Names, which it refuses.
     if whole and num_classes is None:
@@ -194,4 +223,5 @@ def from_arrays(
         raise DataError(f"{name}: x_train holds examples of shape {shape}; images [h, w] or [h, w, c] are needed")
     height, width, channels = (*x.shape[1:], 1)[:3]
     more: Any = {"num_validation": num_validation, "class_names": class_names, "more_facts": facts, **options}
-    return ArraySource(name, lambda: arrays, (height, width, channels), num_classes, **more)
+    kind = ImagesWithMasks if masks else ArraySource
+    return kind(name, lambda: arrays, (height, width, channels), num_classes, **more)

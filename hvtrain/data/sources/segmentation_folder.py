@@ -11,12 +11,11 @@ from PIL import Image, UnidentifiedImageError
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode_files
+from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape, decode_files
 from hvtrain.data.source import Preprocessing, reason
 from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
-IGNORED = 255  # A mask's label of pixels that do not count, as in PASCAL VOC.
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 
 Pairs = list[tuple[str, str]]  # Paths of an image and of its mask.
@@ -103,9 +102,7 @@ class SegmentationFolder(IndexedSource):
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         images, masks = elements
-        # As one more channel, masks move with their images. Borders come in as 0, which is then the ignored label.
-        both = self.transform.augment(tf.concat([images, (masks + 1)[..., None]], axis=-1), seed)
-        return both[..., :-1], both[..., -1] - 1
+        return self.transform.augment_with_masks(images, masks, seed)
 
     def preprocessing(self) -> Preprocessing:
         values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
