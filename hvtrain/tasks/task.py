@@ -12,10 +12,9 @@ import tensorflow as tf
 from hvtrain.config.facts import declared
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.errors import ConfigError, DataError, in_one_line
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.joint_loss import ExactLoss
-
-NUM_CHECKED = 32
+from hvtrain.tasks.exact_metrics import NUM_CHECKED, check_adds_up, fresh
 
 Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]
@@ -208,24 +207,6 @@ def refuse_targets(task: str, needed: str, source: Source) -> ConfigError:
     )
 
 
-def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
-    """Raises ConfigError for a metric that cannot take these examples, or cannot be exact over ranks."""
-    quarter = NUM_CHECKED // 4
-    parts = slice(0), slice(quarter), slice(quarter, None), slice(None)
-    try:
-        found = [_state(_fresh(metric, "checked"), targets[part], outputs[part]) for part in parts]
-    except (ValueError, TypeError, tf.errors.OpError) as error:
-        raise ConfigError(
-            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, "
-            f"as {task} has them: {in_one_line(error)}"
-        ) from error
-    if not all(np.allclose(first + rest - begin, whole, rtol=1e-4) for begin, first, rest, whole in zip(*found)):
-        raise ConfigError(
-            f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is no sum "
-            "over examples; choose a metric that counts or averages, or compute it from the saved model"
-        )
-
-
 def _check(place: str, given: Any, kinds: Any) -> Any:
     """What was given, if it is of that kind, or a mapping of these by output; otherwise raises ConfigError."""
     if isinstance(given, Mapping) and given:
@@ -242,18 +223,4 @@ def _fresh_all(metrics: Metrics) -> Any:
     """The metrics without state, as model.compile takes them."""
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
         return {output: _fresh_all(inner) for output, inner in metrics.items()}
-    return [_fresh(metric, name) for name, metric in metrics.items()]
-
-
-def _fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:
-    """The metric without state, under that name."""
-    return type(metric).from_config({**metric.get_config(), "name": name})
-
-
-def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
-    """The metric's variables after these examples."""
-    if len(targets):
-        metric.update_state(targets, outputs)
-    elif not metric.variables:
-        metric.build(targets.shape, outputs.shape)
-    return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
+    return [fresh(metric, name) for name, metric in metrics.items()]

@@ -12,7 +12,8 @@ from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.data.source import Source, symbolic
+from hvtrain.data.preprocessing import symbolic
+from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.finetuning.averages import keep_averages
 from hvtrain.finetuning.built_model import change_parts

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
-from hvtrain.data.source import Preprocessing
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 

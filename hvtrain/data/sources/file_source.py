@@ -13,7 +13,8 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
 from hvtrain.data.pipeline.streams import Read, StreamedSource, Then, end_with_python
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
-from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
+from hvtrain.data.preprocessing import Preprocessing
+from hvtrain.data.source import LEAVE_OUT, Unreadable, reason
 from hvtrain.errors import DataError
 from hvtrain.system import cores
 

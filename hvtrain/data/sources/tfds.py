@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvtrain.data.manifest import of_files
 from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode
-from hvtrain.data.source import Preprocessing
+from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.sources.own_function import OwnFunction
 from hvtrain.data.sources.own_pipeline import FunctionSource
 from hvtrain.errors import ConfigError, DataError
