@@ -132,7 +132,7 @@ def _untrained(hub: ModuleType, chosen: Any, options: dict[str, Any], facts: Map
     """The backbone of the class, with these options and those facts that it takes."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind in (None, hub.models.Backbone):
-        some = [name for name, one in _known(hub).items() if issubclass(one, chosen) and one is not chosen]
+        some = sorted({one.__name__ for one in _known(hub).values() if issubclass(one, chosen) and one is not chosen})
         raise ConfigError(
             f"model.name={chosen.__name__} is a kind of models; choose one, such as {', '.join(some[:4])}, or give "
             "model.preset"

@@ -18,27 +18,25 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
 
     A single array is the tokens or the image. What a text model takes besides is made of the tokens if it is missing:
     the mask of those that are not padding, one segment, and all places as those whose tokens are predicted. Raises
-    ConfigError for other names.
+    ConfigError for inputs of other names, or with other numbers of axes.
     """
-    inputs, wanted = symbolic(spec), network.input
-    names = list(wanted) if isinstance(wanted, Mapping) else []
-    given = inputs
-    if not isinstance(inputs, Mapping):
-        main = TOKENS if TOKENS in names else names[0] if len(names) == 1 else None
-        given = {main: inputs} if names else inputs
-    elif not names:
-        given = next(iter(inputs.values())) if len(inputs) == 1 else inputs
-    if not names:
-        return inputs, given
-    made = {name: _made(name, given, padding_token) for name in names if name not in given}
-    missing = [name for name in names if made.get(name, 0) is None]
-    if missing or set(given) - set(names):
-        came = ", ".join(given) if isinstance(inputs, Mapping) else "one array"
-        raise ConfigError(
-            f"{type(network).__name__} takes the inputs {', '.join(names)}, and the data set gives {came}; give them "
-            "by these names"
+    inputs, has_names = symbolic(spec), isinstance(network.input, Mapping)
+    wanted = dict(network.input) if has_names else {"image": network.input}
+    if isinstance(inputs, Mapping):
+        given = dict(inputs)
+    else:
+        given = {TOKENS if TOKENS in wanted else next(iter(wanted)): inputs}
+    made = {name: _made(name, given, padding_token) for name in wanted if name not in given}
+    given |= {name: one for name, one in made.items() if one is not None}
+    if given.keys() != wanted.keys() or any(len(given[name].shape) != len(wanted[name].shape) for name in wanted):
+        needed, came = (
+            ", ".join(f"{name} {tuple(one.shape)}" for name, one in ones.items())
+            for ones in (wanted, inputs if isinstance(inputs, Mapping) else given)
         )
-    return inputs, {**given, **made}
+        raise ConfigError(
+            f"{type(network).__name__} takes {needed}, and the data set gives {came}; give it such inputs"
+        )
+    return inputs, given if has_names else given["image"]
 
 
 def _made(name: str, given: Mapping[str, Any], padding_token: int | None) -> Any:
