@@ -149,14 +149,14 @@ def _of_model(theirs: keras.Model, model: keras.Model) -> dict[str, np.ndarray]:
     if ours is None or backbone is None:
         return {slot.key: slot.variable.numpy() for slot in _slots(parts(theirs))}
     place_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
-    heads = [head_of(task_of(one) or one) for one in (model, theirs)]
-    found = {}
-    for mine, others in ((parts(ours), parts(backbone)), heads):
-        keys = {slot.key: place_of[id(slot.variable)] for slot in _slots(mine)}
-        values = {keys.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
-        if others is not heads[1] or keys.keys() == {slot.key for slot in _slots(others)}:
-            found |= values
-    return found
+
+    def renamed(mine: Sequence[Part], others: Sequence[Part]) -> dict[str, np.ndarray]:
+        names = {slot.key: place_of[id(slot.variable)] for slot in _slots(mine)}
+        return {names.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
+
+    found = renamed(parts(ours), parts(backbone))
+    head = renamed(*(head_of(task_of(one) or one) for one in (model, theirs)))
+    return found | head if head.keys() <= set(place_of.values()) else found
 
 
 def _of_checkpoint(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -153,7 +153,7 @@ def _task(
     free = _free(kind)
     _check_options(kind.__name__, "model", options, free)
     named = inspect.signature(kind).parameters
-    run = {"num_classes": num_outputs} if "num_classes" in free and num_outputs else {}
+    run: dict[str, Any] = {"num_classes": num_outputs} if "num_classes" in free and num_outputs else {}
     run |= {"activation": None} if "activation" in named else {}
     fixed = {"backbone": backbone, "preprocessor": None, "name": "task", "compile": False}
     task = kind.from_config(saved | run | options | fixed)
@@ -182,6 +182,6 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
         has, needed = getattr(backbone, fact, None), facts[fact]
         if has is not None and needed is not None and needed > has:
             raise ConfigError(
-                f"{type(backbone).__name__} has {fact}={has}, and the data set needs {needed} {of_what}; choose another "
-                f"preset, or +model.backbone.{fact}={needed}"
+                f"{type(backbone).__name__} has {fact}={has}, and the data set needs {needed} {of_what}; choose "
+                f"another preset, or +model.backbone.{fact}={needed}"
             )

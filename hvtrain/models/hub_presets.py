@@ -1,4 +1,4 @@
-"""Presets of keras-hub: folders that its save_to_preset wrote. What lies in them, and which part of a model is theirs."""
+"""Presets of keras-hub, folders that save_to_preset wrote: what lies in them, and what of a model is keras-hub's."""
 
 import json
 import sys
