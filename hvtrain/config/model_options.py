@@ -17,7 +17,9 @@ from hvtrain.errors import ConfigError
 class ModelOptions:
     """The settings, by the names that they have in the group."""
 
-    weights: str | None = setting(None, "begin with the weights of a .keras or .weights.h5 file, or of a run folder")
+    weights: str | None = setting(
+        None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
+    )
     freeze: str | list[str] | None = setting(  # noqa: RUF009
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )

@@ -1,11 +1,11 @@
 """model.weights: a new run begins with the weights of another one, or of a file (rank 0 reads; the broadcast follows).
 
-Variables are matched by the place of their layer and their order in it. A head, the last layer with weights, may be
-another one than the source's; whatever else differs is refused.
+Variables are matched by the place of their layer and their order in it. A head, the last layer with weights or what
+comes after a backbone of keras-hub, may be another one than the source's; whatever else differs is refused.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
-from hvtrain.finetuning.parts import parts
+from hvtrain.finetuning.parts import Part, head_of, parts
+from hvtrain.models.hub_presets import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
 
 log = logging.getLogger(__name__)
 
 RUN_FILES = ("best.keras", "best.weights.h5", "model.keras", "model.weights.h5")
 """Models in a run folder, the preferred one first; see training/saved_model.py."""
-KINDS = "a .keras file, a .weights.h5 file or a run folder"
+KINDS = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,13 @@ class Slot:
     def place(self) -> str:
         return f"{self.layer}/{self.name}".lstrip("/")
 
+    @property
+    def key(self) -> str:
+        return f"{self.layer}/{self.index}"
+
     def find(self, arrays: dict[str, np.ndarray]) -> str:
         """The key of its value: the variable's path in a checkpoint, else its layer and its order there."""
-        return self.variable.path if self.variable.path in arrays else f"{self.layer}/{self.index}"
+        return self.variable.path if self.variable.path in arrays else self.key
 
 
 def begin_with(model: keras.Model, source: str) -> None:
@@ -47,9 +52,10 @@ def begin_with(model: keras.Model, source: str) -> None:
 
     Raises ConfigError if the source cannot be read, or names the first variable that differs.
     """
-    path, arrays = _read(Path(source))
-    slots = list(_slots(model))
-    head = [slot for slot in slots if slot.layer == slots[-1].layer]
+    path, arrays = _read(Path(source), model)
+    slots = list(_slots(parts(model)))
+    places = {part.place for part in head_of(model)}
+    head = [slot for slot in slots if slot.layer in places]
     keys = {slot.place: slot.find(arrays) for slot in slots}
     fits = {slot.place: arrays.get(keys[slot.place], np.empty(0)).shape == tuple(slot.variable.shape) for slot in slots}
     new_head = [] if all(fits[slot.place] for slot in head) else head
@@ -69,8 +75,8 @@ def begin_with(model: keras.Model, source: str) -> None:
     log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {left}" if left else "")
 
 
-def _slots(model: keras.Model) -> Iterator[Slot]:
-    for part in parts(model):
+def _slots(some: Sequence[Part]) -> Iterator[Slot]:
+    for part in some:
         own = [variable for variable in part.own if not variable.name.startswith("lora_")]
         for index, variable in enumerate(own):
             yield Slot(part.place, variable.name, index, variable)
@@ -84,11 +90,13 @@ def _difference(source: str, place: str, theirs: np.ndarray | None, ours: Any) -
     )
 
 
-def _read(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+def _read(path: Path, model: keras.Model) -> tuple[Path, dict[str, np.ndarray]]:
     """The file or checkpoint that is read, and its weights: by LAYER/ORDER, or those of a checkpoint by their paths."""
+    if (path / CONFIG_FILE).is_file():
+        return path, _of_preset(path, model)
     if path.is_dir():
         if files := [path / name for name in RUN_FILES if (path / name).is_file()]:
-            return _read(files[0])
+            return _read(files[0], model)
         for folder in reversed(store.list_checkpoints(path / "checkpoints")):
             try:
                 return folder, _of_checkpoint(store.read(folder).arrays)
@@ -101,16 +109,54 @@ def _read(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     if read is None:
         raise ConfigError(f"model.weights={path} is of another kind; choose {KINDS}")
     try:
-        return path, read(path)
+        return path, read(path, model)
     except Exception as error:
         raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {KINDS}") from error
 
 
-def _of_keras(path: Path) -> dict[str, np.ndarray]:
+def _of_keras(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
     loaded = keras.models.load_model(path, compile=False)
     if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], keras.Model):
         loaded = loaded.layers[-1]  # What a run saves has the preprocessing around the trained model.
-    return {f"{slot.layer}/{slot.index}": slot.variable.numpy() for slot in _slots(loaded)}
+    return _of_model(loaded, model)
+
+
+def _of_preset(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
+    """The weights in a preset, those of its task too if the model is of the same class."""
+    if backbone_of(model) is None:
+        raise ConfigError(
+            f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its backbones; choose "
+            "model=keras_hub"
+        )
+    import keras_hub
+
+    folder = preset_folder(str(path), "model.weights")
+    task = task_of(model)
+    try:
+        if task is not None and task_config(folder, type(task)):
+            return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
+        return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
+    except Exception as error:
+        raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {KINDS}") from error
+
+
+def _of_model(theirs: keras.Model, model: keras.Model) -> dict[str, np.ndarray]:
+    """The weights of a loaded model by their places.
+
+    Backbones of keras-hub are matched wherever they are in the two models, and heads if they have the same variables.
+    """
+    ours, backbone = backbone_of(model), backbone_of(theirs)
+    if ours is None or backbone is None:
+        return {slot.key: slot.variable.numpy() for slot in _slots(parts(theirs))}
+    place_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
+
+    def renamed(mine: Sequence[Part], others: Sequence[Part]) -> dict[str, np.ndarray]:
+        names = {slot.key: place_of[id(slot.variable)] for slot in _slots(mine)}
+        return {names.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
+
+    found = renamed(parts(ours), parts(backbone))
+    head = renamed(*(head_of(task_of(one) or one) for one in (model, theirs)))
+    return found | head if head.keys() <= set(place_of.values()) else found
 
 
 def _of_checkpoint(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -123,7 +169,7 @@ def _of_checkpoint(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return weights
 
 
-def _of_h5(path: Path) -> dict[str, np.ndarray]:
+def _of_h5(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
     """The weights in Keras's file, in which each layer's group `vars` has its name."""
     import h5py
 

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from hvtrain.errors import ConfigError
-from hvtrain.finetuning.parts import parts
+from hvtrain.finetuning.parts import head_of, parts
 
 KINDS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
 
@@ -13,15 +13,16 @@ KINDS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
 def add_lora(model: keras.Model, rank: int) -> None:
     """Freezes a built model, apart from its head, and gives each of its KINDS of layers two matrices that train.
 
-    The head, the last layer with weights, trains as a whole, since it may be new. A saved model has the matrices added
-    to the kernels, and is a plain one. Raises ConfigError if there is no such layer.
+    The head, see head_of, trains as a whole, since it may be new. A saved model has the matrices added to the kernels,
+    and is a plain one. Raises ConfigError if there is no such layer.
     """
-    *body, head = parts(model)
+    head = {id(part.layer): part.place for part in head_of(model)}
+    body = [part for part in parts(model) if id(part.layer) not in head]
     chosen = [part.layer for part in body if isinstance(part.layer, KINDS) and not _constraint(part.layer)]
     if not chosen:
         raise ConfigError(
             f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding layer before its head "
-            f"{head.place}; freeze layers instead (model.freeze)"
+            f"{', '.join(head.values())}; freeze layers instead (model.freeze)"
         )
     adapted = {id(layer) for layer in chosen}
     for part in body:
@@ -29,7 +30,7 @@ def add_lora(model: keras.Model, rank: int) -> None:
             variable.trainable = False
     for layer in model._flatten_layers(include_self=False):
         inner = {id(one) for one in layer._flatten_layers()}
-        if id(head.layer) not in inner and not inner & adapted:
+        if not inner & (head.keys() | adapted):
             layer.trainable = False  # Batch normalization then runs as in inference.
     for layer in chosen:
         layer.enable_lora(rank)

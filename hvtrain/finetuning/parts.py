@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from hvtrain.errors import ConfigError
+from hvtrain.models.hub_presets import backbone_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ def parts(model: keras.Model) -> list[Part]:
             yield from walk(inner, f"{place}/{inner.name}".lstrip("/"))
 
     return list(walk(model, ""))
+
+
+def head_of(model: keras.Model) -> list[Part]:
+    """What may be new for another task: the last layer with weights, or all parts after a backbone of keras-hub."""
+    if (backbone := backbone_of(model)) is None:
+        return parts(model)[-1:]
+    inside = {id(layer) for layer in backbone._flatten_layers()}
+    return [part for part in parts(model) if id(part.layer) not in inside]
 
 
 def find(model: keras.Model, pattern: str, setting: str) -> list[Any]:

@@ -104,7 +104,7 @@ class Task(ABC):
     def facts(self, source: Source) -> dict[str, Any]:
         """What a model's builder may ask for beside the facts of the source."""
         shape = self.output_shape(source)
-        return {"num_outputs": shape[-1]} if shape else {}
+        return {"num_outputs": shape[-1], "output_shape": shape} if shape else {}
 
     @property
     def metric_names(self) -> list[str]:

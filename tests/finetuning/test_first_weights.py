@@ -120,8 +120,11 @@ def test_a_deeper_source_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "is not there; choose a .keras file, a .weights.h5 file or a run folder"),
-        ("model.txt", "is of another kind; choose a .keras file, a .weights.h5 file or a run folder"),
+        ("nothing", "is not there; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"),
+        (
+            "model.txt",
+            "is of another kind; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",
+        ),
         ("empty", "is a folder without a model or a whole checkpoint; choose a .keras file"),
         ("broken.keras", "cannot be read: ValueError: "),
         ("broken.weights.h5", "cannot be read: OSError: "),
