@@ -148,7 +148,7 @@ def _normalized(x: Any, name: str, momentum: float) -> Any:
 def _resize(x: Any, shape: Sequence[int | None]) -> Any:
     """To height and width of [batch, height, width, ...], bilinear.
 
-    Not by keras.layers.Resizing: its call has training=True as a default, which in a model that is called without that
-    argument all later layers take over, batch normalization and dropout too.
+    Not by keras.layers.Resizing: its call has training=True as a default, which batch normalization behind it takes
+    over wherever a model is called without that argument.
     """
     return keras.ops.image.resize(x, shape[1:3], data_format="channels_last")

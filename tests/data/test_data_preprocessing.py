@@ -123,6 +123,16 @@ def test_files_of_any_size(tmp_path, precision):
         assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
+def test_a_model_behind_it_trains_only_when_it_is_told_to():
+    """keras.layers.Resizing would turn training on in a plain call."""
+    raw = keras.Input((None, None, 1))
+    normalization = keras.layers.BatchNormalization()
+    model = keras.Model(raw, normalization(Transform(scale=255.0).preprocessing(raw.shape[1:], SHAPE, "")(raw)))
+    images = np.random.default_rng(0).uniform(0, 255, (4, 9, 8, 1)).astype("float32")
+    np.testing.assert_array_equal(model(images), model(images, training=False))
+    assert not normalization.moving_mean.numpy().any()
+
+
 def test_parquet_of_pixels(tmp_path):
     images, labels = random_images(9)
     for split in ("train", "test"):

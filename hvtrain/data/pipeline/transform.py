@@ -5,6 +5,7 @@ Both are done inside the input pipeline. Transform.preprocessing is the same as 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -75,8 +76,9 @@ class Transform:
         layers: list[Callable[[Any], Any]] = []
         if None in shape:
             # As decode() resizes. The format is explicit, since the user's keras.json may name another.
-            options = {"antialias": True, "data_format": "channels_last", "dtype": "float32"}
-            layers += [keras.layers.Resizing(*image_shape[:2], **options), keras.ops.round]
+            # Not keras.layers.Resizing: a model that begins with it and is called without `training` trains behind it.
+            options = {"size": image_shape[:2], "antialias": True, "data_format": "channels_last"}
+            layers += [partial(keras.ops.image.resize, **options), keras.ops.round]
         elif shape != image_shape:
             layers.append(keras.layers.Reshape(image_shape, dtype="float32"))
         means, scales = np.broadcast_arrays(np.asarray(self.mean, np.float32), np.asarray(self.scale, np.float32))
