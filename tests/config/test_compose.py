@@ -18,6 +18,7 @@ CHOICES = {
 # What a choice leaves to the user to say.
 REQUIRED = {
     "application": ["model.name=MobileNetV2"],
+    "keras_hub": ["model.name=BertBackbone"],
     "image_folder": ["dataset.dir=/data"],
     "segmentation_folder": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=3"],
     "parquet": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],

@@ -156,7 +156,7 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
     task = task()
     task.prepare(source)
     assert task.output_shape(source) == shape
-    assert task.facts(source) == {"num_outputs": shape[-1]}
+    assert task.facts(source) == {"num_outputs": shape[-1], "output_shape": shape}
     row, why = task.fault(targets, source)
     assert row == len(targets) - 1 and why
     assert task.fault(targets[:-1], source) is None

@@ -37,8 +37,8 @@ class HuggingFace(IndexedSource):
     def __init__(
         self,
         dir: str,
-        input: str | Sequence[str],
-        target: str | Sequence[str],
+        input: str | Sequence[str] = "image",
+        target: str | Sequence[str] = "label",
         image_shape: Sequence[int] | None = None,
         shift_pixels: int = 0,
         flip: bool = False,
