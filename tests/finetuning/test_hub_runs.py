@@ -55,7 +55,7 @@ def found(tmp_path_factory):
     output = ""
     # In several starts, since one may not take longer than a few minutes on a host with much else to do.
     for begin in range(0, len(runs), 3):
-        some, printed = many_runs("mpirun", 2, dict(list(runs.items())[begin : begin + 3]), folder)
+        some, printed = many_runs("mpirun", 2, dict(list(runs.items())[begin : begin + 3]), folder, timeout=500)
         ran, output = [old | new for old, new in zip(ran, some)], output + printed
     return ran, output, folder, backbone
 

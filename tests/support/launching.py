@@ -75,13 +75,20 @@ def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra:
 
 
 def many_runs(
-    launcher: str, num_ranks: int, runs: dict[str, list[str]], folder: Path, through: Sequence[str] = (), **extra: str
+    launcher: str,
+    num_ranks: int,
+    runs: dict[str, list[str]],
+    folder: Path,
+    through: Sequence[str] = (),
+    timeout: float = 280,
+    **extra: str,
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
     (folder / "runs.json").write_text(json.dumps(runs))
     words = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
-    code, output = run(launcher, num_ranks, *words, cwd=folder, **extra)
-    assert code == 0, output
+    process = start(launcher, num_ranks, *words, cwd=folder, **extra)
+    output = finish(process, timeout)
+    assert process.returncode == 0, output
     return json.loads((folder / "found.json").read_text()), output
 
 

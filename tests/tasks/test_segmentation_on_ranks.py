@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from launching import many_runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 SHAPES = [
     "model=deeplabv3plus", "model.backbone=MobileNetV2", "+model.alpha=0.35", "model.filters=8",
@@ -18,7 +18,7 @@ SHAPES = [
 
 def test_it_resumes_with_the_same_bits(tmp_path):
     runs = {"whole": SHAPES, "parts/1": [*SHAPES, "train.steps=2"], "parts/2": SHAPES}
-    found, _ = many_runs("mpirun", 2, runs, tmp_path)
+    found, _ = many_runs("mpirun", 2, runs, tmp_path, timeout=560)
     assert found[0]["parts/2"]["record"]["first_step"] == 2
     assert "test_mean_iou" in found[0]["whole"]["record"]["metrics"]
     whole, resumed = (

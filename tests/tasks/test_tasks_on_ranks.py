@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from launching import many_runs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]  # Some fifty runs in one start.
 
 WEIGHTS = {"classification": "balanced", "binary": "{0: 1.0, 1: 4.0}", "segmentation": "{1: 3.0}"}
 CUSTOM = [
@@ -62,7 +62,7 @@ def found(request, tmp_path_factory):
         runs["halves"] = text("causal", "train.precision=mixed_bfloat16")
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "text.txt").write_text(TEXT)
-    return many_runs("mpirun", request.param, runs, folder)[0], folder, request.param
+    return many_runs("mpirun", request.param, runs, folder, timeout=560)[0], folder, request.param
 
 
 @pytest.mark.parametrize("kind", KINDS)
