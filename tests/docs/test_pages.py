@@ -7,7 +7,7 @@ import pytest
 
 from hvtrain.data.formats.documents import embedded
 from hvtrain.data.formats.tokenizer import train_tokenizer
-from launching import ROOT, finish, start, without_hvtrain
+from launching import ROOT, run, without_hvtrain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
@@ -50,9 +50,9 @@ def test_a_command_trains_to_what_the_page_says(page, command, tmp_path):
         (tmp_path / name).write_text(text)
     if page == "text":
         write_tales(tmp_path)
-    process = start(None, 1, "bash", "-c", command + SHORTER.get(end(command), ""), cwd=tmp_path)
-    output = finish(process, timeout=580)
-    assert process.returncode == 0, output
+    shorter = SHORTER.get(end(command), "")
+    code, output = run(None, 1, "bash", "-c", command + shorter, cwd=tmp_path, timeout=580)
+    assert code == 0, output
     assert "Warning" not in output
     (result,) = (tmp_path / "runs").glob("*/result.json")
     found = json.loads(result.read_text())

@@ -62,10 +62,12 @@ def kill(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra: str) -> tuple[int, str]:
+def run(
+    launcher: str | None, num_ranks: int, *command: str, cwd: Path, timeout: float = 280, **extra: str
+) -> tuple[int, str]:
     """Exit code and everything printed."""
     process = start(launcher, num_ranks, *command, cwd=cwd, **extra)
-    output = finish(process)
+    output = finish(process, timeout)
     return process.returncode, output
 
 
@@ -86,9 +88,8 @@ def many_runs(
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
     (folder / "runs.json").write_text(json.dumps(runs))
     words = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
-    process = start(launcher, num_ranks, *words, cwd=folder, **extra)
-    output = finish(process, timeout)
-    assert process.returncode == 0, output
+    code, output = run(launcher, num_ranks, *words, cwd=folder, timeout=timeout, **extra)
+    assert code == 0, output
     return json.loads((folder / "found.json").read_text()), output
 
 
