@@ -96,7 +96,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     seed_everything(config, topology.rank)
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
     changed = changed_since(saved.meta, config) if saved else {}
-    source, plan, topology = open_data(config, comm, saved.meta if saved else None)
+    source, plan, topology = open_data(config, strategy, saved.meta if saved else None)
     source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
     data = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
@@ -193,4 +193,5 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         skipped_examples=monitors.skipped.num_examples,
         per_second=throughput.per_second,
         changes=run.meta["changes"],
+        differences=list(run.strategy.differences),
     )

@@ -67,6 +67,8 @@ class RunRecord:
     """Something that the model made of data, such as a text that it continued."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
+    differences: list[str] = field(default_factory=list)
+    """What makes the run unequal to the same run under another strategy, such as stale gradients."""
 
 
 @contextmanager

@@ -59,6 +59,10 @@ class Strategy:
     """Counts and times of this process's steps. Created by start."""
     devices: Sequence[str] = ()
     """A description of each rank's device, by rank. Set by start; empty here."""
+    num_replicas: int = 1
+    """Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start."""
+    differences: Sequence[str] = ()
+    """What makes a run under this strategy unequal to the same run under others, for the summary and the record."""
 
     def __init__(self) -> None:
         self.comm = Comm()

@@ -114,6 +114,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
+        "differs": "; ".join(strategy.differences),
         "devices": device_map(strategy.devices),
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
         "trained": trained_in_words(model),

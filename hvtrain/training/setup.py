@@ -19,7 +19,6 @@ from hvtrain.finetuning.averages import keep_averages
 from hvtrain.finetuning.built_model import change_parts
 from hvtrain.finetuning.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.comm import Comm
 from hvtrain.tasks import Task
 from hvtrain.training.class_weights import class_weights
 from hvtrain.training.prepared_step import prepare_step
@@ -38,19 +37,24 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
-def open_data(config: RunConfig, comm: Comm, saved: dict[str, Any] | None = None) -> tuple[Source, StepPlan, Topology]:
+def open_data(
+    config: RunConfig, strategy: Strategy, saved: dict[str, Any] | None = None
+) -> tuple[Source, StepPlan, Topology]:
     """Opens the data set; returns it, the plan for its size, and this rank's place with its share (every rank).
 
     saved is the meta of the checkpoint to resume, if any, whose plan continues.
     """
+    comm, size = strategy.comm, strategy.topology.size
     source: Source = comm.all_or_raise(lambda: build(config, "dataset", Source))
     source.on_error = config.data.on_error
-    hosts = comm.gather(comm.topology.host)
+    hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
     plan = resumed_plan(plan, saved, config.train, len(hosts))
+    if size != len(hosts):
+        plan = plan.on(size)
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 

@@ -41,7 +41,7 @@ class OwnRun:
     def __init__(self, config: RunConfig, strategy: Strategy) -> None:
         seed_everything(config, strategy.topology.rank)
         self.config, self.strategy = config, strategy
-        self.source, self.plan, self.topology = open_data(config, strategy.comm)
+        self.source, self.plan, self.topology = open_data(config, strategy)
         task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
         self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, task, self.plan, strategy))
         strategy.comm.broadcast_model(self.model)

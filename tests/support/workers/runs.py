@@ -84,7 +84,7 @@ def against_the_joint_batches(config):
     strategy = staying(config)
     strategy.start()
     seed_everything(config, hvd.rank())
-    source, plan, topology = open_data(config, strategy.comm)
+    source, plan, topology = open_data(config, strategy)
     task = open_task(config, source)
     if config.augment:
         open_augmentation(config, source, task)
