@@ -115,8 +115,9 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
         comm_tuning.tune(run, lambda: build_model(config, run.source, run.task, run.plan, strategy))
         seed_everything(config, run.topology.rank)
     model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.task, run.plan, strategy))
-    if saved is None and (source := model_options(config.model).weights):
-        strategy.comm.on_chief(lambda: begin_with(model, source))
+    options = model_options(config.model)
+    if saved is None and (source := options.weights):
+        strategy.comm.on_chief(lambda: begin_with(model, source, options.weights_except or ()))
     start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
     strategy.comm.broadcast_model(model)
     return model, start

@@ -20,6 +20,9 @@ class ModelOptions:
     weights: str | None = setting(
         None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
     )
+    weights_except: str | list[str] | None = setting(  # noqa: RUF009
+        None, "layers or variables that stay new under model.weights, by name or path: [aspp*,decoder*]"
+    )
     freeze: str | list[str] | None = setting(  # noqa: RUF009
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )
@@ -34,8 +37,11 @@ NAMES = tuple(item.name for item in fields(ModelOptions))
 def model_options(group: dict[str, Any]) -> ModelOptions:
     """The options of a group `model`. Raises ConfigError."""
     options: ModelOptions = typed(ModelOptions, {name: group[name] for name in NAMES if name in group}, "model.")
-    if isinstance(options.freeze, str):
-        options.freeze = [options.freeze]
+    for name in ("freeze", "weights_except"):
+        if isinstance(patterns := getattr(options, name), str):
+            setattr(options, name, [patterns])
+    if options.weights_except and not options.weights:
+        raise ConfigError("model.weights_except came without model.weights; name the source of the other weights there")
     return options
 
 

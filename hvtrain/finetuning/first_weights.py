@@ -1,7 +1,8 @@
 """model.weights: a new run begins with the weights of another one, or of a file (rank 0 reads; the broadcast follows).
 
 Variables are matched by the place of their layer and their order in it. A head, the last layer with weights or what
-comes after a backbone of keras-hub, may be another one than the source's; whatever else differs is refused.
+comes after a backbone of keras-hub, may be another one than the source's; whatever else differs is refused, unless
+model.weights_except names it.
 """
 
 import logging
@@ -15,7 +16,7 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
-from hvtrain.finetuning.parts import Part, head_of, parts
+from hvtrain.finetuning.parts import Part, find, head_of, parts
 from hvtrain.models.hub_presets import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,15 @@ class Slot:
         return self.variable.path if self.variable.path in arrays else self.key
 
 
-def begin_with(model: keras.Model, source: str) -> None:
+def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) -> None:
     """Sets the weights of a built model to those of the source (chief only).
 
+    excepted: patterns (see parts) of what stays new; the source may then have anything else too, which is left out.
     Raises ConfigError if the source cannot be read, or names the first variable that differs.
     """
     path, arrays = _read(Path(source), model)
-    slots = list(_slots(parts(model)))
+    new = {id(variable) for pattern in excepted for variable in find(model, pattern, "model.weights_except")}
+    slots = [slot for slot in _slots(parts(model)) if id(slot.variable) not in new]
     places = {part.place for part in head_of(model)}
     head = [slot for slot in slots if slot.layer in places]
     keys = {slot.place: slot.find(arrays) for slot in slots}
@@ -65,14 +68,18 @@ def begin_with(model: keras.Model, source: str) -> None:
             raise _difference(source, slot.place, arrays.get(keys[slot.place]), slot.variable)
     rest = arrays.keys() - keys.values()
     # The source has a head of its own, by another name.
-    if rest and not (new_head and len({key.rpartition("/")[0] for key in rest}) == 1):
+    if rest and not excepted and not (new_head and len({key.rpartition("/")[0] for key in rest}) == 1):
         key = min(rest)
         raise _difference(source, key, arrays[key], None)
     for slot in kept:
         slot.variable.assign(arrays[keys[slot.place]])
     number = sum(int(np.prod(slot.variable.shape)) for slot in kept)
     left = ", ".join(f"{slot.place} {tuple(slot.variable.shape)}" for slot in new_head)
+    left = ", ".join(filter(None, [left, *excepted]))
     log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {left}" if left else "")
+    if rest and excepted:
+        layers = sorted({key.rpartition("/")[0] for key in rest})
+        log.info("               not taken from there: %s", f"{', '.join(layers[:5])}{' ...' * (len(layers) > 5)}")
 
 
 def _slots(some: Sequence[Part]) -> Iterator[Slot]:
@@ -86,7 +93,7 @@ def _difference(source: str, place: str, theirs: np.ndarray | None, ours: Any) -
     came, needed = ("nothing" if one is None else f"shape {tuple(one.shape)}" for one in (theirs, ours))
     return ConfigError(
         f"model.weights={source} is of another model: it has {came} where {place} of this one has {needed}; "
-        "choose the model that it was made with"
+        "choose the model that it was made with, or name in model.weights_except what stays new"
     )
 
 

@@ -153,7 +153,8 @@ def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
     for rank in found:
         assert rank["wide"]["error"] == (
             f"ConfigError: model.weights={folder}/source is of another model: it has shape (36, 8) where hidden/kernel "
-            "of this one has shape (36, 9); choose the model that it was made with"
+            "of this one has shape (36, 9); choose the model that it was made with, or name in "
+            "model.weights_except what stays new"
         )
         assert rank["own arguments"]["error"] == (
             "ConfigError: model._target_=leaves.loads_by_itself has an argument weights, but model.weights is a "

@@ -12,6 +12,8 @@ from hvtrain.checkpoint import store, writer
 from hvtrain.errors import ConfigError
 from hvtrain.finetuning.first_weights import begin_with
 from hvtrain.finetuning.lora import add_lora
+from hvtrain.finetuning.parts import parts
+from hvtrain.models.deeplab import deeplabv3plus
 
 
 def network(seed=1, classes=3, width=4, head="logits", deep=False, name="net"):
@@ -115,6 +117,32 @@ def test_a_deeper_source_is_refused(tmp_path):
     network(deep=True).save(tmp_path / "deep.keras")
     with pytest.raises(ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this one has nothing;"):
         begin_with(network(), str(tmp_path / "deep.keras"))
+
+
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
+    """As keras.applications saves it, with a last convolution that DeepLabv3+ leaves out."""
+    sides = {"alpha": 0.35, "input_shape": (32, 32, 3)}
+    source = keras.applications.MobileNetV2(include_top=False, weights=None, **sides)
+    path = tmp_path / f"backbone{ending}"
+    (source.save if ending == ".keras" else source.save_weights)(path)
+    model = deeplabv3plus((64, 64, 3), 3, "MobileNetV2", alpha=0.35, filters=8)
+    before = {part.place: [variable.numpy() for variable in part.own] for part in parts(model)}
+    with pytest.raises(ConfigError, match=r"model.weights_except"):
+        begin_with(model, str(path))
+    with pytest.raises(ConfigError, match=r"model.weights_except names asp\*x, which matches nothing"):
+        begin_with(model, str(path), ["asp*x"])
+    with caplog.at_level(logging.INFO):
+        begin_with(model, str(path), ["aspp*", "decoder*"])
+    assert "not taken from there: Conv_1, Conv_1_bn" in caplog.text
+    for part in parts(model):
+        new = part.place.startswith(("aspp", "decoder", "logits"))
+        expected = before[part.place] if new else [v.numpy() for v in parts_by_place(source)[part.place].own]
+        assert all(np.array_equal(one, variable.numpy()) for one, variable in zip(expected, part.own, strict=True))
+
+
+def parts_by_place(model):
+    return {part.place: part for part in parts(model)}
 
 
 @pytest.mark.parametrize(
