@@ -4,19 +4,17 @@ Asks all hosts, judges, tries their ports and measures their links; prints a tab
 """
 
 import json
-import os
 import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hvtrain.cli import RUN_SETTINGS, Parser, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.doctor.ask_hosts import Answer, ask
+from hvtrain.doctor.ask_hosts import Answer, ask, facts_request
 from hvtrain.doctor.judge_machine import clock_differences, judge_clocks, judge_machines
 from hvtrain.doctor.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.doctor.judge_software import judge_software
@@ -54,25 +52,16 @@ def diagnose() -> int:
     options = _parser().parse_with_words(sys.argv[1:])
     slots = {host.name: host.slots for host in parse_hosts(options.hosts or "localhost")}
     names, chosen, ssh = list(slots), options.network_interfaces, Ssh(options.port, options.identity_file)
-    request = {
-        "work": "facts",
-        "folder": str(Path.cwd()),
-        # Ranks get it from the launcher, whatever a login on the host sets.
-        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
-        "python": sys.executable,
-        "names": names,
-        "run_dir": "runs",
-        "dataset": None,
-    }
+    run_dir, dataset = "runs", None
     if options.words:
         if not (trees := compose(options.words)):
             return 0
         config = from_dict(trees[0])
         places = (config.dataset.get(name) for name in ("dir", "path"))  # A user's own data set may have a `path`.
-        request["dataset"] = next((place for place in places if isinstance(place, str)), None)
-        request["run_dir"] = config.run.dir or "runs"
+        dataset = next((place for place in places if isinstance(place, str)), None)
+        run_dir = config.run.dir or "runs"
     table = Table(options.json)
-    answers = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    answers = ask(dict.fromkeys(names, facts_request(names, run_dir, dataset)), ssh, FACTS_SECONDS)
     cluster = {host: answer.facts for host, answer in answers.items() if answer.facts}
     facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
     table.add(_reached(answers))

@@ -1,11 +1,13 @@
 """Sends the probe to all hosts at once and takes their answers. This host runs it without ssh."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvtrain.doctor import probe, probe_network
@@ -34,6 +36,23 @@ class Answer:
     facts: dict[str, Any] | None = None
     trouble: str = ""
     clock: tuple[float, float] = (0.0, 0.0)
+
+
+def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> dict[str, Any]:
+    """The request for the facts of a host, in the environment and the folder of this process.
+
+    names: all hosts, whose addresses each looks up. run_dir and dataset: what it looks at, relative to the folder.
+    """
+    return {
+        "work": "facts",
+        "folder": str(Path.cwd()),
+        # Ranks get it from the launcher, whatever a login on the host sets.
+        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+        "python": sys.executable,
+        "names": names,
+        "run_dir": run_dir,
+        "dataset": dataset,
+    }
 
 
 def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> dict[str, Answer]:

@@ -51,6 +51,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
     folder, dataset = Path(request["folder"]), request["dataset"]
     return {
         "hostname": socket.gethostname(),
+        "machine": _machine(),
         "working_folder": str(folder),
         "folder_exists": folder.is_dir() and os.access(folder, os.X_OK),
         "python": {
@@ -72,6 +73,17 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": _gpus(),
         "dataset": dataset and fingerprint(folder / dataset, DATASET_SECONDS),
     }
+
+
+def _machine() -> dict[str, Any]:
+    """The operating system in words, the number of cores that this process may use, and bytes of memory."""
+    try:
+        lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
+        name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
+    except (OSError, KeyError):
+        name = platform.system()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"system": f"{name}, Linux {platform.release()}", "cores": len(os.sched_getaffinity(0)), "memory": memory}
 
 
 def _shared_memory() -> dict[str, int] | None:

@@ -1,0 +1,92 @@
+"""`python -m hvtrain.info`: versions, build, devices and hosts as a block of text to paste into an issue."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvtrain.cli import Parser, enter
+from hvtrain.doctor.ask_hosts import Answer, ask, facts_request
+from hvtrain.doctor.rows import human_bytes
+from hvtrain.launch.environment import travels
+from hvtrain.launch.job import parse_hosts
+from hvtrain.launch.ssh import Ssh
+
+SECONDS = 30.0
+# What changes how ranks meet, reduce and compute; the rest of an environment is nobody's business.
+_TELLING = re.compile(r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH")
+
+
+def show() -> int:
+    """Prints the block. Raises ConfigError for options that are none."""
+    options = _parser().parse_args(sys.argv[1:])
+    names = [host.name for host in parse_hosts(options.hosts or "localhost")]
+    answers = ask(dict.fromkeys(names, facts_request(names)), Ssh(options.port, options.identity_file), SECONDS)
+    lines = dict(pair for host, answer in answers.items() for pair in _host(host, answer, len(names) > 1))
+    lines |= {name: os.environ[name] for name in sorted(os.environ) if _TELLING.fullmatch(name) and _is_open(name)}
+    width = max(map(len, lines))
+    print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
+    return 0
+
+
+def _host(host: str, answer: Answer, is_named: bool) -> Iterator[tuple[str, str]]:
+    before = f"{host}: " if is_named else ""
+    if answer.facts is None:
+        yield f"{before}ssh", answer.trouble
+        return
+    facts = answer.facts
+    packages = {name: version for name, version in facts["packages"].items() if version}
+    machine, gpus, horovod = facts["machine"], facts["gpus"], facts["horovod"]
+    shown = {
+        "hvtrain": f"{packages.pop('hvtrain', 'without metadata')}{commit_of(facts['code']['folder'])}",
+        "python": facts["python"]["version"],
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "horovod built with": ", ".join(horovod["built_with"]) or "nothing: its library is missing",
+        "cuda": ", ".join(f"{name} {version}" for name, version in facts["cuda"].items()),
+        "system": machine["system"],
+        "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
+        "gpus": gpus["error"] or (f"{', '.join(gpus['names'])}; driver {gpus['driver']}" if gpus["names"] else "none"),
+        "interfaces": ", ".join(f"{one['name']} {one['network']}" for one in facts["interfaces"]),
+    }
+    yield from ((before + name, text) for name, text in shown.items() if text)
+
+
+def commit_of(folder: str | None) -> str:
+    """The commit of a checkout that holds the folder, and how many files differ from it; empty for an installed one."""
+    if folder is None or not (Path(folder).parent / ".git").exists():
+        return ""
+    git = ["git", "-C", folder]
+    try:
+        head, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    number = len(changes.splitlines())
+    return f" ({head}{f', {number} changed' if number else ''})"
+
+
+def _is_open(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    return name == "CUDA_VISIBLE_DEVICES" or travels(name, environ)
+
+
+def _parser() -> Any:
+    parser = Parser(
+        "python -m hvtrain.info",
+        usage="%(prog)s [-H s1,s2]",
+        description="""\
+Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
+Variables whose name or value looks like a secret are left out. python -m hvtrain.doctor finds what is wrong.""",
+    )
+    parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts, which are asked over ssh; default: this host")
+    parser.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh's; the rest goes in ~/.ssh/config")
+    parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh's key")
+    return parser
+
+
+if __name__ == "__main__":
+    enter(show)
