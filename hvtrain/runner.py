@@ -3,7 +3,9 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,11 +34,23 @@ from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open
 
 log = logging.getLogger(__name__)
 
+Attempt = Callable[[RunConfig, Strategy, RunState], Any]
+"""One attempt at a run, which returns its result, or None if another attempt is to continue."""
+
 
 def train(config: RunConfig) -> RunRecord:
     """Trains, evaluates and writes the results; returns the same record on every rank.
 
     Raises UserError, on all ranks at once where possible, for what the user can fix.
+    """
+    record: RunRecord = on_all_ranks(config, whole_run)
+    return record
+
+
+def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
+    """Repeats attempts, of a whole run or of a command that needs but a part of one; returns the last one's result.
+
+    If this rank fails, the others learn why.
     """
     strategy: Strategy = build(config, "strategy", Strategy)
     if config.comm.tune:
@@ -45,7 +59,7 @@ def train(config: RunConfig) -> RunRecord:
         # Horovod can trace later only if this is set before it starts.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
-        return run_to_end(config, strategy)
+        return run_to_end(config, strategy, attempt)
     except BaseException as error:
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
@@ -55,7 +69,7 @@ def train(config: RunConfig) -> RunRecord:
         raise
 
 
-def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
+def run_to_end(config: RunConfig, strategy: Strategy, attempt: Attempt) -> Any:
     """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
     state, record = RunState(time.monotonic()), None
     with state.lock:
@@ -69,7 +83,7 @@ def run_to_end(config: RunConfig, strategy: Strategy) -> RunRecord:
     return record
 
 
-def attempt(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
+def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
     """Runs from the newest checkpoint to the end; returns None if another plan is to continue from there."""
     run, saved = open_run(config, strategy, state)
     model, start = restore(run, saved)

@@ -93,3 +93,17 @@ class Polynomial(Schedule):
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         return self.final_fraction + (1 - self.final_fraction) * (1 - progress) ** self.power
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest(Schedule):
+    """From `lowest` to `highest`, in equal factors, whatever the peak rate (Smith 2015, arXiv:1506.01186).
+
+    Both are rates as the optimizer gets them, of all ranks together.
+    """
+
+    lowest: float = 1e-6
+    highest: float = 10.0
+
+    def decay(self, step: Any, progress: Any, ops: Any) -> Any:
+        return self.lowest * (self.highest / self.lowest) ** progress / self.peak

@@ -1,0 +1,1 @@
+"""`python -m hvtrain.find_lr`: which learning rates a run can use."""

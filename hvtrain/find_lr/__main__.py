@@ -1,0 +1,75 @@
+"""`python -m hvtrain.find_lr`: trains some steps at a growing learning rate and suggests one (Smith 2015).
+
+The test is a run like any other, on all ranks, with another schedule; range_test trains, suggestion judges its losses.
+"""
+
+import sys
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, positive
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.errors import ConfigError
+from hvtrain.system import console
+
+EPILOG = f"""\
+{RUN_SETTINGS}
+
+examples:
+  python -m hvtrain.find_lr model=cnn dataset=fashion_mnist                 one process
+  horovodrun -np 4 python -m hvtrain.find_lr optimizer=adam --highest 0.1   the rate for four ranks
+"""
+
+
+def find() -> int:
+    """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
+    options = _parser().parse_with_words(sys.argv[1:])
+    if options.lowest >= options.highest:
+        raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
+    for tree in compose(options.words):
+        config = from_dict(tree)
+        folder = Path(config.run.dir or f"find_lr/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name}")
+        with console.quiet_import(config.verbose):
+            from hvtrain.find_lr.range_test import test
+        test(as_range_test(config, folder, options.steps, options.lowest, options.highest))
+    return 0
+
+
+def as_range_test(config: RunConfig, folder: Path, num_steps: int, lowest: float, highest: float) -> RunConfig:
+    """The run with another schedule, without checkpoints, and with nothing that would act on its losses."""
+    times = config.train.accumulate
+    train = replace(config.train, steps=max(1, num_steps // times) * times, steps_per_execution=times, ema=None)
+    schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
+    return replace(
+        config,
+        train=replace(train, divide_steps_by_size=False, max_time=None, validate_every_steps=None),
+        schedule=schedule,
+        callbacks={},
+        run=replace(config.run, dir=str(folder)),
+        checkpoint=replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None),
+        resume="never",
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain.find_lr",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest, until the loss rises to
+several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and prints the
+optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer. Warm-up and
+decay of a schedule come on top.""",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
+    of_all = "of all ranks together"
+    parser.add_argument("--lowest", type=positive, default=1e-5, metavar="RATE", help=f"{of_all}; default: 1e-5")
+    parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help=f"{of_all}; default: 10")
+    return parser
+
+
+if __name__ == "__main__":
+    enter(find)
