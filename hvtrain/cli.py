@@ -112,7 +112,8 @@ def _report(error: BaseException, rank: int) -> int:
         what = f"{in_one_line(error)}{f' ({place})' if place else ''}; see its traceback above"
         console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
         return 1
-    if any(word == "debug=true" for word in map(str.lower, sys.argv)):
+    # Hydra may have refused the line before it was composed.
+    if console.shows_tracebacks or any(word == "debug=true" for word in map(str.lower, sys.argv)):
         traceback.print_exc()
     # The rank that failed reports first.
     is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman

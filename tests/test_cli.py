@@ -109,6 +109,15 @@ def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in errors and errors.endswith("did you mean 'train.epochs'?\n")
 
 
+def test_debug_in_a_file_shows_the_traceback_too(tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndebug: true\ntrain: {epochs: 0}\n"
+    (tmp_path / "own" / "experiment" / "broken.yaml").write_text(text)
+    code, _, errors = hvtrain("experiment=broken", "--config-dir", "own", cwd=tmp_path)
+    assert code == 2
+    assert "Traceback" in errors and errors.endswith("it must be at least 1\n")
+
+
 def test_help_lists_groups_choices_and_settings(tmp_path):
     (tmp_path / "own" / "model").mkdir(parents=True)
     (tmp_path / "own" / "model" / "mine.yaml").write_text("# A model of mine\n_target_: my.model\n")

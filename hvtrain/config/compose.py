@@ -13,6 +13,7 @@ from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
+from hvtrain.system import console
 
 # conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
@@ -53,6 +54,7 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
             name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
             tree.run.name = name.replace("/", "-")
         trees.append(resolved(tree))
+        console.shows_tracebacks = tree.debug is True
 
     try:
         job()
