@@ -72,7 +72,7 @@ class Launch:
     """A launcher and all that it starts, known by their mark: on_host.MARK holds the name of this launch's own folder.
 
     output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output. known: the hosts;
-    None: the launcher writes them into the folder.
+    None: the launcher writes them into the folder. label: how messages name a rank.
     """
 
     def __init__(
@@ -82,10 +82,12 @@ class Launch:
         output: RankOutput | Relay,
         folder: Path,
         known: Reached | None = None,
+        label: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self._output = output
         self._folder = folder
         self._known = known
+        self._label = label
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
         self._came: list[int] = []
         self._was_asked = self._was_forced = False
@@ -166,7 +168,7 @@ class Launch:
         if _grew(self._oom_kills, on_host.oom_kills()):
             short |= {*hosts.places} - hosts.remote.keys()
         lost = {*listener.lost, *(host for host, answer in answers.items() if answer is None)}
-        failure = judge(listener.first, listener.verdicts, hosts.places, short, lost)
+        failure = judge(listener.first, listener.verdicts, hosts.places, short, lost, self._label)
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
             # It came before the rank had set its handler, or the program has none.
             failure = _of_all(f"stopped by {name} before it could save", RESTART_HELPS)
