@@ -59,10 +59,8 @@ class Rendezvous(ThreadingHTTPServer):
         with self._changed:
             if claim["names"] != self._names:
                 theirs, ours = ", ".join(claim["names"]), ", ".join(self._names)
-                return (
-                    _REFUSED,
-                    f"it was started for {theirs}, and rank 0 for {ours}; give all the same -np and --num-ps",
-                )
+                fix = "give all the same -np and --num-ps"
+                return _REFUSED, f"this process expects {theirs}, and rank 0 expects {ours}; {fix}"
             if holder := self._places.get(rank):
                 return _REFUSED, f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two"
             self._places[rank] = [str(part) for part in claim["place"]]
@@ -184,7 +182,7 @@ def _answer_to(
             "--coordinator, or raise --start-timeout"
         )
     if status == _REFUSED:
-        raise ConfigError(f"{names[request['rank']]}: {answer}")
+        raise ConfigError(answer)
     if status != _OK:
         raise ConfigError(f"what answers at {where} is not this run's {names[0]}; give the port of its --coordinator")
     return answer
