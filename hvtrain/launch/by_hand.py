@@ -18,6 +18,7 @@ from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.roles import Roles
 from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.start import going_with
 from hvtrain.system import interfaces
 
 START_SECONDS = 120.0
@@ -147,5 +148,6 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     # In a session of its own: in this terminal's group it would get a Ctrl-C twice.
-    started.append(subprocess.Popen(line, env=environment, start_new_session=True))
+    going = going_with(os.getpid())
+    started.append(subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=going))
     return shell_code(started[0].wait())

@@ -91,14 +91,6 @@ class Launch:
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
         self._came: list[int] = []
         self._was_asked = self._was_forced = False
-        parent = os.getpid()
-
-        def go_with_parent() -> None:
-            """Else `kill -9` of this process would leave the launcher and its ranks behind."""
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
         read, write = os.pipe()
         self._stream = os.fdopen(read, encoding="utf-8", errors="replace")
         self._child = subprocess.Popen(
@@ -111,7 +103,7 @@ class Launch:
             pass_fds=[read],
             # In this terminal's group it would get a Ctrl-C twice.
             start_new_session=True,
-            preexec_fn=go_with_parent,
+            preexec_fn=going_with(os.getpid()),
         )
         os.close(write)
 
@@ -215,6 +207,17 @@ class Launch:
 
     def _reached(self) -> Reached:
         return self._known or Reached.read(self._folder)
+
+
+def going_with(parent: int) -> Callable[[], None]:
+    """For a child's preexec_fn: else `kill -9` of the parent would leave the child, and what it started, behind."""
+
+    def go() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return go
 
 
 def _grew(before: int | None, after: int | None) -> bool:
