@@ -4,6 +4,7 @@ All processes meet at rank 0's (rendezvous.py), learn who shares a host with who
 join. Then each runs the command as its child, passes signals on to it, and ends with its exit code.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.roles import Roles
@@ -43,34 +44,30 @@ class Own:
 def start(own: Own, command: Sequence[str], variables: Mapping[str, str]) -> int:
     """Runs the command as this process; its exit code.
 
-    variables: more of them for it; it also inherits all of this process's. Raises ConfigError and LostRankError.
+    variables: more of them for it; it also inherits all of this process's. Raises UserError.
     """
     rank, names = own.roles.rank_of(own.job, own.index), own.roles.names
-    host, address, port = _parsed(own.coordinator)
-    towards = interfaces.address_towards(address)
-    server = None
-    if rank == 0:
-        if address.startswith("127.") and not (host == "localhost" or host.startswith("127.")):
-            print(f"hvtrain: {host} is {address} here, which other hosts cannot reach", file=sys.stderr)
-        server = _listening(own.coordinator, address, port, names)
+    coordinator = host, address, port = _parsed(own.coordinator)
+    server = _listening(*coordinator, names) if rank == 0 else None
     try:
-        print(
-            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {own.coordinator}, "
-            f"{own.seconds:g} s at most",
-            file=sys.stderr,
-        )
+        towards = _address_towards(host, address)
+        limit = f"waiting for all at {own.coordinator}, {own.seconds:g} s at most"
+        print(f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; {limit}", file=sys.stderr, flush=True)
         places = claim((address, port), rank, names, (socket.gethostname(), towards), own.seconds)
+        interface = own.interface or str(interfaces.interface_of(towards))
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_GLOO_IFACE": own.interface or str(interfaces.interface_of(towards)),
-            # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{own.seconds:.0f}"),
+            "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
+            **horovod_place(rank, [tuple(place) for place in places]),
         }
-        gloo["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", gloo["HOROVOD_GLOO_IFACE"])
-        place = horovod_place(rank, [tuple(place) for place in places])
-        return _run(command, {**os.environ, **variables, **gloo, **place})
+        chosen = {
+            "NCCL_SOCKET_IFNAME": interface,
+            # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, own.seconds):.0f}",
+        }
+        return _run(command, {**chosen, **os.environ, **variables, **gloo})
     finally:
         if server:
             server.close()
@@ -116,17 +113,29 @@ def _parsed(coordinator: str) -> tuple[str, str, int]:
         raise ConfigError(f"--coordinator {coordinator}: {Ssh().trouble(host, 'Could not resolve')}") from None
 
 
-def _listening(coordinator: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
+def _address_towards(host: str, address: str) -> str:
+    """This host's address on the way there. Raises RankError if there is no way."""
+    try:
+        return interfaces.address_towards(address)
+    except OSError as error:
+        raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
+
+
+def _listening(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
+    """Rank 0's server. Raises ConfigError."""
     try:
         server = Rendezvous(address, port, names)
     except OSError as error:
         if isinstance(error, PermissionError):
             why = f"port {port} is for root; choose one above 1023"
-        elif interfaces.interface_of(address) is None:
+        elif error.errno == errno.EADDRNOTAVAIL:
             why = f"{address} is not an address of {socket.gethostname()}; start {names[0]} there, or give its own host"
         else:
             why = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
-        raise ConfigError(f"--coordinator {coordinator}: {why}") from error
+        raise ConfigError(f"--coordinator {host}:{port}: {why}") from error
+    if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        note = f"{host} is {address} here, which other hosts cannot reach; if there are some, give --coordinator"
+        print(f"hvtrain: {note} an address that they reach, and all processes the same", file=sys.stderr)
     server.serve()
     return server
 

@@ -140,6 +140,14 @@ def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, messa
     assert "\n" not in str(raised.value)
 
 
+def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
+    """As on Debian: /etc/hosts has the host's own name at 127.0.1.1."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(LostRankError, match=r"^worker 1 did not come"):
+        start(Own(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
+    assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are some" in capsys.readouterr().err
+
+
 @contextmanager
 def another_service():
     """The port of something that is no rendezvous."""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import launching
 from hvtrain.errors import ConfigError
 from hvtrain.launch.__main__ import launch
 from hvtrain.launch.first_failure import End, judge
@@ -178,3 +179,29 @@ def test_over_two_hosts(tmp_path, how):
         code, output = lab.launch(*words)
     assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], output
     assert code == 3 and re.search(r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output), output
+
+
+DIES_ONCE = """
+import os, pathlib, signal, sys
+rank, folder = os.environ["HOROVOD_RANK"], pathlib.Path(sys.argv[1])
+again = (folder / rank).exists()
+with (folder / rank).open("a") as file:
+    file.write(os.environ["HOROVOD_SIZE"])
+while not again and sum(1 for _ in folder.iterdir()) < 3:
+    pass
+if rank == "2" and not again:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    words = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
+    code, output = launching.run(None, 1, "python", "-m", "hvtrain.launch", *words, cwd=tmp_path)
+    assert code == 0, output
+    assert "FIRST FAILURE worker 0 (rank 2) host localhost: killed by SIGKILL" in output
+    assert [(there / rank).read_text() for rank in "012"] == ["33", "33", "33"]
