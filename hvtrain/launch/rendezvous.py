@@ -55,12 +55,13 @@ class Rendezvous(ThreadingHTTPServer):
 
     def meet(self, claim: dict[str, Any], connection: socket.socket) -> tuple[int, Any] | None:
         """The answer to a process that claims a rank: its status, and the place of each rank or why not."""
-        rank, deadline = int(claim["rank"]), time.monotonic() + float(claim["seconds"])
+        deadline = time.monotonic() + float(claim["seconds"])
         with self._changed:
             if claim["names"] != self._names:
                 theirs, ours = ", ".join(claim["names"]), ", ".join(self._names)
                 fix = "give all the same -np and --num-ps"
                 return _REFUSED, f"this process expects {theirs}, and rank 0 expects {ours}; {fix}"
+            rank = range(len(self._names))[claim["rank"]]
             if holder := self._places.get(rank):
                 return _REFUSED, f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two"
             self._places[rank] = [str(part) for part in claim["place"]]

@@ -106,6 +106,29 @@ def test_a_process_that_has_ended_while_it_waited_may_come_again():
         assert found[0] == [["s1", "10.0.0.1"], ["s2", "10.0.0.1"]]
 
 
+UNKNOWN_RANK = b'{"rank": 7, "names": ["worker 0", "worker 1"], "place": ["s9"], "seconds": 1}'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff\n",
+        b"PUT /a HTTP/1.0\r\n\r\n",
+        b"POST /claim HTTP/1.0\r\nContent-Length: 9\r\n\r\n{garbage}",
+        b"POST /claim HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(UNKNOWN_RANK), UNKNOWN_RANK),
+    ],
+)
+def test_what_no_rank_would_send_changes_nothing(sent, capfd):
+    with meeting(TWO) as (coordinator, comes, found, _):
+        with socket.create_connection(coordinator, timeout=10) as stranger:
+            stranger.sendall(sent)
+            stranger.recv(1 << 16)
+        for thread in (comes(0), comes(1)):
+            thread.join()
+        assert found[0] == found[1] == [["s1", "10.0.0.1"]] * 2
+    assert capfd.readouterr().err == ""
+
+
 def test_ranks_that_start_again_find_no_address_of_before():
     server = Rendezvous("127.0.0.1", 0, TWO.names)
     for rank in "01":
