@@ -171,12 +171,15 @@ def _answer_to(
     try:
         connection.request("POST", _CLAIMS, json.dumps(request))
         response = connection.getresponse()
-        status, answer = response.status, json.loads(response.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        status, body = response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
         name = type(error).__name__
         raise LostRankError(f"the rendezvous at {where} broke off ({name}); look at what {names[0]} says") from error
     finally:
         connection.close()
+    if status not in (_OK, _TOO_LATE, _REFUSED):
+        raise ConfigError(f"what answers at {where} is not this run's {names[0]}; give the port of its --coordinator")
+    answer = json.loads(body)
     if status == _TOO_LATE:
         raise LostRankError(
             f"{', '.join(answer)} did not come to {where} in time ({seconds:g} s); start what is missing with the same "
@@ -184,8 +187,6 @@ def _answer_to(
         )
     if status == _REFUSED:
         raise ConfigError(answer)
-    if status != _OK:
-        raise ConfigError(f"what answers at {where} is not this run's {names[0]}; give the port of its --coordinator")
     return answer
 
 

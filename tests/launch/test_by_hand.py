@@ -152,15 +152,21 @@ def test_ranks_that_start_again_find_no_address_of_before():
         ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; end what uses it, or choose another port, the"),
         ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not come to 127.0.0.1:\d+ in time \(0.2 s\); start"),
         ("localhost:FREE", 1, 0.2, LostRankError, "worker 0 did not come: nothing answered at .* for 0.2 s"),
-        ("localhost:USED", 1, 1, LostRankError, r"the rendezvous at 127.0.0.1:\d+ broke off \(BadStatusLine\); look"),
+        ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, message):
-    with another_service() as used:
+    with another_service(b"HTTP/1.0 404 Not Found\r\n\r\n<html>") as used:
         coordinator = coordinator.replace("FREE", str(free_port())).replace("USED", str(used))
         with pytest.raises(error, match=message) as raised:
             start(Own(TWO, "worker", index, coordinator, seconds), ["true"], {})
     assert "\n" not in str(raised.value)
+
+
+def test_a_rank_0_that_is_killed_while_others_wait():
+    broke_off = r"the rendezvous at 127.0.0.1:\d+ broke off \(RemoteDisconnected\); look at what worker 0 says"
+    with another_service(b"") as port, pytest.raises(LostRankError, match=broke_off):
+        claim(("127.0.0.1", port), 1, TWO.names, ["s1", "10.0.0.1"], 5)
 
 
 def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
@@ -172,13 +178,13 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
 
 
 @contextmanager
-def another_service():
+def another_service(reply):
     """The port of something that is no rendezvous."""
 
     class Greeting(socketserver.BaseRequestHandler):
         def handle(self):
             self.request.recv(1 << 16)
-            self.request.sendall(b"220 ready\r\n")
+            self.request.sendall(reply)
 
     with socketserver.TCPServer(("127.0.0.1", 0), Greeting) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,)).start()
