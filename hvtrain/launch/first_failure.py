@@ -6,7 +6,7 @@ with the patterns of this file.
 
 import re
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvtrain.errors import RESTART_HELPS, ConfigError
@@ -167,11 +167,12 @@ def judge(
     hosts: Sequence[str],
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
+    label: Callable[[int], str] = "rank {}".format,
 ) -> Failure:
     """The failure behind an end, from verdicts by the rank that wrote them, and each rank's host.
 
     out_of_memory: hosts whose kernel has ended processes for lack of memory meanwhile. lost: hosts to which ssh lost
-    its connection, or which no longer answer.
+    its connection, or which no longer answer. label: how messages name a rank.
     """
     rank = int(end.place) if end.place.isdigit() else None
     own = {number: found for number, found in verdicts.items() if found.rank == number}
@@ -181,7 +182,7 @@ def judge(
     host = hosts[rank] if rank is not None and rank < len(hosts) else end.host or end.place.partition("[")[0]
     if not end.place and host in hosts:
         rank = hosts.index(host)
-    place = f"rank {rank}" if rank is not None else end.place
+    place = label(rank) if rank is not None else end.place
     found = None if rank is None else verdicts.get(rank)
     if end.code == LOST and (host in lost or not end.place):
         return Failure(place, host, f"the connection to host {host} was lost; is it up? then {AGAIN}", RESTART_HELPS)
@@ -198,7 +199,7 @@ def judge(
             cause = found.cause if found else "preempted, saved"
             return Failure(place, host, cause, RESTART_HELPS, is_preemption=True)
         if isinstance(found.rank, int) and found.rank < len(hosts):
-            place, host = f"rank {found.rank}", hosts[found.rank]
+            place, host = label(found.rank), hosts[found.rank]
         return Failure(place, host, f"{found.cause}; {AGAIN}", RESTART_HELPS)
     cause = found.cause if found else f"ended with exit code {end.code}; see its output above"
     return Failure(place, host, cause, end.code, is_shown=end.code == ConfigError.exit_code and 0 in own)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
+from hvtrain.launch.roles import Roles
 
 HOST_NAME = r"\w[\w.-]*"  # ssh would take a dash in front for an option.
 
@@ -25,12 +26,13 @@ class Job:
 
     Args:
         command: what every rank runs: python -m hvtrain ...
-        num_ranks: ranks in all.
+        num_ranks: ranks that train.
         hosts: where they run; empty if a scheduler chooses.
         controller: Horovod's controller, "gloo" or "mpi".
         environment: the variables that ranks get; no other variable of the launcher travels.
         min_ranks: fewest ranks of an elastic job; None: the number of ranks is fixed.
         max_ranks: most ranks of an elastic job.
+        num_ps: parameter servers; they and a coordinator are started too, on the first host; 0: none of both.
     """
 
     command: tuple[str, ...]
@@ -40,10 +42,19 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     min_ranks: int | None = None
     max_ranks: int | None = None
+    num_ps: int = 0
 
     @property
     def is_elastic(self) -> bool:
         return self.min_ranks is not None
+
+    @property
+    def roles(self) -> Roles:
+        return Roles(self.num_ranks, self.num_ps)
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.roles.names)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -85,9 +96,12 @@ def used_hosts(places: Iterable[str]) -> tuple[Host, ...]:
 
 
 def rank_places(job: Job) -> tuple[str, ...]:
-    """Each rank's host, hosts filled one after the other. Raises ConfigError."""
+    """Each process's host. Those that train fill hosts one after the other; the first has the others besides its slots.
+
+    Raises ConfigError.
+    """
     places = tuple(host.name for host in job.hosts for _ in range(host.slots))
     if len(places) < job.num_ranks:
         there = f"-H {hosts_word(job.hosts)} has {len(places)}"
         raise ConfigError(f"-np {job.num_ranks} needs as many slots and {there}; lower -np or add hosts")
-    return places[: job.num_ranks]
+    return places[:1] * (job.num_processes - job.num_ranks) + places[: job.num_ranks]

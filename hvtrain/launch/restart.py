@@ -84,16 +84,15 @@ def chosen(
 def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
     """One attempt; says at the end why it ended."""
     places = () if way.discovery_script else rank_places(job)
-    if places and not job.is_elastic:
-        job = replace(job, hosts=used_hosts(places))
     # horovodrun checks the hosts itself.
-    paths = reach.check([host.name for host in job.hosts], way.ssh) if way.mpirun else None
+    paths = reach.check([host.name for host in used_hosts(places)], way.ssh) if way.mpirun else None
     known = reach.Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
     output = RankOutput(logs, places)
     variables = environment.for_launcher(os.environ, job.environment)
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         line = start_line(job, way, paths, Path(folder))
-        ending = Launch(line, {**variables, "PYTHONUNBUFFERED": "1"}, output, Path(folder), known).run(signals)
+        variables["PYTHONUNBUFFERED"] = "1"
+        ending = Launch(line, variables, output, Path(folder), known, job.roles.label).run(signals)
     if ending.failure:
         console.say_error(f"what each rank said is in {output.folder}", 0)
         if not ending.failure.is_shown:

@@ -72,7 +72,7 @@ class Launch:
     """A launcher and all that it starts, known by their mark: on_host.MARK holds the name of this launch's own folder.
 
     output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output. known: the hosts;
-    None: the launcher writes them into the folder.
+    None: the launcher writes them into the folder. label: how messages name a rank.
     """
 
     def __init__(
@@ -82,21 +82,15 @@ class Launch:
         output: RankOutput | Relay,
         folder: Path,
         known: Reached | None = None,
+        label: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self._output = output
         self._folder = folder
         self._known = known
+        self._label = label
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
         self._came: list[int] = []
         self._was_asked = self._was_forced = False
-        parent = os.getpid()
-
-        def go_with_parent() -> None:
-            """Else `kill -9` of this process would leave the launcher and its ranks behind."""
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
-
         read, write = os.pipe()
         self._stream = os.fdopen(read, encoding="utf-8", errors="replace")
         self._child = subprocess.Popen(
@@ -109,7 +103,7 @@ class Launch:
             pass_fds=[read],
             # In this terminal's group it would get a Ctrl-C twice.
             start_new_session=True,
-            preexec_fn=go_with_parent,
+            preexec_fn=going_with(os.getpid()),
         )
         os.close(write)
 
@@ -166,7 +160,7 @@ class Launch:
         if _grew(self._oom_kills, on_host.oom_kills()):
             short |= {*hosts.places} - hosts.remote.keys()
         lost = {*listener.lost, *(host for host, answer in answers.items() if answer is None)}
-        failure = judge(listener.first, listener.verdicts, hosts.places, short, lost)
+        failure = judge(listener.first, listener.verdicts, hosts.places, short, lost, self._label)
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
             # It came before the rank had set its handler, or the program has none.
             failure = _of_all(f"stopped by {name} before it could save", RESTART_HELPS)
@@ -213,6 +207,17 @@ class Launch:
 
     def _reached(self) -> Reached:
         return self._known or Reached.read(self._folder)
+
+
+def going_with(parent: int) -> Callable[[], None]:
+    """For a child's preexec_fn: else `kill -9` of the parent would leave the child, and what it started, behind."""
+
+    def go() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return go
 
 
 def _grew(before: int | None, after: int | None) -> bool:

@@ -34,6 +34,7 @@ class Kind:
         fixed: why it takes no --min-np, and what to do instead; empty: it does.
         chosen: likewise for -H.
         program: what submit needs; None: its first word.
+        starts_roles: it also starts parameter servers, a coordinator, or one process for several GPUs.
     """
 
     about: str
@@ -44,6 +45,7 @@ class Kind:
     fixed: str = ""
     chosen: str = ""
     program: str | None = None
+    starts_roles: bool = False
 
 
 _BY_KUBERNETES = "Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
@@ -57,6 +59,7 @@ KINDS = {
         "sbatch {}/hvtrain.sbatch",
         fixed="an allocation keeps its size: leave --min-np out",
         chosen="Slurm chooses the hosts: leave -H out and set cluster.nodes",
+        starts_roles=True,
     ),
     "mpijob": Kind(
         "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1",

@@ -1,0 +1,250 @@
+"""Processes that are started one by one: they find each other, wrong use is one line, signals and codes pass."""
+
+import http.client
+import json
+import re
+import signal
+import socket
+import socketserver
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+import launching
+from hvtrain.errors import ConfigError, LostRankError
+from hvtrain.launch.by_hand import Own, start
+from hvtrain.launch.rendezvous import Rendezvous, claim
+from hvtrain.launch.roles import Roles
+from lab import PYTHON, Lab, needs_lab
+
+SERVERS = Roles(2, 1)
+TWO = Roles(2)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def meeting(roles):
+    """A rendezvous, and in the background the claim of each rank that is asked for, as (rank, host, seconds)."""
+    server = Rendezvous("127.0.0.1", 0, roles.names)
+    server.serve()
+    coordinator, found = ("127.0.0.1", server.server_address[1]), {}
+
+    def claims(rank, host, seconds):
+        try:
+            found[rank] = claim(coordinator, rank, roles.names, [host, "10.0.0.1"], seconds)
+        except (ConfigError, LostRankError) as error:
+            found[rank] = str(error)
+
+    def comes(rank, host="s1", seconds=60):
+        thread = threading.Thread(target=claims, args=(rank, host, seconds))
+        thread.start()
+        deadline = time.monotonic() + 30
+        while rank not in server._places and rank not in found and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return thread
+
+    try:
+        yield coordinator, comes, found, server
+    finally:
+        server.close()
+
+
+def test_all_learn_everyones_place_once_all_have_come():
+    with meeting(SERVERS) as (_, comes, found, _):
+        threads = [comes(rank, "s2" if rank == 3 else "s1") for rank in (2, 0, 3, 1)]
+        for thread in threads:
+            thread.join()
+        everyone = [[host, "10.0.0.1"] for host in ("s1", "s1", "s1", "s2")]
+        assert found == dict.fromkeys(range(4), everyone)
+
+
+def test_a_rank_that_is_taken_is_refused_with_the_host_that_has_it():
+    with meeting(SERVERS) as (coordinator, comes, _, server):
+        comes(3, "s2")
+        with pytest.raises(ConfigError, match=r"^worker 1 is there already, on host s2; end one of the two$"):
+            claim(coordinator, 3, SERVERS.names, ["s3", "10.0.0.3"], 60)
+        told = "this process expects worker 0, worker 1, and rank 0 expects coordinator 0, ps 0, worker 0"
+        with pytest.raises(ConfigError, match=told):
+            claim(coordinator, 1, TWO.names, ["s3", "10.0.0.3"], 60)
+        assert server._places == {3: ["s2", "10.0.0.1"]}
+
+
+def test_who_is_missing_is_named_to_all():
+    with meeting(SERVERS) as (_, comes, found, server):
+        comes(2)
+        comes(0, seconds=0.3).join()
+        server.close()  # As rank 0 does at its end.
+        missing = "ps 0, worker 1 did not come to 127.0.0.1:"
+        assert found[0].startswith(missing) and "in time (0.3 s); start what is missing with the same" in found[0]
+        deadline = time.monotonic() + 30
+        while 2 not in found and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found[2].startswith(missing), "and not 60 s later"
+
+
+def test_a_process_that_has_ended_while_it_waited_may_come_again():
+    with meeting(TWO) as ((address, port), comes, found, server):
+        gone = http.client.HTTPConnection(address, port)
+        request = {"rank": 1, "names": list(TWO.names), "place": ["s9", "10.0.0.9"], "seconds": 60}
+        gone.request("POST", "/claim", json.dumps(request))
+        while 1 not in server._places:
+            time.sleep(0.01)
+        gone.sock.close()
+        gone.close()
+        while 1 in server._places:
+            time.sleep(0.01)
+        for thread in (comes(1, "s2"), comes(0)):
+            thread.join()
+        assert found[0] == [["s1", "10.0.0.1"], ["s2", "10.0.0.1"]]
+
+
+UNKNOWN_RANK = b'{"rank": 7, "names": ["worker 0", "worker 1"], "place": ["s9"], "seconds": 1}'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff\n",
+        b"PUT /a HTTP/1.0\r\n\r\n",
+        b"POST /claim HTTP/1.0\r\nContent-Length: 9\r\n\r\n{garbage}",
+        b"POST /claim HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(UNKNOWN_RANK), UNKNOWN_RANK),
+    ],
+)
+def test_what_no_rank_would_send_changes_nothing(sent, capfd):
+    with meeting(TWO) as (coordinator, comes, found, _):
+        with socket.create_connection(coordinator, timeout=10) as stranger:
+            stranger.sendall(sent)
+            stranger.recv(1 << 16)
+        for thread in (comes(0), comes(1)):
+            thread.join()
+        assert found[0] == found[1] == [["s1", "10.0.0.1"]] * 2
+    assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_start_again_find_no_address_of_before():
+    server = Rendezvous("127.0.0.1", 0, TWO.names)
+    for rank in "01":
+        server.put("global", f"rank_{rank}", b"s1")
+        server.put("global", rank, b"an address")
+    server.leave("global", "0")
+    assert server.get("global", "1") == b"an address"
+    server.leave("global", "1")
+    assert server.get("global", "1") is server.get("global", "rank_0") is None
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "index", "seconds", "error", "message"),
+    [
+        ("s1", 0, 1, ConfigError, "--coordinator s1 is not HOST:PORT; give rank 0's host and a free port: s1:2222"),
+        ("localhost:0", 0, 1, ConfigError, "--coordinator localhost:0 is not HOST:PORT"),
+        ("no-host.invalid:2222", 1, 1, ConfigError, "host no-host.invalid has no IPv4 address here; add it to"),
+        ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
+        ("192.0.2.1:FREE", 0, 1, ConfigError, "192.0.2.1 is not an address of .*; start worker 0 there, or give"),
+        ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; end what uses it, or choose another port, the"),
+        ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not come to 127.0.0.1:\d+ in time \(0.2 s\); start"),
+        ("localhost:FREE", 1, 0.2, LostRankError, "worker 0 did not come: nothing answered at .* for 0.2 s"),
+        ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, message):
+    with another_service(b"HTTP/1.0 404 Not Found\r\n\r\n<html>") as used:
+        coordinator = coordinator.replace("FREE", str(free_port())).replace("USED", str(used))
+        with pytest.raises(error, match=message) as raised:
+            start(Own(TWO, "worker", index, coordinator, seconds), ["true"], {})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_rank_0_that_is_killed_while_others_wait():
+    broke_off = r"the rendezvous at 127.0.0.1:\d+ broke off \(RemoteDisconnected\); look at what worker 0 says"
+    with another_service(b"") as port, pytest.raises(LostRankError, match=broke_off):
+        claim(("127.0.0.1", port), 1, TWO.names, ["s1", "10.0.0.1"], 5)
+
+
+def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
+    """As on Debian: /etc/hosts has the host's own name at 127.0.1.1."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(LostRankError, match=r"^worker 1 did not come"):
+        start(Own(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
+    assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are some" in capsys.readouterr().err
+
+
+@contextmanager
+def another_service(reply):
+    """The port of something that is no rendezvous."""
+
+    class Greeting(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1 << 16)
+            self.request.sendall(reply)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Greeting) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--job-name worker --coordinator s1:2222", "--job-name worker came without --task-index; give its number"),
+        ("--job-name worker --task-index 0", "--job-name worker came without --coordinator; give HOST:PORT"),
+        ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts came with --job-name"),
+        ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi came with --job-name, which starts one"),
+        ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; it has worker"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(monkeypatch, options, message):
+    from hvtrain.launch.__main__ import launch
+
+    monkeypatch.setattr("sys.argv", ["launch", *options.split(), "--", "python", "x.py"])
+    with pytest.raises(ConfigError, match=message):
+        launch()
+
+
+def by_hand(port, index, *words):
+    where = ("--job-name", "worker", "--task-index", str(index), "--coordinator", f"localhost:{port}")
+    return "python", "-m", "hvtrain.launch", "-np", "2", *where, "--", *words
+
+
+@pytest.mark.distributed
+def test_ctrl_c_and_exit_codes_pass(tmp_path):
+    """Ctrl-C to the second of two processes that train for long: both save and stop."""
+    port, folder = free_port(), tmp_path / "run"
+    words = ("model=mlp", "train.epochs=100000", "checkpoint.every_epochs=null", f"run.dir={folder}")
+    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    deadline = time.monotonic() + 120
+    while not (folder / "history.csv").exists() and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    second.send_signal(signal.SIGINT)
+    output, other = launching.finish(first), launching.finish(second)
+    assert (first.returncode, second.returncode) == (130, 130), output + other
+    assert "ranks          2 (Horovod on Gloo)" in output and list((folder / "checkpoints").glob("step-*"))
+    assert "worker 1 is rank 1 of 2; waiting for all at" in other
+
+
+@needs_lab
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_over_two_hosts(tmp_path):
+    """No ssh from one to the other."""
+    words = ("model=mlp", "train.epochs=1", f"run.dir={tmp_path}/run")
+    with Lab(2) as lab, ThreadPoolExecutor(2) as pool:
+
+        def run(index):
+            lab("exec", f"s{index + 1}", "sh", "-c", "kill $(cat /run/sshd.pid)")
+            _, *line = (word.replace("localhost", "s1") for word in by_hand(2222, index, *words))
+            return lab.run(f"s{index + 1}", PYTHON, *line)
+
+        (code, output), (other_code, other) = pool.map(run, range(2))
+    assert (code, other_code) == (0, 0), output + other
+    assert re.search(r"devices +0 s1 CPU, 1 s2 CPU", output), output
+    assert "worker 1 is rank 1 of 2" in other and "Epoch" not in other

@@ -1,0 +1,207 @@
+"""Which processes a strategy needs, where they run, and what starts them. Strategies are known by their settings."""
+
+import re
+import shlex
+import sys
+
+import pytest
+
+import launching
+from hvtrain.errors import ConfigError
+from hvtrain.launch.__main__ import launch
+from hvtrain.launch.first_failure import End, judge
+from hvtrain.launch.job import Job, hosts_word, parse_hosts, rank_places
+from hvtrain.launch.line import Way, start_line
+from hvtrain.launch.restart import chosen
+from hvtrain.launch.roles import Roles, roles_of
+from hvtrain.system.verdict import Verdict
+from lab import Lab, needs_lab
+
+CONFIGS = {
+    "servers": "_target_: nowhere.Servers\nnum_ps: 1\n",
+    "replicas": "_target_: nowhere.Replicas\nnum_replicas: null\n",
+}
+SAY = """
+import os, pathlib, socket, sys, time
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
+folder = pathlib.Path(sys.argv[1])
+(folder / rank).write_text(socket.gethostname())
+while sum(1 for _ in folder.iterdir()) < 4:
+    time.sleep(0.05)
+time.sleep(0.5)
+sys.exit(3 if rank == "3" else time.sleep(150))
+"""
+
+
+@pytest.fixture
+def would_run(monkeypatch, tmp_path, capsys):
+    """What the launcher would run for these words, of which `strategy=` may name one of CONFIGS; starts nothing."""
+    (tmp_path / "conf" / "strategy").mkdir(parents=True)
+    for name, text in CONFIGS.items():
+        (tmp_path / "conf" / "strategy" / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    def run(options, *words):
+        own = ["--config-dir", str(tmp_path / "conf")] if words and words[0].startswith("strategy=") else []
+        monkeypatch.setattr(sys, "argv", ["launch", *options.split(), "--", *own, *words])
+        assert launch() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def numbers(output):
+    """-np and -H of the line that would run, and the strategy's settings in it."""
+    words = shlex.split(output.partition("would run: ")[2].partition("\nwritten")[0])
+    changed = [word for word in words if word.startswith("strategy.")]
+    return words[words.index("-np") + 1], words[words.index("-H") + 1], changed
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "expected"),
+    [
+        ("-np 3 -H s1:2,s2:2", "horovod", ("3", "s1:2,s2:1", [])),
+        ("-H s1:2,s2:2", "servers", ("6", "s1:4,s2:2", [])),
+        ("-np 4 -H s1:2,s2:2 --num-ps 2 --gloo", "servers", ("7", "s1:5,s2:2", ["strategy.num_ps=2"])),
+        ("-np 1 -H s1:2,s2:2", "servers", ("3", "s1:3", [])),
+        ("-np 2", "servers", ("4", "localhost:4", [])),
+        ("-np 2 -H s1:4", "replicas", ("1", "s1:1", ["strategy.num_replicas=2"])),
+        ("-H s1:4", "replicas", ("1", "s1:1", ["strategy.num_replicas=4"])),
+        ("", "replicas", ("1", "localhost:1", [])),
+    ],
+)
+def test_how_many_processes_a_strategy_is_and_where(would_run, options, strategy, expected):
+    """-np counts what trains; the coordinator and the servers come first, on the first host, and need no slots."""
+    assert numbers(would_run(f"--dry-run {options}", f"strategy={strategy}")) == expected
+
+
+def test_a_command_of_ones_own_with_servers(would_run):
+    assert numbers(would_run("--dry-run -np 2 -H s1,s2 --num-ps 1", "python", "x.py")) == ("4", "s1:3,s2:1", [])
+
+
+@pytest.mark.parametrize("mpirun", [False, True])
+def test_each_launcher_has_a_slot_for_each_process(mpirun):
+    job = Job(("python", "x.py"), 4, parse_hosts("s1:2,s2:2"), num_ps=1)
+    assert rank_places(job) == ("s1",) * 4 + ("s2",) * 2
+    line = start_line(job, Way(mpirun=mpirun))
+    assert (line[line.index("-np") + 1], line[line.index("-H") + 1]) == ("6", "s1:4,s2:2")
+    if mpirun:
+        assert line[line.index("--bind-to") + 1] == "none", "no process is bound to a core that another one needs"
+
+
+def test_a_restart_has_as_many_processes():
+    """On the hosts that are left; the first of them then has the coordinator and the servers."""
+    job = Job(("python", "x.py"), 2, parse_hosts("s1:2,s2:2"), num_ps=1)
+    hosts, num_ranks = chosen(job.hosts, job.num_ranks, job.num_ranks, {}, {"s1"})
+    assert hosts_word(hosts) == "s2:2"
+    assert rank_places(Job(job.command, num_ranks, hosts, num_ps=1)) == ("s2",) * 4
+    assert chosen(parse_hosts("s1:1,s2:1"), 2, 2, {}, {"s1"}) is None, "no slot for a worker"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message"),
+    [
+        ("--num-ps 1", ["strategy=horovod"], "--num-ps 1: .*HorovodStrategy has no parameter servers; choose"),
+        ("-np 2 --min-np 1", ["strategy=servers"], "--min-np came with a strategy that needs a coordinator and 1"),
+        ("-np 2 --max-np 4", ["strategy=replicas"], "--max-np came with a strategy that trains all its replicas in"),
+        ("-np 2 --host-discovery-script x", ["strategy=servers"], "--host-discovery-script came with a strategy that"),
+        ("-np 4 -H s1:2,s2:2", ["strategy=replicas"], "-np 4 needs as many slots on one host and s1 has 2; lower -np"),
+        ("-np 5 -H s1:2,s2:2", ["strategy=servers"], "-np 5 needs as many slots and -H s1:2,s2:2 has 4"),
+        ("-np 2 cluster=mpijob", ["strategy=servers"], "cluster=mpijob starts equal ranks, and this strategy needs a"),
+        ("-np 2 cluster=docker", ["strategy=replicas"], "cluster=docker starts equal ranks, .* use cluster=slurm or"),
+        ("-np 2 cluster=slurm --num-ps 1", ["python", "x.py"], "cluster=slurm takes --num-ps with settings of a run"),
+        ("", ["strategy=servers", "strategy.num_ps=0"], "strategy.num_ps=0 is out of range; it must be a whole number"),
+        ("--task-index 0", ["strategy=horovod"], "--task-index came without --job-name; give the job of this process"),
+        ("--start-timeout 5", ["strategy=horovod"], "--start-timeout came without --job-name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_is_one_line(would_run, options, words, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        would_run(options, *words)
+    assert "\n" not in str(error.value)
+
+
+def test_slurms_file_asks_for_those_that_train_and_starts_this_launcher(would_run):
+    text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00 --num-ps 2", "strategy=servers")
+    assert "#SBATCH --ntasks=4\n" in text and " strategy.num_ps=2 " in text
+    text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00", "strategy=replicas")
+    assert "#SBATCH --ntasks=4\n" in text and "num_replicas" not in text
+
+
+def test_ranks_by_job_and_index():
+    roles = roles_of({"num_ps": 2}, 2)
+    assert [roles.rank_of(*name) for name in (("chief", 0), ("ps", 1), ("worker", 0), ("worker", 1))] == [0, 2, 3, 4]
+    assert roles.rank_of("coordinator", 0) == 0
+    assert roles_of({}, 3).rank_of("worker", 2) == 2
+    with pytest.raises(ConfigError, match="--task-index 2 is out of range: ps has 0 to 1; --num-ps says how many"):
+        roles.rank_of("ps", 2)
+    with pytest.raises(ConfigError, match="--task-index 1 is out of range: coordinator has 0;"):
+        roles.rank_of("chief", 1)
+    with pytest.raises(ConfigError, match="--job-name evaluator is not a job of this run; it has coordinator, ps, "):
+        roles.rank_of("evaluator", 0)
+    with pytest.raises(ConfigError, match=r"--job-name ps is not a job of this run; it has worker$"):
+        roles_of({}, 2).rank_of("ps", 0)
+
+
+def test_a_failure_names_the_role():
+    found = {1: Verdict(1, "out of room")}
+    label = Roles(2, 1).label
+    assert str(judge(End("1", 2), found, ["s1", "s1", "s1", "s2"], label=label)) == (
+        "FIRST FAILURE ps 0 (rank 1) host s1: out of room"
+    )
+    assert "FIRST FAILURE rank 1 host s2" in str(judge(End("1", 2), found, ["s1", "s2"], label=Roles(2).label))
+
+
+@needs_lab
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "how", ["--gloo", *(pytest.param(f"--{name}", marks=pytest.mark.nightly) for name in ("mpi", "mpirun"))]
+)
+def test_over_two_hosts(tmp_path, how):
+    """Two workers, a server and a coordinator; then a worker fails, all end, and the last line has its role."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "say.py").write_text(SAY)
+    with Lab(2) as lab:
+        words = [
+            how,
+            "-np",
+            "2",
+            "-H",
+            "s1:1,s2:1",
+            "--num-ps",
+            "1",
+            "--",
+            "python",
+            str(tmp_path / "say.py"),
+            str(there),
+        ]
+        code, output = lab.launch(*words)
+    assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], output
+    assert code == 3 and re.search(r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output), output
+
+
+DIES_ONCE = """
+import os, pathlib, signal, sys
+rank, folder = os.environ["HOROVOD_RANK"], pathlib.Path(sys.argv[1])
+again = (folder / rank).exists()
+with (folder / rank).open("a") as file:
+    file.write(os.environ["HOROVOD_SIZE"])
+while not again and sum(1 for _ in folder.iterdir()) < 3:
+    pass
+if rank == "2" and not again:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    words = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
+    code, output = launching.run(None, 1, "python", "-m", "hvtrain.launch", *words, cwd=tmp_path)
+    assert code == 0, output
+    assert "FIRST FAILURE worker 0 (rank 2) host localhost: killed by SIGKILL" in output
+    assert [(there / rank).read_text() for rank in "012"] == ["33", "33", "33"]
