@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 from hvtrain.system import verdict
@@ -73,7 +74,7 @@ def quiet_import(verbose: bool) -> Iterator[None]:
 def start_log(is_chief: bool) -> None:
     """Sends hvtrain's log and Python's warnings to the chief's console."""
     logging.captureWarnings(True)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _ToStdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
     for name in ("hvtrain", "py.warnings"):
@@ -97,6 +98,18 @@ def log_to_file(folder: Path, rank: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("hvtrain", "py.warnings"):
         logging.getLogger(name).addHandler(handler)
+
+
+class _ToStdout(logging.StreamHandler):
+    """Follows sys.stdout, which a live display replaces to write above itself."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """The base class sets its own."""
 
 
 class _LogFile(logging.FileHandler):

@@ -1,18 +1,21 @@
-"""Progress on rank 0's console: a line an epoch, and within long epochs one that moves, or one every 30 seconds."""
+"""Progress on rank 0's console: a line an epoch, and within long epochs bars on a terminal, else a line every 30 s."""
 
 import logging
-import shutil
+import os
 import sys
 import time
 from typing import Any
 
+from hvtrain.step_timing import StepTimes
 from hvtrain.system.console import is_launched
+from hvtrain.training.callbacks.live_display import Bar, LiveDisplay, gpu_memory, shares
 from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.speed import Throughput
 
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 30.0
-SECONDS_BETWEEN_MOVES = 0.2
+SECONDS_BETWEEN_DRAWINGS = 0.5
 
 
 class Progress(RunCallback):
@@ -21,13 +24,23 @@ class Progress(RunCallback):
     Speeds and the time that is left count the steps of this start, without its first call of the graph, which traces.
     """
 
-    def __init__(self, *place: Any) -> None:
+    def __init__(self, *place: Any, throughput: Throughput) -> None:
         super().__init__(*place)
-        # A launcher prefixes each line, which breaks a moving one; mpirun gives its ranks terminals nevertheless.
-        self._moves = sys.stdout.isatty() and not is_launched()
+        self._throughput = throughput
+        # A launcher prefixes each line, which breaks a display; mpirun gives its ranks terminals nevertheless.
+        self._display = LiveDisplay() if is_live(sys.stdout.isatty()) else None
         self._started: tuple[float, int] | None = None  # when the first call had ended, and after which step
         self._first_in_epoch: tuple[float, int] | None = None
         self._last_step_at = self._last_line = 0.0
+        self._times_before: StepTimes | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._display:
+            self._display.start()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._display:
+            self._display.stop()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last_line = time.monotonic()
@@ -37,37 +50,77 @@ class Progress(RunCallback):
         now = self._last_step_at = time.monotonic()
         self._started = self._started or (now, self.position.step)
         self._first_in_epoch = self._first_in_epoch or (now, self.position.step)
-        pause = SECONDS_BETWEEN_MOVES if self._moves else SECONDS_BETWEEN_LINES
+        pause = SECONDS_BETWEEN_DRAWINGS if self._display else SECONDS_BETWEEN_LINES
         if self.position.in_epoch and now - self._last_line >= pause:
             self._last_line = now
-            line = self._line(logs)
-            if self._moves:
-                sys.stdout.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-                sys.stdout.flush()
+            if self._display:
+                self._draw(self._display, logs)
             else:
-                log.info("%s", line)
+                log.info("%s", self._line(logs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        if self._moves:
-            sys.stdout.write("\r\x1b[K")
         log.info("%s", self._line(logs))
+
+    @property
+    def _steps_of_epoch(self) -> tuple[int, int]:
+        """Steps done of the epoch, and all of them."""
+        plan = self.position.plan
+        begin = plan.shift + self.position.epoch * plan.steps_per_epoch
+        return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
 
     def _line(self, logs: dict[str, Any]) -> str:
         """What Keras's bar shows, for what was done of the epoch, and how far the run is."""
         plan, step = self.position.plan, self.position.step
-        begin = plan.shift + self.position.epoch * plan.steps_per_epoch
-        parts = [f"{step - begin:,}/{min(plan.steps_per_epoch, plan.num_steps - begin):,} steps"]
-        if seconds := _seconds_per_step(self._first_in_epoch, (self._last_step_at, step)):
-            parts.append(f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step")
-        parts += [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"]
+        done, total = self._steps_of_epoch
+        parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
+        line = f"{self._epoch()}: {', '.join(parts)}; {step / plan.num_steps:.0%} of the run"
+        return ", ".join([line, *self._left()])
+
+    def _draw(self, display: LiveDisplay, logs: dict[str, Any]) -> None:
+        plan, step = self.position.plan, self.position.step
+        done, total = self._steps_of_epoch
+        whole = ", ".join([f"{step / plan.num_steps:.0%}", *self._left()])
+        epoch = ", ".join([f"{done:,}/{total:,} steps", *self._step_time()])
+        numbers = [*self._numbers(logs), f"learning rate {float(self.model.optimizer.learning_rate):.3g}"]
+        bars = [Bar("Run", step, plan.num_steps, whole), Bar(self._epoch(), done, total, epoch)]
+        display.show(bars, [", ".join(numbers), "; ".join(filter(None, [self._shares(), gpu_memory()]))])
+
+    def _shares(self) -> str:
+        """Shares of the time since the last drawing, and the slowest rank of the last epoch."""
+        marks, size = self.run.strategy.marks, self.run.topology.size
+        times = marks.times()
+        text = shares(times - self._times_before, size) if self._times_before and marks.timed else ""
+        self._times_before = times
+        split = self._throughput.split
+        return f"{text}; slowest: rank {split.slowest_rank} on {split.slowest_host}" if split and size > 1 else text
+
+    def _epoch(self) -> str:
+        return f"Epoch {self.position.epoch + 1}/{self.position.plan.num_epochs}"
+
+    def _step_time(self) -> list[str]:
+        if seconds := _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step)):
+            return [f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"]
+        return []
+
+    def _numbers(self, logs: dict[str, Any]) -> list[str]:
+        """Loss, metrics and speed."""
+        parts = [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"]
         if speed := logs.get("examples/s"):
             parts.append(f"{speed:,.0f} examples/s")
             if unit := self.run.task.unit(self.run.source):
                 parts.append(f"{speed * unit[1]:,.0f} {unit[0]}/s")
-        epoch, done = f"Epoch {self.position.epoch + 1}/{plan.num_epochs}", f"{step / plan.num_steps:.0%} of the run"
-        line = f"{epoch}: {', '.join(parts)}; {done}"
-        left = (plan.num_steps - step) * _seconds_per_step(self._started, (time.monotonic(), step))
-        return f"{line}, {_clock(left)} left" if left else line
+        return parts
+
+    def _left(self) -> list[str]:
+        """The time left of the whole run."""
+        left = self.position.plan.num_steps - self.position.step
+        seconds = left * _seconds_per_step(self._started, (time.monotonic(), self.position.step))
+        return [f"{_clock(seconds)} left"] if seconds else []
+
+
+def is_live(is_terminal: bool) -> bool:
+    """True if a display that moves is of use: on a terminal that can, for a person."""
+    return is_terminal and not is_launched() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
 
 
 def _seconds_per_step(start: tuple[float, int] | None, end: tuple[float, int]) -> float:

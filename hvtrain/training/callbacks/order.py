@@ -76,7 +76,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         *strategy.stop_callbacks(),
         Recording(*place, throughput=monitors.throughput),
         Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
-        *([Progress(*place)] if run.topology.is_chief else []),
+        *([Progress(*place, throughput=monitors.throughput)] if run.topology.is_chief else []),
         monitors.skipped,
         *([TimelineTrace(*place)] if config.profile.timeline else []),
         *([MemoryCommit(*place, callback_state=state)] if strategy.membership.commit_steps else []),
