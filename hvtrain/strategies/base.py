@@ -109,6 +109,12 @@ class Strategy:
         """Returns the loss, changed so that the mean of all ranks' gradients is the joint batch's. Not collective."""
         return joint_loss(loss, lambda number: number, lambda: 1)
 
+    def prepare(self, model: keras.Model) -> None:
+        """Changes a built and compiled model so that this strategy can train it. Not collective.
+
+        Raises ConfigError if it cannot.
+        """
+
     def fit(
         self,
         model: keras.Model,

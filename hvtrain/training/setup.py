@@ -92,6 +92,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         model.optimizer.build(model.trainable_variables)
         multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
+    strategy.prepare(model)
     prepare_step(
         model,
         source,
