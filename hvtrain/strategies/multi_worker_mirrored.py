@@ -11,13 +11,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.strategies.replica_step import ReplicaReducer, plain_metrics, prepare_model, reduce_first, replica_loss
 from hvtrain.system import interfaces
 from hvtrain.watchdog.starting import LOOPBACK, agree
@@ -73,19 +71,9 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
     def prepare(self, model: keras.Model) -> None:
         prepare_model(model, NAME)
 
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        call_steps: CallSteps,
-    ) -> None:
-        def step(data: Any) -> Any:
-            return self.replicas.run(tf.autograph.experimental.do_not_convert(model.train_step), (data,))
-
-        train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
+    def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
+        step = tf.autograph.experimental.do_not_convert(model.train_step)
+        return lambda batch: self.replicas.run(step, (batch,))
 
     def expect_restart(self) -> None:
         raise ConfigError(

@@ -16,7 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 from hvtrain.errors import ConfigError
 from hvtrain.finetuning.inner_step import inner_of
 from hvtrain.joint_loss import joint_loss
-from hvtrain.keras.gradients import FiniteCheck, compare_structure, map_values, sum_duplicates
+from hvtrain.keras.gradients import FiniteCheck, compare_structure, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
@@ -92,7 +92,7 @@ def reduce_first(
 ) -> keras.optimizers.Optimizer:
     """Makes the optimizer step on the replicas' summed gradients (in place); reducer sums them.
 
-    Raises ConfigError for an optimizer whose step would reduce within a branch of the graph, which tf.distribute cannot.
+    Raises ConfigError for an optimizer whose step would reduce within a branch of the graph.
     """
     if inner_of(optimizer).gradient_accumulation_steps:
         raise ConfigError(
@@ -151,15 +151,15 @@ def plain_metrics(next_creator: Callable[..., Any], **options: Any) -> Any:
 
 
 def prepare_model(model: keras.Model, strategy: str) -> None:
-    """Lets Keras evaluate and predict with the model in this process alone, and checks that its step can be distributed.
+    """Lets Keras evaluate and predict with the model in this process alone; checks its step.
 
     Raises ConfigError for a model whose loss Keras does not divide by the replicas, or that XLA is to compile.
     """
     steps = ("train_step", "compute_loss")
     if own := [name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)]:
         raise ConfigError(
-            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the number of "
-            f"replicas, and {type(model).__name__} has its own {' and '.join(own)}; choose strategy=horovod"
+            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the "
+            f"number of replicas, and {type(model).__name__} has its own {' and '.join(own)}; choose strategy=horovod"
         )
     if model.jit_compile:
         raise ConfigError(f"strategy={strategy} and train.jit_compile exclude each other; leave one of them out")
