@@ -15,7 +15,15 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.process import launched_size
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.replica_step import ReplicaReducer, plain_metrics, prepare_model, reduce_first, replica_loss
+from hvtrain.strategies.replica_step import (
+    ReplicaReducer,
+    mean_over_replicas,
+    plain_metrics,
+    prepare_model,
+    reduce_first,
+    replica_loss,
+    step_of,
+)
 
 NAME = "mirrored"
 _Aggregation = tf.VariableAggregation
@@ -74,13 +82,25 @@ class MirroredStrategy(Strategy):
         return reduce_first(optimizer, reducer, check_finite)
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        return replica_loss(loss, self.num_replicas)
+        return replica_loss(loss, self.num_replicas, self._mean)
+
+    def _mean(self, number: tf.Tensor) -> tf.Tensor:
+        """The mean over the replicas, whose threads take turns here while their step is traced.
+
+        Layers keep the losses that they add, so each replica has to put its own back, before Keras adds them up.
+        """
+        kept = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
+        mean = mean_over_replicas(number)
+        for layer, losses in kept:
+            layer._losses[:] = losses
+        return mean
 
     def prepare(self, model: keras.Model) -> None:
         prepare_model(model, NAME)
+        self._model = model
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
-        train_step = tf.autograph.experimental.do_not_convert(model.train_step)
+        train_step = step_of(model)
 
         def part(batch: Any, replica: int) -> Any:
             return tf.nest.map_structure(lambda one: tf.split(one, self.num_replicas)[replica], batch)

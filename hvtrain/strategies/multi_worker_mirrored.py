@@ -16,7 +16,14 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.replica_step import ReplicaReducer, plain_metrics, prepare_model, reduce_first, replica_loss
+from hvtrain.strategies.replica_step import (
+    ReplicaReducer,
+    plain_metrics,
+    prepare_model,
+    reduce_first,
+    replica_loss,
+    step_of,
+)
 from hvtrain.system import interfaces
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
@@ -72,7 +79,7 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         prepare_model(model, NAME)
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
-        step = tf.autograph.experimental.do_not_convert(model.train_step)
+        step = step_of(model)
         return lambda batch: self.replicas.run(step, (batch,))
 
     def expect_restart(self) -> None:

@@ -110,7 +110,16 @@ def reduce_first(
     return distributed
 
 
-def replica_loss(loss: keras.losses.Loss, num_replicas: int) -> keras.losses.Loss:
+def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
+    """The mean of a scalar over all replicas, as float32; itself where no replica runs."""
+    number = tf.cast(number, tf.float32)
+    replica = tf.distribute.get_replica_context()
+    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, number) if tf.distribute.has_strategy() else number
+
+
+def replica_loss(
+    loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor] = mean_over_replicas
+) -> keras.losses.Loss:
     """The loss, changed so that the sum of all replicas' gradients is the joint batch's.
 
     Keras divides means by the number of replicas, but neither sums nor a loss that its class returns as one number.
@@ -129,14 +138,7 @@ def replica_loss(loss: keras.losses.Loss, num_replicas: int) -> keras.losses.Los
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     divided: Any = object.__new__(type(base.__name__, (base,), {**names, "__call__": __call__, "call": call}))
     vars(divided).update(vars(loss))
-    return joint_loss(divided, mean_over_replicas, lambda: num_replicas)
-
-
-def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """The mean of a scalar over all replicas, as float32; as it is outside of a replica's step."""
-    number = tf.cast(number, tf.float32)
-    replica = tf.distribute.get_replica_context()
-    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, number) if tf.distribute.has_strategy() else number
+    return joint_loss(divided, mean, lambda: num_replicas)
 
 
 def plain_metrics(next_creator: Callable[..., Any], **options: Any) -> Any:
@@ -148,6 +150,18 @@ def plain_metrics(next_creator: Callable[..., Any], **options: Any) -> Any:
     if options.get("synchronization") == tf.VariableSynchronization.ON_READ:
         return default_variable_creator_v2(None, **options)
     return next_creator(**options)
+
+
+def step_of(model: keras.Model) -> Callable[[Any], Any]:
+    """The model's train step, for tf.distribute to run in each replica."""
+
+    @tf.autograph.experimental.do_not_convert
+    def step(batch: Any) -> Any:
+        # Keras creates the state of most metrics with the first batch.
+        with tf.variable_creator_scope(plain_metrics):
+            return model.train_step(batch)
+
+    return step
 
 
 def prepare_model(model: keras.Model, strategy: str) -> None:
