@@ -18,7 +18,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
     mean_over_replicas,
-    plain_metrics,
+    plain,
     prepare_model,
     reduce_first,
     replica_loss,
@@ -35,11 +35,6 @@ class MirroredStrategy(Strategy):
     Args:
         num_replicas: GPUs to use, by their numbers; None: all of them. Without GPUs that many parts of the CPU.
     """
-
-    differences = (
-        "moving statistics are averaged over the replicas after each step",
-        "dropout drops the same units on all replicas",
-    )
 
     def __init__(self, num_replicas: int | None = None) -> None:
         super().__init__()
@@ -63,15 +58,13 @@ class MirroredStrategy(Strategy):
     @contextmanager
     def scope(self) -> Iterator[None]:
         self._builds_model = True
-        with self.replicas.scope(), tf.variable_creator_scope(plain_metrics), tf.variable_creator_scope(self._averaged):
+        with self.replicas.scope(), tf.variable_creator_scope(self._averaged), tf.variable_creator_scope(plain):
             yield
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         """Creates moving statistics of the model so that all replicas hold the mean of theirs, in each step."""
         if self._builds_model and not options.get("trainable") and options.get("aggregation") == _Aggregation.NONE:
-            # Seeds are whole numbers, and each replica goes on with the same.
-            is_statistic = tf.as_dtype(options["dtype"]).is_floating
-            options["aggregation"] = _Aggregation.MEAN if is_statistic else _Aggregation.NONE
+            options["aggregation"] = _Aggregation.MEAN
         return next_creator(**options)
 
     def distribute(

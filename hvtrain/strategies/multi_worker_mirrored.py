@@ -18,7 +18,7 @@ from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
-    plain_metrics,
+    plain,
     prepare_model,
     reduce_first,
     replica_loss,
@@ -60,7 +60,7 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        with self.replicas.scope(), tf.variable_creator_scope(plain_metrics):
+        with self.replicas.scope(), tf.variable_creator_scope(plain):
             yield
 
     def distribute(

@@ -22,6 +22,8 @@ from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.variables import overwrites
 
+_PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
+
 
 @dataclass(eq=False)
 class ReplicaReducer(Reducer):
@@ -141,13 +143,15 @@ def replica_loss(
     return joint_loss(divided, mean, lambda: num_replicas)
 
 
-def plain_metrics(next_creator: Callable[..., Any], **options: Any) -> Any:
-    """Creates the state of a metric as one plain variable, to which all replicas of this process add.
+def plain(next_creator: Callable[..., Any], **options: Any) -> Any:
+    """Creates what replicas need no copies of as one plain variable, which all replicas of this process change in turn.
 
-    For tf.variable_creator_scope. tf.distribute would give each replica its own and sum them where they are read, which
-    over several processes is a collective, and hangs where one of them reads.
+    For tf.variable_creator_scope. That is the state of metrics, of which tf.distribute would sum the copies where they
+    are read: over several processes that is a collective, and hangs where one of them reads. And it is the seeds of
+    dropout, whose copies would drop the same units on all replicas, and what is neither weight nor slot.
     """
-    if options.get("synchronization") == tf.VariableSynchronization.ON_READ:
+    name = str(options.get("name"))
+    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:
         return default_variable_creator_v2(None, **options)
     return next_creator(**options)
 
@@ -158,7 +162,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
     @tf.autograph.experimental.do_not_convert
     def step(batch: Any) -> Any:
         # Keras creates the state of most metrics with the first batch.
-        with tf.variable_creator_scope(plain_metrics):
+        with tf.variable_creator_scope(plain):
             return model.train_step(batch)
 
     return step
