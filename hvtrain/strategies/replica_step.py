@@ -49,7 +49,7 @@ class ReplicaReducer(Reducer):
             return reduced
         if any(map(overwrites, variables)):
             raise ConfigError(
-                f"strategy={self.strategy} and train.precision=float8 exclude each other; leave one of them out"
+                f"strategy={self.strategy} adds up what float8 layers need the maximum of; choose strategy=horovod"
             )
         if self.compares:
             compare_structure(
