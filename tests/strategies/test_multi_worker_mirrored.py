@@ -122,12 +122,12 @@ def test_what_it_cannot_do_is_refused_by_name(found, name, message):
 
 
 def test_settings_are_refused_before_it_starts(monkeypatch):
-    with pytest.raises(ConfigError, match="strategy.communication=mpi is not one of auto, ring, nccl"):
+    with pytest.raises(ConfigError, match=r"strategy.communication=mpi is not one of auto, ring, nccl"):
         MultiWorkerMirroredStrategy(communication="mpi")
-    with pytest.raises(ConfigError, match="comm.tune=true tunes Horovod's reductions, which strategy=multi_worker"):
+    with pytest.raises(ConfigError, match=r"comm.tune=true tunes Horovod's reductions, which strategy=multi_worker"):
         MultiWorkerMirroredStrategy().expect_restart()
     monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(ConfigError, match="TF_CONFIG is set, and .* makes its cluster of the launcher's ranks; unset"):
+    with pytest.raises(ConfigError, match=r"TF_CONFIG is set, and .* makes its cluster of the launcher's ranks; unset"):
         join_cluster.__wrapped__(0, 2, "auto")
 
 
