@@ -41,11 +41,11 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
 
     Args:
         communication: "ring", "nccl", or "auto", which leaves the choice to TensorFlow.
-        horovod: the arguments share_gpus and pin_cores of HorovodStrategy.
+        share_gpus, pin_cores: as in HorovodStrategy.
     """
 
-    def __init__(self, communication: str = "auto", **horovod: Any) -> None:
-        super().__init__(**horovod)
+    def __init__(self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True) -> None:
+        super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if communication not in COMMUNICATION:
             raise ConfigError(f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}")
         self.communication = communication

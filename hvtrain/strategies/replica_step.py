@@ -14,7 +14,6 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from hvtrain.errors import ConfigError
-from hvtrain.finetuning.inner_step import inner_of
 from hvtrain.joint_loss import joint_loss
 from hvtrain.keras.gradients import FiniteCheck, compare_structure, sum_duplicates
 from hvtrain.keras.hooks import hook_of
@@ -96,7 +95,7 @@ def reduce_first(
 
     Raises ConfigError for an optimizer whose step would reduce within a branch of the graph.
     """
-    if inner_of(optimizer).gradient_accumulation_steps:
+    if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
         raise ConfigError(
             f"strategy={reducer.strategy} and train.accumulate exclude each other, since Keras accumulates in a branch "
             "of the graph, where tf.distribute cannot update weights; leave one of them out"
@@ -106,7 +105,7 @@ def reduce_first(
     hook.reducer = reducer
     if check_finite:
         hook.finite_check = FiniteCheck() if reducer.compares else ReplicaFiniteCheck()
-    inner = inner_of(distributed)
+    inner = getattr(distributed, "inner_optimizer", distributed)
     for part in (inner, *(getattr(inner, "optimizers", None) or ())):
         part._all_reduce_sum_gradients = list
     return distributed
