@@ -15,6 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.keras.process import CYCLE_TIME
+from hvtrain.strategies.base import Timeline
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
@@ -49,6 +50,7 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         if communication not in COMMUNICATION:
             raise ConfigError(f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}")
         self.communication = communication
+        self.timeline = Timeline()  # Horovod's would have no gradients.
 
     def start(self) -> Topology:
         # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.

@@ -11,6 +11,7 @@ import pytest
 import replica_cases
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy, join_cluster
+from lab import Lab, needs_lab
 from launching import finish, many_runs, run, start, train, without_hvtrain
 from ranks import MARK, rank_processes, send
 from replica_cases import JOINT, SAME, SAVED, TEXT, arrays, largest_gap, runs_of
@@ -173,3 +174,16 @@ def test_a_worker_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, vi
     step = max(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*"))
     code, output = train("gloo", 2, f"train.steps={step + 5}", *line, cwd=tmp_path)
     assert code == 0 and f"{step:,} of {step + 5:,} steps were done" in output
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@needs_lab
+@pytest.mark.parametrize("how", ["--gloo", "--mpi"])
+def test_workers_on_two_hosts_find_each_other(how):
+    with Lab(2) as lab:
+        line = ["-np", "2", "-H", "s1,s2", how, "--", "model=mlp", "train.epochs=1", f"run.dir={lab.home}/run", *OURS]
+        code, output = lab.launch(*line)
+    assert code == 0, output
+    assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", output, re.MULTILINE)
+    assert "reductions 22 of 22 steps; weights equal on 2/2 ranks" in output
