@@ -52,7 +52,7 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
     Without a momentum, and before the first step, nothing changes.
     """
     inner = inner_of(model.optimizer)
-    if momentum is None or int(inner.iterations) == 0:
+    if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]

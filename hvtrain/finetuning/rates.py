@@ -60,5 +60,10 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
 
 
 def _key(variable: Any) -> int:
-    """The same for a variable of Keras and for that of TensorFlow in it, which Keras gives to update_step."""
-    return id(variable.value if isinstance(variable, keras.Variable) else variable)
+    """The same for a variable of Keras, for that of TensorFlow in it, and for its copy on a device of tf.distribute.
+
+    Keras gives the last of them to update_step.
+    """
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    whole = getattr(value, "_distributed_container", lambda: None)()
+    return id(value if whole is None else whole)

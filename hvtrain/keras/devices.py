@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.errors import RankError
+from hvtrain.keras.early_exchange import exchange
 from hvtrain.system import cores
 
 
@@ -113,7 +114,7 @@ def pin_gpu(
     Raises RankError if ranks would share a GPU and share is false, or if TensorFlow has initialized one already.
     """
     if not (gpus := tf.config.list_physical_devices("GPU")):
-        # Before _gather, which allocates, and starts one TensorFlow thread for each core that this process may use.
+        # Before exchange, which allocates, and starts one TensorFlow thread for each core that this process may use.
         # TensorFlow's GPU allocator (best fit with coalescing), with all of this host's memory: the CPU's returns each
         # large gradient's memory to the system and takes new pages in the next step, which for 100 MB costs more than
         # the reduction.
@@ -124,7 +125,7 @@ def pin_gpu(
             cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     own = View(host or socket.gethostname(), hvd.local_rank(), names, _uuids(len(names)))
-    views = [own] if by_local_rank else _gather(own)
+    views = [own] if by_local_rank else exchange(own, "hvtrain.devices")
     chosen = choose_gpus(views, share)
     index = chosen[0 if by_local_rank else hvd.rank()]
     if index is not None:
@@ -176,13 +177,3 @@ def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
     """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set."""
     named = tuple(name.strip() for name in variable.split(",")) if variable else ()
     return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
-
-
-def _gather(view: View) -> list[View]:
-    if hvd.size() == 1:
-        return [view]
-    # An eager collective would initialize all GPUs, and then none could be pinned. A session that knows of no GPU
-    # leaves nothing initialized.
-    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
-    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
-        return hvd.allgather_object(view, session=session, name="hvtrain.devices")

@@ -104,7 +104,7 @@ class FiniteCheck:
         self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
-            nobody = tf.zeros([hvd.size()], tf.int32)
+            nobody = tf.zeros([self.num_processes], tf.int32)
             self.at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
@@ -114,8 +114,7 @@ class FiniteCheck:
         """
 
         def fail() -> tf.Operation:
-            fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
-            faults = hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
+            faults = self.faults(own)
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
@@ -127,6 +126,15 @@ class FiniteCheck:
 
         with tf.control_dependencies([passed] if self.waits else []):
             return [None if gradient is None else map_values(kept, gradient) for gradient in reduced]
+
+    @property
+    def num_processes(self) -> int:
+        return int(hvd.size())
+
+    def faults(self, own: Sequence[Any]) -> tf.Tensor:
+        """1 for each rank whose own gradients are not finite, else 0; int32 [ranks] (every rank)."""
+        fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
+        return hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:

@@ -109,6 +109,12 @@ class Strategy:
         """Returns the loss, changed so that the mean of all ranks' gradients is the joint batch's. Not collective."""
         return joint_loss(loss, lambda number: number, lambda: 1)
 
+    def prepare(self, model: keras.Model) -> None:
+        """Changes a built and compiled model so that this strategy can train it. Not collective.
+
+        Raises ConfigError if it cannot.
+        """
+
     def fit(
         self,
         model: keras.Model,
@@ -128,7 +134,12 @@ class Strategy:
             callbacks: all of them, in the order of calls.
             call_steps: chooses the number of steps in each call of the graph.
         """
-        train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks)
+        step = self.train_step(model)
+        train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
+
+    def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
+        """Returns what takes this process's batch and returns the logs; None: the model's own. Not collective."""
+        return None
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.

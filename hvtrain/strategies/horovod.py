@@ -89,8 +89,12 @@ class HorovodStrategy(Strategy):
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        self.before_devices()
         self.marks = StepMarks()
         return self.topology
+
+    def before_devices(self) -> None:
+        """Called by start when the ranks know each other, and TensorFlow has initialized no device yet (every rank)."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
         place = self.topology
@@ -145,8 +149,12 @@ class HorovodStrategy(Strategy):
             os.environ.update(environment)
             hvd.init()
 
+    def is_lost_rank(self, error: BaseException) -> bool:
+        """True if the error says that communication between ranks broke. Not collective."""
+        return is_lost_rank_error(error)
+
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if is_lost_rank_error(error) else None
+        verdict = self.watchdog.cause() if self.is_lost_rank(error) else None
         if verdict is None:
             # All ranks are there, so it was the network between them, and a restart may help.
             said = _NCCL_FAILED.search(str(error))

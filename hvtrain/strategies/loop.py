@@ -58,10 +58,12 @@ def train(
     callbacks: list[keras.callbacks.Callback],
     call_steps: CallSteps,
     marks: StepMarks,
+    train_step: Callable[[Any], Any] | None = None,
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
+    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. train_step: what
+    takes a batch in place of the model's.
     """
     callback_list = keras.callbacks.CallbackList(
         callbacks,
@@ -75,7 +77,7 @@ def train(
     callback_list.on_train_begin()
     gpus = tf.config.list_logical_devices("GPU")
     batches = batches_from(start_step)
-    steps = make_steps(model, iter(to_device(batches, gpus[0].name) if gpus else batches), marks)
+    steps = make_steps(model, iter(to_device(batches, gpus[0].name) if gpus else batches), marks, train_step)
     step, logs = start_step, {}
     while step < plan.num_steps and not model.stop_training:
         epoch, in_epoch = plan.position(step)
@@ -104,9 +106,12 @@ def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
     return batches.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=2))
 
 
-def make_steps(model: keras.Model, batches: Any, marks: StepMarks) -> Callable[[int], dict[str, Any]]:
+def make_steps(
+    model: keras.Model, batches: Any, marks: StepMarks, train_step: Callable[[Any], Any] | None = None
+) -> Callable[[int], dict[str, Any]]:
     """Makes a function that does a number of steps on the iterator's next batches, and returns the last one's logs."""
-    one_step = tf.function(_by_xla(model) if model.jit_compile else model.train_step, reduce_retracing=True)
+    train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
+    one_step = tf.function(train_step, reduce_retracing=True)
     outputs = one_step.get_concrete_function(batches.element_spec).structured_outputs
     blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
 

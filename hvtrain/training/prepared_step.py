@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import keras
@@ -33,7 +34,7 @@ def prepare_step(
     train_step, compute_loss, compute_metrics = model.train_step, model.compute_loss, model.compute_metrics
     augmentation = source.augmentation
     batch_weight: list[Any] = []  # Of the step that is being traced.
-    hard_targets: list[Any] = []
+    hard_targets: dict[int, Any] = {}  # By thread: a strategy may trace the step of several replicas in turns.
 
     @wraps(compute_loss)
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +43,7 @@ def prepare_step(
 
     @wraps(compute_metrics)
     def hard_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return compute_metrics(x, hard_targets.pop() if hard_targets else y, y_pred, sample_weight)
+        return compute_metrics(x, hard_targets.pop(get_ident(), y), y_pred, sample_weight)
 
     def prepared(data: Any) -> Any:
         if has_batch_weights:
@@ -54,8 +55,10 @@ def prepare_step(
             inputs, targets = augmentation(images, targets, seed)
         if source.raw_batches:
             inputs = source.finish(inputs)
-        hard_targets[:] = [harden(targets)] if augmentation and augmentation.mixes else []
-        if class_weights and hard_targets:
+        mixes = bool(augmentation and augmentation.mixes)
+        if mixes:
+            hard_targets[get_ident()] = harden(targets)
+        if class_weights and mixes:
             targets, weights = weighted_mixture(targets, class_weights)
         elif class_weights:
             of_targets = weights_of(targets, class_weights)

@@ -71,6 +71,11 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
         model = build(config, "model", keras.Model, facts, source.name)
         check_model(model, f"model._target_={config.model['_target_']}", source, task)
+        if config.train.sync_batch_norm and strategy.num_replicas > 1:
+            raise ConfigError(
+                f"train.sync_batch_norm=true normalizes over ranks, and this strategy has {strategy.num_replicas} "
+                "replicas in one process; leave the setting out"
+            )
         change_parts(model, config, strategy.topology.size)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
@@ -92,6 +97,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         model.optimizer.build(model.trainable_variables)
         multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
+    strategy.prepare(model)
     prepare_step(
         model,
         source,

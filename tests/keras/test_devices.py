@@ -118,7 +118,7 @@ class FakeTensorFlow:
         monkeypatch.setattr(devices.hvd, "rank", lambda: rank)
         monkeypatch.setattr(devices.hvd, "local_rank", lambda: views[rank].local_rank)
         monkeypatch.setattr(devices.hvd, "size", lambda: len(views))
-        monkeypatch.setattr(devices, "_gather", self.gather)
+        monkeypatch.setattr(devices, "exchange", self.exchange)
         monkeypatch.setattr(devices, "_uuids", lambda number: views[rank].ids[:number])
         self.rank, self.views = rank, views
 
@@ -127,7 +127,7 @@ class FakeTensorFlow:
             raise RuntimeError(self.refusal)
         self.told.append(what)
 
-    def gather(self, view):
+    def exchange(self, view, name):
         assert view == self.views[self.rank], "what this rank says of itself"
         return self.views
 
@@ -162,7 +162,7 @@ def test_a_list_of_its_own_for_each_rank(monkeypatch):
 def test_a_rank_that_joins_asks_no_other(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = FakeTensorFlow(monkeypatch, count=2, rank=1, views=host("s1", "01", 4))
-    monkeypatch.setattr(devices, "_gather", lambda view: pytest.fail("the others are training"))
+    monkeypatch.setattr(devices, "exchange", lambda view, name: pytest.fail("the others are training"))
     assert pin_gpu("s1", by_local_rank=True) == ["s1 GPU 1"]
     assert fake.told == pinned_to(fake, 1)
     monkeypatch.setattr(devices.hvd, "local_rank", lambda: 3)

@@ -104,7 +104,7 @@ def against_the_joint_batches(config):
         batches = stream if plan.is_even else with_rank_weights(stream, plan, hvd.rank(), 0)
         if not exact and not plan.is_even:
             batches = batches.map(lambda batch, weight: (batch, tf.ones_like(weight)))
-        step = tf.function(model.train_step, reduce_retracing=True)
+        step = tf.function(strategy.train_step(model) or model.train_step, reduce_retracing=True)
         for batch in batches.take(plan.num_steps):
             step(batch)
         if exact:

@@ -1,0 +1,21 @@
+"""An exchange between ranks before TensorFlow has initialized a device, as choices of devices and clusters need it."""
+
+from typing import TypeVar
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+T = TypeVar("T")
+
+
+def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
+    """All ranks' values, by rank (every rank). Call it after init; TensorFlow's devices can be chosen afterwards.
+
+    An eager collective would initialize TensorFlow's context with all GPUs and no cluster, and that is final. A session
+    that knows of no GPU leaves nothing initialized.
+    """
+    if hvd.size() == 1:
+        return [value]
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        return list(hvd.allgather_object(value, session=session, name=name))

@@ -1,0 +1,183 @@
+"""The step of one replica under a strategy of tf.distribute, on the same terms as a rank of Horovod.
+
+Keras's optimizers sum gradients over the replicas of tf.distribute by themselves, but only after each replica has
+clipped its own and looked for an overflow in its own. Here the same sum is taken as the step is entered, and Keras's
+own is left out. Keras divides losses by the number of replicas, so the sum of their gradients is the mean.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
+
+from hvtrain.errors import ConfigError
+from hvtrain.joint_loss import joint_loss
+from hvtrain.keras.gradients import FiniteCheck, compare_structure, sum_duplicates
+from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.optimizer import DistributedOptimizer
+from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.variables import overwrites
+
+_PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
+
+
+@dataclass(eq=False)
+class ReplicaReducer(Reducer):
+    """Sums gradients over the replicas, all in one call of tf.distribute's all-reduce. Called by each replica.
+
+    strategy: what makes the name of the strategy in messages. own_replica: the first one of this process, which counts
+    and sets marks. compares: other processes have replicas too, and are asked whether they reduce the same gradients.
+    """
+
+    strategy: str = ""
+    num_replicas: int = 1
+    own_replica: int = 0
+    compares: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        return self.num_replicas == 1
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+        self.num_calls += 1
+        reduced, variables = list(gradients), list(variables or ())
+        if self.is_alone:
+            return reduced
+        if any(map(overwrites, variables)):
+            raise ConfigError(
+                f"strategy={self.strategy} adds up what float8 layers need the maximum of; choose strategy=horovod"
+            )
+        if self.compares:
+            compare_structure(
+                self.name, f"op=Sum, stop_flag={self.flag is not None}", reduced, variables, self.process_set
+            )
+        replica = tf.distribute.get_replica_context()
+        is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.own_replica
+        shared = [at for at, gradient in enumerate(reduced) if gradient is not None]
+        sent = [reduced[at] for at in shared]
+        ready = self.marks.ready(sent) if self.marks and is_own else None
+        flags = [self.flag.own(sent[0].dtype)] if self.flag else []
+        sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
+        done = [self.flag.update(sums.pop(0))] if self.flag else []
+        if self.sums_duplicates:
+            sums = [_without_duplicates(one) if isinstance(one, tf.IndexedSlices) else one for one in sums]
+        if is_own:
+            done += tf.nest.flatten(sums, expand_composites=True)
+            with tf.control_dependencies(done):
+                self.count.assign_add(1)
+            if self.marks and ready is not None:
+                sums[-1:] = self.marks.reduced(done, ready, sums[-1:])
+        for at, one in zip(shared, sums):
+            reduced[at] = one
+        return reduced
+
+
+class ReplicaFiniteCheck(FiniteCheck):
+    """The same check for replicas of one process, which has no other to ask; it is at fault itself."""
+
+    num_processes = 1
+
+    def faults(self, own: Sequence[Any]) -> tf.Tensor:
+        return tf.constant([1])
+
+
+def _without_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    return tf.IndexedSlices(*sum_duplicates(slices.values, slices.indices), slices.dense_shape)
+
+
+def reduce_first(
+    optimizer: keras.optimizers.Optimizer, reducer: ReplicaReducer, check_finite: bool
+) -> keras.optimizers.Optimizer:
+    """Makes the optimizer step on the replicas' summed gradients (in place); reducer sums them.
+
+    Raises ConfigError for an optimizer whose step would reduce within a branch of the graph.
+    """
+    if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+        raise ConfigError(
+            f"strategy={reducer.strategy} and train.accumulate exclude each other, since Keras accumulates in a branch "
+            "of the graph, where tf.distribute cannot update weights; leave one of them out"
+        )
+    distributed = DistributedOptimizer(optimizer)
+    hook: Any = hook_of(distributed)
+    hook.reducer = reducer
+    if check_finite:
+        hook.finite_check = FiniteCheck() if reducer.compares else ReplicaFiniteCheck()
+    inner = getattr(distributed, "inner_optimizer", distributed)
+    for part in (inner, *(getattr(inner, "optimizers", None) or ())):
+        part._all_reduce_sum_gradients = list
+    return distributed
+
+
+def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
+    """The mean of a scalar over all replicas, as float32; itself where no replica runs."""
+    number = tf.cast(number, tf.float32)
+    replica = tf.distribute.get_replica_context()
+    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, number) if tf.distribute.has_strategy() else number
+
+
+def replica_loss(
+    loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor] = mean_over_replicas
+) -> keras.losses.Loss:
+    """The loss, changed so that the sum of all replicas' gradients is the joint batch's.
+
+    Keras divides means by the number of replicas, but neither sums nor a loss that its class returns as one number.
+    """
+    base = type(loss)
+
+    def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+        losses = tf.convert_to_tensor(base.call(self, y_true, y_pred))
+        return losses[None] if losses.shape.rank == 0 else losses
+
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
+        value = base.__call__(self, y_true, y_pred, sample_weight)
+        is_divided = self.reduction != "sum" or not tf.distribute.has_strategy()
+        return value if is_divided else value / num_replicas
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    divided: Any = object.__new__(type(base.__name__, (base,), {**names, "__call__": __call__, "call": call}))
+    vars(divided).update(vars(loss))
+    return joint_loss(divided, mean, lambda: num_replicas)
+
+
+def plain(next_creator: Callable[..., Any], **options: Any) -> Any:
+    """Creates what replicas need no copies of as one plain variable, which all replicas of this process change in turn.
+
+    For tf.variable_creator_scope. That is the state of metrics, of which tf.distribute would sum the copies where they
+    are read: over several processes that is a collective, and hangs where one of them reads. And it is the seeds of
+    dropout, whose copies would drop the same units on all replicas, and what is neither weight nor slot.
+    """
+    name = str(options.get("name"))
+    if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:
+        return default_variable_creator_v2(None, **options)
+    return next_creator(**options)
+
+
+def step_of(model: keras.Model) -> Callable[[Any], Any]:
+    """The model's train step, for tf.distribute to run in each replica."""
+
+    @tf.autograph.experimental.do_not_convert
+    def step(batch: Any) -> Any:
+        # Keras creates the state of most metrics with the first batch.
+        with tf.variable_creator_scope(plain):
+            return model.train_step(batch)
+
+    return step
+
+
+def prepare_model(model: keras.Model, strategy: str) -> None:
+    """Lets Keras evaluate and predict with the model in this process alone; checks its step.
+
+    Raises ConfigError for a model whose loss Keras does not divide by the replicas, or that XLA is to compile.
+    """
+    steps = ("train_step", "compute_loss")
+    if own := [name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)]:
+        raise ConfigError(
+            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the "
+            f"number of replicas, and {type(model).__name__} has its own {' and '.join(own)}; choose strategy=horovod"
+        )
+    if model.jit_compile:
+        raise ConfigError(f"strategy={strategy} and train.jit_compile exclude each other; leave one of them out")
+    model._distribute_strategy = None
