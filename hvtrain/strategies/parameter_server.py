@@ -167,15 +167,15 @@ class Steps:
         self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
 
     def __call__(self, batches: Any) -> Callable[[int], dict[str, Any]]:
-        self.trace(batches.element_spec)
-        self._read = self.reader(batches)
+        read, spec = reader(batches, self.strategy.marks, self.strategy.num_replicas)
+        self.trace(spec)
 
         def several(number: int) -> dict[str, Any]:
             if self._is_settled:
                 self.state.push()
                 self._is_settled = False
             for _ in range(number):
-                self.one(self._read())
+                self.one(read())
                 self.step += 1
             if self.is_due(self.step):
                 self.settle()
@@ -184,9 +184,6 @@ class Steps:
             return self.logs()
 
         return several
-
-    def reader(self, batches: Any) -> Callable[[], Any]:
-        return reader(batches, self.strategy.marks)
 
     def trace(self, spec: Any) -> None:
         """Traces what a worker does with a batch of that spec."""
@@ -206,11 +203,11 @@ class Steps:
         self._names = sorted(found.result)
         return packed(found.result)
 
-    def one(self, batch: Any) -> None:
-        """Gives the batch to a worker, once one is free."""
+    def one(self, parts: list[Any]) -> None:
+        """Gives the batch, which is in one part, to a worker, once one is free."""
         if not self.workers.free:
             self.take(self.workers.finished())
-        self.workers.call(self.workers.free[0], self.step, self._function, batch, tf.constant(self.step, tf.int64))
+        self.workers.call(self.workers.free[0], self.step, self._function, parts[0], tf.constant(self.step, tf.int64))
 
     def take(self, ended: list[tuple[int, int, Any]]) -> None:
         for *_, self._latest in ended:

@@ -6,7 +6,9 @@ and leave Horovod. From then on all of them talk through TensorFlow's servers, a
 
 import functools
 import os
+import signal
 import socket
+import threading
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -79,7 +81,7 @@ class Cluster:
         return self.roles[self.rank]
 
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
-        """The watchdog over all processes, started by the first call, after which they leave Horovod (every process)."""
+        """The watchdog over all processes, which the first call starts; then they leave Horovod (every process)."""
         if self.watchdog:
             return self.watchdog
         self.watchdog = watchdog.start(
@@ -120,7 +122,8 @@ def _joined(num_ps: int, name: str, share_gpus: bool) -> Cluster:
     address, port = _own_address(rank, name)
     addresses = exchange(f"{address}:{port}")
     jobs = {
-        job: [at for at, role in zip(addresses, roles) if role.job == job] for job in dict.fromkeys(r.job for r in roles)
+        job: [at for at, role in zip(addresses, roles) if role.job == job]
+        for job in dict.fromkeys(r.job for r in roles)
     }
     spec = tf.train.ClusterSpec(jobs)
     cluster = Cluster(rank, roles, hosts, devices, "MPI" if hvd.mpi_enabled() else "Gloo")
@@ -138,15 +141,17 @@ def serve(cluster: Cluster) -> None:
     Raises SystemExit(0) if the coordinator ended well, else the error that all processes report.
     """
     dog = cluster.watch(0.0, None)
-    console.take_signals(console.note_signal)
-    console.take_signals(console.note_signal, console.signal.SIGINT)  # The coordinator saves and stops, then this.
+    told = threading.Event()
+    for numbers in ((), (signal.SIGINT,)):  # Not to end: the coordinator saves and stops, and then this does.
+        console.take_signals(lambda *_: (console.note_signal(), told.set()), *numbers)
     dog.progress.end_step(0)
     with dog.phase(EXCHANGE):  # It serves others, so it is never the one that holds them up.
         verdict = dog.wait()
     if verdict is None:
         raise SystemExit(0)
     if verdict.rank == 0 and verdict.is_failure:
-        raise SystemExit(verdict.code)  # The coordinator has said why.
+        told.wait(console.SECONDS_FOR_ANOTHER_RANK)  # The coordinator says why, and the launcher sees it end first.
+        raise SystemExit(verdict.code)
     raise error_of(verdict, dog)
 
 

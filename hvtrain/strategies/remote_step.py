@@ -71,8 +71,15 @@ def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
     return tf.stack([tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())] or [0.0])
 
 
-def reader(batches: Any, marks: StepMarks, cut: Callable[[Any], Any] = lambda batch: batch) -> Callable[[], Any]:
-    """Makes a function that takes the next batch, cut into what workers get, and marks that a step begins with it."""
+def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable[[], list[Any]], Any]:
+    """Makes a function that takes the next batch, cut into equal parts, and marks that a step begins with it.
+
+    Returns it and the spec of a part.
+    """
+
+    def cut(batch: Any) -> list[Any]:
+        parts = [tf.split(one, num_parts) for one in tf.nest.flatten(batch)]
+        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*parts)]
 
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
@@ -82,7 +89,7 @@ def reader(batches: Any, marks: StepMarks, cut: Callable[[Any], Any] = lambda ba
         return cut(marks.arrived(data, began))
 
     traced = take.get_concrete_function(batches)
-    return lambda: traced(batches)
+    return lambda: traced(batches), traced.structured_outputs[0]
 
 
 class Workers:
