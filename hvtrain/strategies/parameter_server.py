@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
@@ -51,8 +52,7 @@ class ParameterServerStrategy(Strategy):
 
     def start(self) -> Topology:
         """Starts all processes; only the coordinator returns."""
-        self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus)
-        self.check_workers(self.cluster.num_workers)
+        self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)
         self.devices = self.cluster.devices
@@ -128,6 +128,7 @@ class ParameterServerStrategy(Strategy):
 
     def stop(self) -> None:
         self.watchdog.stop()
+        hvd.shutdown()  # If this fails before the processes have left Horovod.
 
     def description(self) -> str:
         workers = self.cluster.num_workers

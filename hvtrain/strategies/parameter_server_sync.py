@@ -153,7 +153,8 @@ class SyncSteps(Steps):
 
     def one(self, parts: list[Any]) -> None:
         """One step: every free worker begins its part, and so does a late one as soon as it is free."""
-        step, arrived = self.step, set()
+        step = self.step
+        arrived: set[int] = set()
         for worker in self.workers.free:
             self._begin(worker, parts)
         with self.strategy.watchdog.phase(EXCHANGE):

@@ -4,11 +4,11 @@ Horovod's launchers start them, so Horovod tells each its rank; they exchange ad
 and leave Horovod. From then on all of them talk through TensorFlow's servers, and the watchdog ends them.
 """
 
-import functools
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from hvtrain.keras.devices import View, choose_gpus, visible_names
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.step_timing import StepMarks
 from hvtrain.system import console, interfaces
-from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog.judge import Verdict
 from hvtrain.watchdog.progress import EXCHANGE
 from hvtrain.watchdog.starting import LOOPBACK, agree
@@ -60,6 +60,10 @@ def roles_of(size: int, num_ps: int, name: str) -> list[Role]:
     return [Role(CHIEF, 0), *servers, *(Role(WORKER, index) for index in range(size - 1 - num_ps))]
 
 
+def num_workers(roles: Sequence[Role]) -> int:
+    return sum(role.job == WORKER for role in roles)
+
+
 @dataclass
 class Cluster:
     """The cluster as one of its processes sees it. replicas: TensorFlow's strategy, on the coordinator alone."""
@@ -74,7 +78,7 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
-        return sum(role.job == WORKER for role in self.roles)
+        return num_workers(self.roles)
 
     @property
     def role(self) -> Role:
@@ -100,20 +104,33 @@ class Cluster:
         return self.watchdog
 
 
-def join_cluster(num_ps: int, name: str, share_gpus: bool) -> Cluster:
+# Of this process, which can join only one.
+_cluster: Cluster | None = None
+
+
+def join_cluster(num_ps: int, name: str, share_gpus: bool, check_workers: Callable[[int], None]) -> Cluster:
     """Makes all processes one cluster; the servers of TensorFlow run when it returns (every process).
 
-    Call it before TensorFlow has initialized a device. Raises ConfigError and RankError.
+    Call it before TensorFlow has initialized a device; a later call returns the same cluster. check_workers is called
+    with the number of workers, and raises ConfigError if it does not fit. Raises ConfigError and RankError.
     """
-    if "TF_CONFIG" in os.environ:
-        raise ConfigError(f"TF_CONFIG is set, and strategy={name} makes its cluster of the launcher's ranks; unset it")
-    hvd.init()
-    return _joined(num_ps, name, share_gpus)
+    global _cluster
+    if _cluster is None:
+        if "TF_CONFIG" in os.environ:
+            raise ConfigError(
+                f"TF_CONFIG is set, and strategy={name} makes its cluster of the launcher's ranks; unset it"
+            )
+        hvd.init()
+        roles = roles_of(hvd.size(), num_ps, name)
+        check_workers(num_workers(roles))
+        _cluster = _join(roles, name, share_gpus)
+    else:
+        check_workers(_cluster.num_workers)
+    return _cluster
 
 
-@functools.cache
-def _joined(num_ps: int, name: str, share_gpus: bool) -> Cluster:
-    rank, roles = hvd.rank(), roles_of(hvd.size(), num_ps, name)
+def _join(roles: list[Role], name: str, share_gpus: bool) -> Cluster:
+    rank = hvd.rank()
     _allow_threads()
     hosts, gpus = _places(roles, share_gpus)
     devices = [
@@ -138,20 +155,25 @@ def _joined(num_ps: int, name: str, share_gpus: bool) -> Cluster:
 def serve(cluster: Cluster) -> None:
     """Serves until the coordinator ends, and then ends this process: never returns (ps and workers).
 
-    Raises SystemExit(0) if the coordinator ended well, else the error that all processes report.
+    Exits with 0 if the coordinator ended well, else raises what all processes report.
     """
     dog = cluster.watch(0.0, None)
     told = threading.Event()
+
+    def note(*_: object) -> None:
+        console.note_signal()
+        told.set()
+
     for numbers in ((), (signal.SIGINT,)):  # Not to end: the coordinator saves and stops, and then this does.
-        console.take_signals(lambda *_: (console.note_signal(), told.set()), *numbers)
+        console.take_signals(note, *numbers)
     dog.progress.end_step(0)
     with dog.phase(EXCHANGE):  # It serves others, so it is never the one that holds them up.
         verdict = dog.wait()
     if verdict is None:
-        raise SystemExit(0)
+        ending.end(0)  # Python would take seconds to tear down what this process has nothing left to do with.
     if verdict.rank == 0 and verdict.is_failure:
         told.wait(console.SECONDS_FOR_ANOTHER_RANK)  # The coordinator says why, and the launcher sees it end first.
-        raise SystemExit(verdict.code)
+        ending.end(verdict.code or 1)
     raise error_of(verdict, dog)
 
 
