@@ -14,7 +14,8 @@ from hvtrain.finetuning.inner_step import inner_of
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.strategies.loop import CallSteps, train
-from hvtrain.strategies.ps_roles import WORKER, Cluster, error_of, join_cluster, serve
+from hvtrain.strategies.ps_cluster import Cluster, error_of, join_cluster, serve
+from hvtrain.strategies.ps_roles import WORKER
 from hvtrain.strategies.remote_step import Workers, compute, packed, reader
 from hvtrain.strategies.server_state import ServerState
 from hvtrain.watchdog.progress import EXCHANGE

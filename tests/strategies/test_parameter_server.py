@@ -6,6 +6,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -121,18 +122,12 @@ def begin(folder, num_processes, *words, **more):
 
 
 def ranks_of(folder):
+    """Numbers of the run's processes, by rank."""
     found = {}
-    for path in os.listdir("/proc"):
-        try:
-            words = open(f"/proc/{path}/cmdline", "rb").read().split(b"\0")
-            variables = dict(
-                v.split(b"=", 1) for v in open(f"/proc/{path}/environ", "rb").read().split(b"\0") if b"=" in v
-            )
-        except OSError:
-            continue
-        rank = variables.get(b"OMPI_COMM_WORLD_RANK")
-        if rank and f"run.dir={folder}/run".encode() in words:
-            found[int(rank)] = int(path)
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        rank = (process.info["environ"] or {}).get("OMPI_COMM_WORLD_RANK")
+        if rank and f"run.dir={folder}/run" in (process.info["cmdline"] or ()):
+            found[int(rank)] = process.pid
     return found
 
 
