@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint.store import rate_factor
-from hvtrain.finetuning.inner_step import inner_of
 
 _MISSING = object()
 
@@ -28,7 +27,7 @@ class ServerState:
     def __init__(self, model: keras.Model, replicas: tf.distribute.ParameterServerStrategy) -> None:
         self.model = model
         factor = rate_factor(model)
-        small = [*model.metrics_variables, inner_of(model.optimizer)._iterations, *([] if factor is None else [factor])]
+        small = [*model.metrics_variables, model.optimizer._iterations, *([] if factor is None else [factor])]
         everything = [*small, *model.variables, *model.optimizer.variables]
         self.variables = list({id(variable): variable for variable in everything}.values())
         with replicas.scope():
@@ -65,7 +64,7 @@ class ServerState:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """While it lasts, the model and its optimizer have the servers' variables. For tracing functions."""
-        optimizer = inner_of(self.model.optimizer)
+        optimizer = self.model.optimizer
         with ExitStack() as stack:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))

@@ -15,7 +15,13 @@ from launching import WORKERS, finish, kill, run, start
 pytestmark = pytest.mark.distributed
 
 SYNC, ASYNC = "strategy=parameter_server_sync", "strategy=parameter_server"
-STEPS = ["train.batch_size=8", "checkpoint.keep=9", "train.steps=20", "optimizer=momentum", "optimizer.learning_rate=0.05"]
+STEPS = [
+    "train.batch_size=8",
+    "checkpoint.keep=9",
+    "train.steps=20",
+    "optimizer=momentum",
+    "optimizer.learning_rate=0.05",
+]
 RUNS = {
     "exact": [SYNC, *STEPS],
     "joint": ["strategy=single", *STEPS],

@@ -10,7 +10,6 @@ import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
-from hvtrain.finetuning.inner_step import inner_of
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.strategies.loop import CallSteps, train
@@ -76,7 +75,7 @@ class ParameterServerStrategy(Strategy):
     def prepare(self, model: keras.Model) -> None:
         from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
-        optimizer = inner_of(model.optimizer)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         refused = {
             "train.accumulate": optimizer.gradient_accumulation_steps,
             "train.precision=mixed_float16": optimizer is not model.optimizer,
