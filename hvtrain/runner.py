@@ -69,9 +69,9 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
         raise
 
 
-def run_to_end(config: RunConfig, strategy: Strategy, attempt: Attempt) -> Any:
+def run_to_end(config: RunConfig, strategy: Strategy, attempt: Attempt | None = None) -> Any:
     """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
-    state, record = RunState(time.monotonic()), None
+    state, record, attempt = RunState(time.monotonic()), None, attempt or whole_run
     with state.lock:
         try:
             while record is None:

@@ -31,6 +31,7 @@ class CallSteps:
 
     def __init__(self, steps: int | None, intervals: Sequence[int], broadcast: Callable[[Any], Any]) -> None:
         self._steps = steps or 1
+        self._is_fixed = steps is not None
         self._intervals = intervals
         self._broadcast = broadcast
         self._timed: list[float] | None = None if steps else []
@@ -38,6 +39,10 @@ class CallSteps:
     def next(self, step: int, end: int) -> int:
         """Steps from a step of the run, to `end` at most."""
         return min(self._steps, end - step, *(interval - step % interval for interval in self._intervals))
+
+    def is_boundary(self, step: int) -> bool:
+        """True if callbacks may look at the model after this step, at the end of a call."""
+        return self._is_fixed or any(step % interval == 0 for interval in self._intervals)
 
     def record(self, seconds: float) -> None:
         """Records the time of a call. After some of them the ranks agree on the number of steps (every rank)."""
@@ -59,11 +64,12 @@ def train(
     call_steps: CallSteps,
     marks: StepMarks,
     train_step: Callable[[Any], Any] | None = None,
+    make: Callable[[Any], Callable[[int], dict[str, Any]]] | None = None,
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
     Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. train_step: what
-    takes a batch in place of the model's.
+    takes a batch in place of the model's. make: what takes the iterator of batches in place of make_steps.
     """
     callback_list = keras.callbacks.CallbackList(
         callbacks,
@@ -75,9 +81,10 @@ def train(
     )
     model.stop_training = False
     callback_list.on_train_begin()
-    gpus = tf.config.list_logical_devices("GPU")
+    gpus = [] if make else tf.config.list_logical_devices("GPU")
     batches = batches_from(start_step)
-    steps = make_steps(model, iter(to_device(batches, gpus[0].name) if gpus else batches), marks, train_step)
+    iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
+    steps = make(iterator) if make else make_steps(model, iterator, marks, train_step)
     step, logs = start_step, {}
     while step < plan.num_steps and not model.stop_training:
         epoch, in_epoch = plan.position(step)

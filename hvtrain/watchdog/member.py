@@ -84,6 +84,15 @@ class Member(Watchdog):
         self._is_leaving = self._verdict is not None
         return self._verdict
 
+    def wait(self) -> Verdict | None:
+        # In short pieces, between which Python handles signals.
+        while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
+            pass
+        while self._is_ending and self._thread.is_alive():
+            time.sleep(0.2)  # The watchdog is about to end this process.
+        self._is_leaving = self._verdict is not None
+        return self._verdict
+
     @property
     def spokesman(self) -> int:
         return 0 if self._connection else 1

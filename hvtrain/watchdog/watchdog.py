@@ -28,6 +28,10 @@ class Watchdog:
         """Why the others are gone; None if nobody knows. The main thread asks, and then ends the process itself."""
         return None
 
+    def wait(self) -> Verdict | None:
+        """Waits for the end of the run: why the others are gone, or None once rank 0 has stopped its watchdog."""
+        return None
+
     @property
     def spokesman(self) -> int:
         """The first of the ranks that are left."""

@@ -28,6 +28,9 @@ def data(kind, **_):
     elif kind == "language":
         x = rng.integers(9, size=(count, LENGTH))
         y, w, facts = (x + 1) % 9, (np.arange(LENGTH) < LENGTH * share[:, None]).astype(float), {"vocabulary_size": 9}
+    elif kind == "words":
+        x = rng.integers(9, size=(count, LENGTH))
+        y = x[:, 0] % 3
     elif kind == "custom":
         facts = {}
         y = {"size": x[:, :1] * 2, "kind": np.where(rng.random(count) < share, (x[:, 1] > 0).astype(int), -1)}
@@ -42,6 +45,8 @@ def model(kind, input_spec, num_outputs=None, **_):
     inputs = keras.tree.map_structure(lambda one: keras.Input(tuple(one.shape), dtype=one.dtype.name), input_spec)
     if kind == "language":
         features = keras.layers.Embedding(9, 8)(inputs)
+    elif kind == "words":
+        features = keras.layers.Flatten()(keras.layers.Embedding(9, 8)(inputs))
     elif kind == "custom":
         features = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
     else:

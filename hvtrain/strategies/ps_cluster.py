@@ -1,0 +1,214 @@
+"""How the processes of a run with parameter servers become a cluster of TensorFlow, and how they end.
+
+Horovod's launchers start them, so Horovod tells each its rank; they exchange addresses through it, start the watchdog,
+and leave Horovod. From then on all of them talk through TensorFlow's servers, and the watchdog ends them.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+from hvtrain import watchdog
+from hvtrain.errors import ConfigError, FailedRankError, LostRankError, RankError, UserError
+from hvtrain.keras.early_exchange import exchange
+from hvtrain.step_timing import StepMarks
+from hvtrain.strategies.ps_roles import CHIEF, Role, choose_places, num_workers, roles_of
+from hvtrain.system import console, interfaces
+from hvtrain.watchdog import Watchdog, ending
+from hvtrain.watchdog.judge import Verdict
+from hvtrain.watchdog.progress import EXCHANGE
+from hvtrain.watchdog.starting import LOOPBACK, agree
+
+# gRPC's threads need one while another waits for an answer.
+MIN_INTER_OP_THREADS = 2
+INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
+# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
+NO_LIMIT_SECONDS = 1e9
+
+
+@dataclass
+class Cluster:
+    """The cluster as one of its processes sees it. replicas: TensorFlow's strategy, on the coordinator alone."""
+
+    rank: int
+    roles: list[Role]
+    hosts: list[str]
+    devices: list[str]
+    launcher: str
+    replicas: tf.distribute.ParameterServerStrategy | None = None
+    watchdog: Watchdog | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return num_workers(self.roles)
+
+    @property
+    def role(self) -> Role:
+        return self.roles[self.rank]
+
+    def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
+        """The watchdog over all processes, which the first call starts; then they leave Horovod (every process)."""
+        if self.watchdog:
+            return self.watchdog
+        self.watchdog = watchdog.start(
+            self.rank,
+            len(self.roles),
+            f"{self.hosts[self.rank]} ({self.role})",
+            abort_seconds or NO_LIMIT_SECONDS,
+            exchange,
+            lambda value: exchange(value)[0],
+            marks or (lambda: (0, 0, 0, 0)),
+            calls_launcher=hvd.local_rank() == 0,
+        )
+        hvd.shutdown()
+        if type(self.watchdog) is Watchdog:
+            raise RankError("the watchdog did not start, which ends the parameter servers and workers of a run")
+        return self.watchdog
+
+
+# Of this process, which can join only one.
+_cluster: Cluster | None = None
+
+
+def join_cluster(num_ps: int, name: str, share_gpus: bool, check_workers: Callable[[int], None]) -> Cluster:
+    """Makes all processes one cluster; the servers of TensorFlow run when it returns (every process).
+
+    Call it before TensorFlow has initialized a device; a later call returns the same cluster. check_workers is called
+    with the number of workers, and raises ConfigError if it does not fit. Raises ConfigError and RankError.
+    """
+    global _cluster
+    if _cluster is None:
+        if "TF_CONFIG" in os.environ:
+            raise ConfigError(
+                f"TF_CONFIG is set, and strategy={name} makes its cluster of the launcher's ranks; unset it"
+            )
+        hvd.init()
+        roles = roles_of(hvd.size(), num_ps, name)
+        check_workers(num_workers(roles))
+        _cluster = _join(roles, name, share_gpus)
+    else:
+        check_workers(_cluster.num_workers)
+    return _cluster
+
+
+def _join(roles: list[Role], name: str, share_gpus: bool) -> Cluster:
+    rank = hvd.rank()
+    _allow_threads()
+    hosts, gpus = choose_places(roles, share_gpus)
+    devices = [
+        f"{host} {'CPU' if gpu is None else f'GPU {gpu}'} ({role})" for host, gpu, role in zip(hosts, gpus, roles)
+    ]
+    address, port = _own_address(rank, name)
+    addresses = exchange(f"{address}:{port}")
+    jobs = {
+        job: [at for at, role in zip(addresses, roles) if role.job == job]
+        for job in dict.fromkeys(r.job for r in roles)
+    }
+    spec = tf.train.ClusterSpec(jobs)
+    cluster = Cluster(rank, roles, hosts, devices, "MPI" if hvd.mpi_enabled() else "Gloo")
+    if rank:
+        _start_server(spec, roles[rank], gpus[rank], hosts.count(hosts[rank]), addresses[rank])
+    exchange("up")
+    if rank == 0:
+        cluster.replicas = _connect(spec, name)
+    return cluster
+
+
+def serve(cluster: Cluster) -> None:
+    """Serves until the coordinator ends, and then ends this process: never returns (ps and workers).
+
+    Exits with 0 if the coordinator ended well, else raises what all processes report.
+    """
+    dog = cluster.watch(0.0, None)
+    told = threading.Event()
+
+    def note(*_: object) -> None:
+        console.note_signal()
+        told.set()
+
+    for numbers in ((), (signal.SIGINT,)):  # Not to end: the coordinator saves and stops, and then this does.
+        console.take_signals(note, *numbers)
+    dog.progress.end_step(0)
+    with dog.phase(EXCHANGE):  # It serves others, so it is never the one that holds them up.
+        verdict = dog.wait()
+    if verdict is None:
+        ending.end(0)  # Python would take seconds to tear down what this process has nothing left to do with.
+    elif verdict.rank == 0 and verdict.is_failure:
+        told.wait(console.SECONDS_FOR_ANOTHER_RANK)  # The coordinator says why, and the launcher sees it end first.
+        ending.end(verdict.code or 1)
+    else:
+        raise error_of(verdict, dog)
+
+
+def error_of(verdict: Verdict, dog: Watchdog) -> UserError:
+    """The error that a process raises for the failure or loss of another one."""
+    cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
+    cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, dog.spokesman
+    return cause
+
+
+def _allow_threads() -> None:
+    """Raises a number of threads with which TensorFlow's servers would wait for each other forever."""
+    if os.environ.get(INTER_OP_VARIABLE, "").strip() == "1":
+        os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)
+        if hvd.rank() == 0:
+            print(
+                f"hvtrain: {INTER_OP_VARIABLE}=1 would make parameter servers hang; "
+                f"{MIN_INTER_OP_THREADS} are used instead",
+                flush=True,
+            )
+
+
+def _own_address(rank: int, name: str) -> tuple[str, int]:
+    """This process's address towards the others, with a port that is free now (every process)."""
+    found, listener = agree(rank, exchange, lambda value: exchange(value)[0])
+    if listener:
+        listener.close()
+    if found is None:
+        raise RankError(f"strategy={name}: the processes reach no address of rank 0 that all of them share")
+    own = LOOPBACK if found[0] == LOOPBACK else interfaces.address_towards(found[0])
+    with socket.create_server((own, 0)) as free:
+        return own, free.getsockname()[1]
+
+
+def _start_server(spec: tf.train.ClusterSpec, role: Role, gpu: int | None, num_here: int, address: str) -> None:
+    threads = max(MIN_INTER_OP_THREADS, os.cpu_count() or 1)
+    share = max(1, (os.cpu_count() or 1) // max(1, num_here - 1))
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads, intra_op_parallelism_threads=share)
+    config.device_count["GPU"] = 0 if gpu is None else 1
+    if gpu is not None:
+        config.gpu_options.visible_device_list = str(gpu)
+        config.gpu_options.allow_growth = True
+    try:
+        _servers.append(tf.distribute.Server(spec, role.job, role.index, protocol="grpc", config=config, start=True))
+    except tf.errors.OpError as error:
+        raise RankError(
+            f"{role} cannot serve at {address}, which another process may have taken meanwhile: "
+            f"{str(error).partition(chr(10))[0]}; start the run again"
+        ) from error
+
+
+# TensorFlow stops a server that nothing refers to.
+_servers: list[tf.distribute.Server] = []
+
+
+def _connect(spec: tf.train.ClusterSpec, name: str) -> tf.distribute.ParameterServerStrategy:
+    try:
+        tf.config.set_visible_devices([], "GPU")
+        threads = max(MIN_INTER_OP_THREADS, os.cpu_count() or 1)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            spec, task_type=CHIEF, task_id=0, rpc_layer="grpc"
+        )
+        return tf.distribute.ParameterServerStrategy(resolver)
+    except RuntimeError as error:
+        raise RankError(
+            f"strategy={name} must start before TensorFlow has initialized its devices ({error}); "
+            "import nothing that makes a tensor or a model"
+        ) from error

@@ -1,0 +1,181 @@
+"""Runs with parameter servers: what equals one process, what is counted, what is refused, and what a loss ends."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from launching import WORKERS, finish, kill, run, start
+
+pytestmark = pytest.mark.distributed
+
+SYNC, ASYNC = "strategy=parameter_server_sync", "strategy=parameter_server"
+STEPS = [
+    "train.batch_size=8",
+    "checkpoint.keep=9",
+    "train.steps=20",
+    "optimizer=momentum",
+    "optimizer.learning_rate=0.05",
+]
+RUNS = {
+    "exact": [SYNC, *STEPS],
+    "joint": ["strategy=single", *STEPS],
+    "half": [SYNC, *STEPS, "strategy.replicas_to_aggregate=1"],
+    "exact/on": [SYNC, *STEPS, "train.steps=30"],
+    "async": [ASYNC, *STEPS, "train.steps=35", "train.rates={dense: 1e-9}"],
+    "no": [ASYNC, *STEPS, "data.uneven=pad"],
+    "no/accumulate": [SYNC, *STEPS, "train.accumulate=2", "train.steps=null"],
+    "no/float16": [ASYNC, *STEPS, "train.precision=mixed_float16"],
+    "no/xla": [ASYNC, *STEPS, "train.jit_compile=true"],
+    "no/mask": [SYNC, *STEPS, "model.kind=language", "dataset.kind=language", "task=language"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    (folder / "runs.json").write_text(json.dumps(RUNS))
+    words = ["python", str(WORKERS / "server_runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    code, output = run("mpi", 4, *words, cwd=folder, timeout=900)
+    assert code == 0, output
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+def arrays(folder, step):
+    found = load_file(folder / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    return {name: array for name, array in found.items() if not name.startswith("rank/")}
+
+
+def difference(folder, one, other, step=20):
+    first, second = arrays(folder / one, step), arrays(folder / other, step)
+    assert first.keys() == second.keys() and len(first) > 10
+    return max(np.abs(first[name].astype(float) - second[name]).max() for name in first if name.startswith("model/"))
+
+
+def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
+    """Weights, with an embedding; and a mean over fewer workers does not."""
+    folder, found = runs
+    assert found["exact"]["record"]["num_steps"] == 20, found["exact"]
+    assert difference(folder, "exact", "joint") < 1e-5
+    assert difference(folder, "half", "joint") > 1e-3
+    ours, theirs = (found[name]["record"]["metrics"] for name in ("exact", "joint"))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_asynchronous_steps_are_all_counted(runs):
+    folder, found = runs
+    record = found["async"]["record"]
+    assert record["num_steps"] == 35
+    state = arrays(folder / "async", 35)
+    (iterations,) = [array for name, array in state.items() if name.endswith("iteration")]
+    assert iterations == 35
+    assert record["proof"]["examples_each_epoch"] == [56] * 5, "7 batches of 8"
+    assert record["examples_per_second"] > 0 and record["step_seconds"] > 0 and record["split"]
+    assert any("stale" in line for line in record["differences"])
+
+
+def test_rates_of_parts_hold_on_the_servers(runs):
+    """Layers with a rate of almost 0 stay as they were, and others do not."""
+    folder, _ = runs
+    first = load_file(sorted((folder / "async" / "checkpoints").iterdir())[0] / "state.safetensors")
+    last = arrays(folder / "async", 35)
+    moved = {name: np.abs(first[name] - last[name]).max() > 1e-6 for name in last if name.startswith("model/")}
+    assert {moved[name] for name in moved if "embedding" in name} == {True}
+    assert {moved[name] for name in moved if "dense/" in name} == {False}
+
+
+def test_a_run_resumes(runs):
+    folder, found = runs
+    record = found["exact/on"]["record"]
+    assert (record["first_step"], record["num_steps"]) == (20, 30)
+    assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no", "strategy=parameter_server needs batches of one size in all steps; choose data.uneven=trim"),
+        ("no/accumulate", "strategy=parameter_server_sync and train.accumulate exclude each other"),
+        ("no/float16", "strategy=parameter_server and train.precision=mixed_float16 exclude each other"),
+        ("no/mask", "strategy=parameter_server_sync averages the workers' gradients, and this loss divides by what"),
+        ("no/xla", "strategy=parameter_server and train.jit_compile exclude each other"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused(runs, name, message):
+    assert f"ConfigError: {message}" in runs[1][name].get("error", "no error")
+
+
+def test_too_few_processes(tmp_path):
+    code, output = run(None, 1, "python", "-m", "hvtrain", ASYNC, "run.dir=none", cwd=tmp_path)
+    assert code == 2
+    assert "strategy=parameter_server needs 3 processes or more (a coordinator, 1 ps and a worker)" in output
+
+
+def begin(folder, num_processes, *words, **more):
+    """A run that has written a checkpoint, and its processes' numbers by rank."""
+    process = start(
+        "mpi", num_processes, "python", "-m", "hvtrain", "model=mlp", f"run.dir={folder}/run", *words, cwd=folder
+    )
+    deadline = time.monotonic() + 240
+    while not list(folder.glob("run/checkpoints/step-*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    return process, ranks_of(folder)
+
+
+def ranks_of(folder):
+    """Numbers of the run's processes, by rank."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        rank = (process.info["environ"] or {}).get("OMPI_COMM_WORLD_RANK")
+        if rank and f"run.dir={folder}/run" in (process.info["cmdline"] or ()):
+            found[int(rank)] = process.pid
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("rank", "role"), [(3, "worker 1"), (1, "ps 0")])
+def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
+    process, ranks = begin(tmp_path, 4, ASYNC, "train.epochs=5000")
+    os.kill(ranks[rank], signal.SIGKILL)
+    output = finish(process, timeout=60)
+    assert process.returncode == 75, output
+    assert f"({role}) is gone (killed, or its host is lost)" in output
+    assert "to resume from step-" in output
+    assert not ranks_of(tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_late_gradient_is_dropped(tmp_path):
+    """One of three workers stands still for a while; the run goes on without it, and drops what it then gives."""
+    process, ranks = begin(tmp_path, 5, SYNC, "strategy.replicas_to_aggregate=2", "train.epochs=60")
+    try:
+        os.kill(ranks[4], signal.SIGSTOP)
+        time.sleep(1)
+        before = max(tmp_path.glob("run/checkpoints/step-*"))
+        deadline = time.monotonic() + 60
+        while max(tmp_path.glob("run/checkpoints/step-*")) == before and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert max(tmp_path.glob("run/checkpoints/step-*")) > before, "it did not wait"
+        os.kill(ranks[4], signal.SIGCONT)
+        output = finish(process)
+    finally:
+        if process.poll() is None:
+            kill(process)
+    assert process.returncode == 0, output
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert any(line.startswith("dropped ") for line in record["differences"]), record["differences"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [SYNC, ASYNC])
+def test_digits(tmp_path, strategy):
+    code, output = run("gloo", 4, "python", "-m", "hvtrain", strategy, f"run.dir={tmp_path}/run", cwd=tmp_path)
+    assert code == 0, output
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert record["test_accuracy"] > 0.95
+    assert (tmp_path / "run" / "model.keras").exists() and (tmp_path / "run" / "history.csv").exists()
