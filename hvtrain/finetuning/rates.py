@@ -40,16 +40,18 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
             f"train.rates and {kind}, which overrides {names}, exclude each other; choose an optimizer that updates "
             "each variable in update_step"
         )
-    factors = {_key(variable): factor for variable, factor in zip(variables, by)}
+    # Keras's own key is the same for its variable, and for TensorFlow's in it or on one device, which update_step gets.
+    key_of = inner._var_key
+    factors = {key_of(variable): factor for variable, factor in zip(variables, by)}
     update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factors.get(_key(variable), 1.0))
+        return update_step(gradient, variable, learning_rate * factors.get(key_of(variable), 1.0))
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
         for variable in variables:
-            groups[factors.get(_key(variable), 1.0)].append(variable)
+            groups[factors.get(key_of(variable), 1.0)].append(variable)
         whole = inner.weight_decay
         for factor, group in groups.items():
             inner.weight_decay = whole if whole is None else whole * factor
@@ -57,13 +59,3 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
         inner.weight_decay = whole
 
     inner.update_step, inner._apply_weight_decay = update, decay
-
-
-def _key(variable: Any) -> int:
-    """The same for a variable of Keras, for that of TensorFlow in it, and for its copy on a device of tf.distribute.
-
-    Keras gives the last of them to update_step.
-    """
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    whole = getattr(value, "_distributed_container", lambda: None)()
-    return id(value if whole is None else whole)
