@@ -23,7 +23,7 @@ SAME = {
         *["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "optimizer=adamw"],
     ],
     "norm": ["model.norm=true", "dataset.num_validation=40"],
-    "parts": ["train.rates={dense*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
+    "parts": ["train.rates={hidden*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
     "half": ["train.precision=mixed_float16"],
     "mixed targets": ["dataset=digits", "model=mlp", "augment=[random_translation,mix_up]", "train.steps=6"],
 }
@@ -41,7 +41,7 @@ def runs_of(strategy, forgetful, *joint):
     """Runs by name: against one process on the joint batches, whole ones, and one in two starts."""
     runs = {f"joint {kind}": words(kind, *own, *joint, "train.steps=20", *strategy) for kind, own in JOINT.items()}
     runs["joint one number"] = [
-        *words("regression", *joint, "train.steps=20", *strategy),
+        *words("multilabel", "optimizer=momentum", *joint, "train.steps=20", *strategy),
         "++task.loss={_target_: replicas.OneNumber}",
     ]
     runs["joint forgetful"] = [*runs["joint regression"], f"strategy._target_=replicas.{forgetful}"]
