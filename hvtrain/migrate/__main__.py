@@ -42,7 +42,9 @@ decide. Shows the changes as a diff; writes nothing without --write.""",
     parser.add_argument("--write", action="store_true", help="write the files, without a copy of the old ones")
     options = parser.parse_args()
     if not find_spec("libcst"):
-        raise ConfigError("this command needs libcst, which is not installed; pip install libcst")
+        raise ConfigError(
+            "this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst"
+        )
     from hvtrain.migrate.rewriting import migrate
 
     texts = {file: _read(file) for place in options.places for file in _files(Path(place))}

@@ -25,7 +25,8 @@ METHODS: dict[str, dict[str, str | None]] = {
 GENERATORS = {
     "fit_generator": (
         "fit", "generator", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data", "validation_steps",
-        "validation_freq", "class_weight", "max_queue_size", "workers", "use_multiprocessing", "shuffle", "initial_epoch",
+        "validation_freq", "class_weight", "max_queue_size", "workers", "use_multiprocessing", "shuffle",
+        "initial_epoch",
     ),
     "evaluate_generator": (
         "evaluate", "generator", "steps", "callbacks", "max_queue_size", "workers", "use_multiprocessing", "verbose",
@@ -88,7 +89,12 @@ class Arguments(Pass):
             return call
         method = call.func.attr.value
         if method == "variables" and not call.args:
-            return call.func  # type: ignore[return-value]
+            return call.func
+        if method == "compiled_loss" and len(call.args) in (2, 3):
+            loss = call.func.with_changes(attr=cst.Name("compute_loss"))
+            if all(arg.keyword is None or arg.keyword.value == "regularization_losses" for arg in call.args):
+                pairs = zip(("y", "y_pred"), call.args)
+                return with_args(call, [keyword(name, arg.value) for name, arg in pairs]).with_changes(func=loss)
         if method == "predict_proba":
             return call.with_changes(func=call.func.with_changes(attr=cst.Name("predict")))
         if method in GENERATORS:

@@ -42,12 +42,16 @@ class Literals(Pass):
         if isinstance(node, cst.SimpleString):
             return [node]
         if isinstance(node, cst.FormattedString) and isinstance(node.parts[-1], cst.FormattedStringText):
-            return [node.parts[-1]]  # type: ignore[list-item]
+            return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
             return self.literals(node.left if isinstance(node.operator, cst.Modulo) else node.right)
         if isinstance(node, cst.Call) and _method(node) == "format":
-            return self.literals(node.func.value)  # type: ignore[union-attr]
-        if isinstance(node, cst.Call) and (_method(node) == "join" or dotted(node.func) in ("str", "Path")) and node.args:
+            return self.literals(node.func.value)
+        if (
+            isinstance(node, cst.Call)
+            and (_method(node) == "join" or dotted(node.func) in ("str", "Path"))
+            and node.args
+        ):
             return self.literals(node.args[-1].value)
         values = self.values.get(dotted(node) or "?", [])
         return [literal for value in values for literal in self.literals(value)] if len(values) == 1 else []
@@ -108,7 +112,7 @@ def unresolved(found: Literals) -> Iterator[tuple[cst.Call, str]]:
 
 
 def _text(node: cst.CSTNode) -> str:
-    return node.raw_value if isinstance(node, cst.SimpleString) else node.value  # type: ignore[attr-defined]
+    return node.raw_value if isinstance(node, cst.SimpleString) else node.value
 
 
 def _method(node: cst.Call) -> str:

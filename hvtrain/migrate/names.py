@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from hvtrain.migrate.parsing import HVTRAIN, Pass, apply, code_of, dotted, expression
+from hvtrain.migrate.parsing import HVTRAIN, Pass, apply, code_of, dotted, expression, names_used
 from hvtrain.migrate.renamed import new_name
 
 # How a name is written where no import of the script fits; the module must be imported then.
@@ -19,7 +19,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
     new = apply(text, names)
     for line in sorted(names.missing, reverse=True):
         new = _with_import(new, line)
-    return _without_imports(new, _used(text) - _used(new))
+    return _without_imports(new, set(names_used(text)) - set(names_used(new)))
 
 
 class _Names(Pass):
@@ -63,9 +63,9 @@ class _Names(Pass):
         if len(lines) == 1 and isinstance(statement, cst.ImportFrom) and "(" in code_of(statement):
             made = [updated_node.with_changes(body=[_same_layout(statement, made[0])])]
         else:
-            made[-1] = made[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)  # type: ignore[union-attr]
+            made[-1] = made[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)
         made[0] = made[0].with_changes(leading_lines=original_node.leading_lines)
-        return cst.FlattenSentinel(made)  # type: ignore[arg-type]
+        return cst.FlattenSentinel(made)
 
     def _new(self, name: str) -> str:
         is_low = name.startswith("horovod.tensorflow") and not name.startswith("horovod.tensorflow.keras")
@@ -95,12 +95,14 @@ class _Names(Pass):
 
 def _imports(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str, str]]:
     """Full name, name in the script ("" if it is the full one's first part), and module of each imported name."""
-    module = f"{'.' * len(statement.relative)}{dotted(statement.module)}" if isinstance(statement, cst.ImportFrom) else ""
+    module = (
+        f"{'.' * len(statement.relative)}{dotted(statement.module)}" if isinstance(statement, cst.ImportFrom) else ""
+    )
     if isinstance(statement.names, cst.ImportStar):
         yield f"{module}.*", "*", module
         return
     for alias in statement.names:
-        given = dotted(alias.asname.name) if alias.asname else ""  # type: ignore[arg-type]
+        given = dotted(alias.asname.name) if alias.asname else ""
         name = dotted(alias.name)
         yield (f"{module}.{name}", given or name, module) if module else (name, given, "")
 
@@ -126,16 +128,9 @@ def _lines(found: list[tuple[str, str, str]], new: list[str], is_plain: bool) ->
 
 def _same_layout(old: cst.ImportFrom, line: cst.BaseStatement) -> cst.ImportFrom:
     """The old statement, in its brackets and with its comments, from the new module and with the new names."""
-    new = line.body[0]  # type: ignore[union-attr]
-    names = [
-        alias.with_changes(name=other.name, asname=other.asname)
-        for alias, other in zip(old.names, new.names)  # type: ignore[arg-type, union-attr]
-    ]
-    return old.with_changes(module=new.module, names=names)  # type: ignore[union-attr]
-
-
-def _used(text: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    new = line.body[0]
+    names = [alias.with_changes(name=other.name, asname=other.asname) for alias, other in zip(old.names, new.names)]
+    return old.with_changes(module=new.module, names=names)
 
 
 def _with_import(text: str, line: str) -> str:
@@ -148,7 +143,7 @@ def _with_import(text: str, line: str) -> str:
     modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
     later = [node for node, module in zip(imports, modules) if module.partition(".")[0] in kin] or imports[-1:]
     lines = text.splitlines(keepends=True)
-    lines.insert(later[0].lineno - 1 if later else 0, line + "\n")
+    lines.insert(later[0].lineno - 1 if later else 0, line + ("\r\n" if "\r\n" in text else "\n"))
     return "".join(lines)
 
 
@@ -182,4 +177,4 @@ class _Unimport(Pass):
 
 def without_unused(old: str, new: str) -> str:
     """The new script without imports of what only the old one used."""
-    return _without_imports(new, _used(old) - _used(new))
+    return _without_imports(new, set(names_used(old)) - set(names_used(new)))

@@ -1,5 +1,7 @@
 """What all passes over a script need: imported names, and calls."""
 
+import ast
+from collections import Counter
 from collections.abc import Sequence
 
 import libcst as cst
@@ -41,6 +43,11 @@ def expression(code: str) -> cst.BaseExpression:
 
 def code_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
+
+
+def names_used(text: str) -> Counter[str]:
+    """How often each name is used in the script; import statements and names after a dot do not count."""
+    return Counter(node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:

@@ -1,13 +1,12 @@
 """The pass that puts hvd.pin_gpu() in place of the statements that gave each rank its GPU."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.migrate.parsing import Pass, code_of
+from hvtrain.migrate.parsing import Pass, code_of, names_used
 
 _CALL = re.compile(r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL)
 _VALUE = re.compile(r"[\w.]*\b(list_physical_devices|ConfigProto|GPUOptions|Session)\(.*\)", re.DOTALL)
@@ -15,11 +14,12 @@ _TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.
 
 
 class Pinning(Pass):
-    """alias: what the script calls Horovod. used: how often each name is used in it."""
+    """alias: what the script calls Horovod."""
 
-    def __init__(self, alias: str, used: Counter[str], is_elastic: bool) -> None:
+    def __init__(self, text: str, alias: str) -> None:
         super().__init__()
-        self.used = used
+        self.used = names_used(text)
+        is_elastic = f"{alias}.elastic" in text
         by_itself = "by_local_rank=True" if is_elastic else ""
         self.line = f"{alias}.pin_gpu({by_itself})"
 
@@ -46,22 +46,20 @@ class Pinning(Pass):
         chosen = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not chosen or self._is_used_elsewhere(by_hand):
             return body
-        lines = by_hand[0].leading_lines  # type: ignore[attr-defined]
+        lines = by_hand[0].leading_lines
         line = cst.parse_statement(self.line).with_changes(leading_lines=lines)
         kept = [statement for statement in body if statement is chosen[0] or statement not in by_hand]
         return [line if statement is chosen[0] else statement for statement in kept]
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
-        names = Counter(
-            node.value for statement in statements for node in m.findall(statement, m.Name())  # type: ignore[attr-defined]
-        )
+        here = names_used("".join(code_of(statement) for statement in statements))
         assigned = {
-            name.value  # type: ignore[attr-defined]
+            name.value
             for statement in statements
             for target in m.findall(statement, m.AssignTarget(target=m.Name()))
             for name in m.findall(target, m.Name())
         }
-        return any(self.used[name] > names[name] for name in assigned)
+        return any(self.used[name] > here[name] for name in assigned)
 
 
 def _pins(statement: cst.BaseStatement) -> bool:
@@ -70,9 +68,9 @@ def _pins(statement: cst.BaseStatement) -> bool:
         return all(_is_part(part) for part in statement.body)
     if not isinstance(statement, cst.For | cst.If | cst.Try) or isinstance(getattr(statement, "orelse", None), cst.If):
         return False
-    inner: list[cst.BaseStatement] = list(statement.body.body)  # type: ignore[arg-type]
+    inner: list[cst.BaseStatement] = list(statement.body.body)
     if isinstance(statement, cst.If | cst.For) and statement.orelse:
-        inner += statement.orelse.body.body  # type: ignore[union-attr, arg-type]
+        inner += statement.orelse.body.body
     return all(map(_pins, inner))
 
 

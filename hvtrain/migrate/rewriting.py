@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-from collections import Counter
 from dataclasses import dataclass
 
 import libcst as cst
@@ -55,9 +54,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     alias = _alias(tree)
     new = text
     if alias:
-        used = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        new = apply(new, Pinning(alias, used, f"{alias}.elastic" in text))
-        new = without_unused(text, new)
+        new = without_unused(text, apply(text, Pinning(text, alias)))
     new = rename(new, keeps_horovod=any(word in text for word in _GRAPH_MODE))
     new = apply(new, Arguments(new, bool(alias)))
     found = Literals()

@@ -71,8 +71,8 @@ class _Undecided(Literals):
             self.say(node, f"Keras 3 has no {name}; {what}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in names_of_hvtrain():
             self.say(node, f"hvtrain.keras has no {name.removeprefix(f'{HVTRAIN}.')}; {advice(name) or 'remove it'}")
-        elif name == "tensorflow.distribute" or (text := advice(name)) and not name.startswith("keras."):
-            self.say(node, f"{name}: {advice(name)}")
+        elif not name.startswith("keras.") and (what := advice(name)):
+            self.say(node, f"{name}: {what}")
 
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
