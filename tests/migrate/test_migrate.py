@@ -31,12 +31,14 @@ def trained(tmp_path_factory):
     code, output, _ = command("--write", ".", cwd=folder)
     assert code == 0, output
     words = [str(WORKERS / "scripts.py"), str(folder / "found.json"), *migrated, *map(str, SCRIPTS)]
-    code, output = run("mpirun", 2, "python", *words, cwd=folder)
+    code, output = run("mpirun", 2, "python", *words, cwd=folder, timeout=550)
     assert code == 0, output
     return folder, json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_migrated_script_trains_with_equal_weights(trained, script):
     folder, ranks = trained

@@ -1,11 +1,13 @@
 """Runs on each rank: scripts, one after the other; what each of them ends with is given back by its name.
 
-Its arguments are a file for what is found, then the scripts. Each trains a `model`, on x and y or images and labels.
+Its arguments are a file for what is found, then the scripts, each with its own arguments in the same word. A script
+trains a `model`, on x and y or images and labels, or leaves its `weights` and `accuracy`.
 """
 
 import json
 import random
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import hvtrain.keras as hvd
 
 
 def accuracy(names):
+    if "weights" in names:
+        return names["accuracy"]
     x, y = (names["images"], names["labels"]) if "images" in names else (names["x"], names["y"])
     given, wanted = names["model"].predict(x, verbose=0), np.asarray(y)
     classes = given.argmax(axis=-1) if given.shape[-1] > 1 else given[:, 0] > 0.5
@@ -25,12 +29,13 @@ def accuracy(names):
 def run(script):
     keras.config.set_dtype_policy("float32")
     random.seed(hvd.rank())
-    sys.argv = [script]
+    sys.argv = shlex.split(script)
     try:
-        names = runpy.run_path(script, run_name="__main__")
+        names = runpy.run_path(sys.argv[0], run_name="__main__")
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    weights = np.concatenate([np.ravel(weight) for weight in names["model"].trainable_variables])
+    weights = names.get("weights") or names["model"].trainable_variables
+    weights = np.concatenate([np.ravel(weight) for weight in weights])
     ranks = hvd.allgather_object(weights)
     return {"gap": float(np.max(np.abs(ranks[0] - ranks[-1]))), "accuracy": accuracy(names)}
 
