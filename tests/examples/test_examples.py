@@ -22,7 +22,7 @@ def started(tmp_path_factory):
     return json.loads((folder / "found.json").read_text()), output, folder
 
 
-@pytest.mark.parametrize(("start", "accuracy"), zip(STARTS, (0.5, 0.95, 0.5, 0.93)), ids=range(4))
+@pytest.mark.parametrize(("start", "accuracy"), list(zip(STARTS, (0.5, 0.95, 0.5, 0.93))), ids=range(4))
 def test_an_example_trains_with_equal_weights(started, start, accuracy):
     for found in started[0]:
         assert found[start].get("error") is None
