@@ -4,10 +4,10 @@ import horovod.keras as hvd
 import keras
 import numpy as np
 from keras import backend as K
-from keras.layers import Activation, Dense, Input, add
+from keras.layers import Activation, Dense, Flatten, Input, add
 from keras.layers.convolutional import Conv2D
 from keras.layers.normalization import BatchNormalization
-from keras.layers.pooling import GlobalAveragePooling2D
+from keras.layers.pooling import MaxPooling2D
 from keras.models import Model
 from keras.regularizers import l2
 from keras.utils import np_utils
@@ -31,7 +31,7 @@ def block(x, filters):
 inputs = Input(shape=(8, 8, 1))
 x = Conv2D(8, 3, padding='same')(inputs)
 x = block(block(x, 8), 8)
-outputs = Dense(10, activation='softmax')(GlobalAveragePooling2D()(x))
+outputs = Dense(10, activation='softmax')(Flatten()(MaxPooling2D()(x)))
 model = Model(inputs=inputs, outputs=outputs)
 
 opt = keras.optimizers.SGD(lr=0.05 * hvd.size(), momentum=0.9, decay=0.0, nesterov=True)
@@ -41,8 +41,8 @@ callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.05 * hvd.size(), warmup_epochs=2),
-    hvd.callbacks.LearningRateScheduleCallback(multiplier=1., start_epoch=2, end_epoch=4, initial_lr=0.05 * hvd.size()),
-    hvd.callbacks.LearningRateScheduleCallback(multiplier=1e-1, start_epoch=4, initial_lr=0.05 * hvd.size()),
+    hvd.callbacks.LearningRateScheduleCallback(multiplier=1., start_epoch=2, end_epoch=5, initial_lr=0.05 * hvd.size()),
+    hvd.callbacks.LearningRateScheduleCallback(multiplier=1e-1, start_epoch=5, initial_lr=0.05 * hvd.size()),
 ]
 
 
@@ -55,7 +55,7 @@ def batches(size=32):
 model.fit_generator(
     batches(),
     steps_per_epoch=25,
-    epochs=5,
+    epochs=6,
     callbacks=callbacks,
     workers=2,
     verbose=0,
