@@ -22,7 +22,7 @@ v1 = tf.compat.v1
 
 
 class AllReadyHook(v1.train.SessionRunHook):
-    """Lets no worker begin before all are there. waits: tokens of the first step are lost to a worker that comes late."""
+    """Lets no worker begin before all are there. waits: one that comes late finds no token."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers

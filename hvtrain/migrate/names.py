@@ -55,7 +55,7 @@ class _Names(Pass):
             return updated_node
         statement = original_node.body[0]
         found = list(_imports(statement))
-        new = [self._new(name) if new_name(name) != name else name for name, *_ in found]
+        new = [self._new(name) for name, *_ in found]
         if all(name == other for (name, *_), other in zip(found, new)):
             return updated_node
         lines = list(_lines(found, new, isinstance(statement, cst.Import)))

@@ -76,6 +76,8 @@ ADVICE = {
     "tensorflow.contrib": "tf.contrib went with TensorFlow 1",
     "tensorflow.python": "a private module; use the public name",
     "tensorflow.distribute": "ranks of Horovod take its place; remove it, with its scope",
+    "horovod.tensorflow.BroadcastGlobalVariablesHook": "is not there, as it was built on tf.estimator; "
+    "examples/tf1_monitored_session.py has one",
     "hvtrain.keras.BroadcastGlobalVariablesHook": "a hook of tf.estimator; use hvd.BroadcastGlobalVariablesCallback(0)",
     "hvtrain.keras.broadcast_global_variables": "use hvd.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_model",
 }

@@ -52,16 +52,16 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         place = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(f"{name}{place} is not Python: {getattr(error, 'msg', error)}; fix it first") from error
     alias = _alias(tree)
-    new = text
-    if alias:
+    new, is_graph = text, any(word in text for word in _GRAPH_MODE)
+    if alias and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
-    new = rename(new, keeps_horovod=any(word in text for word in _GRAPH_MODE))
+    new = rename(new, keeps_horovod=is_graph)
     new = apply(new, Arguments(new, bool(alias)))
     found = Literals()
     wrapper = MetadataWrapper(cst.parse_module(new), unsafe_skip_copy=True)
     wrapper.visit(found)
     new = wrapper.visit(FileNames(found)).code
-    return Rewritten(text, new, tuple(undecided(new, bool(alias))))
+    return Rewritten(text, new, tuple(undecided(new, bool(alias), is_graph)))
 
 
 def _alias(tree: ast.Module) -> str:

@@ -14,21 +14,22 @@ _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_mod
 _GONE = {"sample_weight_mode": "pass sample_weight to fit", "target_tensors": "pass the targets to fit"}
 
 
-def undecided(text: str, uses_horovod: bool) -> list[tuple[int, str]]:
+def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
     """Numbers of lines, in order, with what is to be done there."""
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    found = _Undecided(text, uses_horovod)
+    found = _Undecided(text, uses_horovod, is_graph)
     wrapper.visit(found)
     return sorted(set(found.lines))
 
 
 class _Undecided(Literals):
-    def __init__(self, text: str, uses_horovod: bool) -> None:
+    def __init__(self, text: str, uses_horovod: bool, is_graph: bool) -> None:
         super().__init__()
         self.lines: list[tuple[int, str]] = []
         self.uses_horovod = uses_horovod
         self.broadcasts = any(word in text for word in _BROADCASTS)
-        self.imports: dict[str, cst.CSTNode] = {}
+        # Optimizers of graph mode have kept these.
+        self.methods = {} if is_graph else METHODS
         self._on_rank_0 = 0
 
     def say(self, node: cst.CSTNode, text: str) -> None:
@@ -94,8 +95,8 @@ class _Undecided(Literals):
 
     def _method(self, node: cst.Call, func: cst.Attribute) -> None:
         method = func.attr.value
-        if method in METHODS:
-            self.say(node, f"{method} {METHODS[method]}")
+        if method in self.methods:
+            self.say(node, f"{method} {self.methods[method]}")
         if method == "compile":
             for gone, instead in _GONE.items():
                 if argument(node, gone):

@@ -102,6 +102,16 @@ def test_statements_that_choose_a_gpu_become_one(lines):
     assert ("hvd.pin_gpu()" in used) == ("environ" in lines), "what is used elsewhere stays"
 
 
+def test_a_loop_of_graph_mode_keeps_its_horovod():
+    head = "import tensorflow as tf\nimport horovod.tensorflow as hvd\n"
+    loop = "hooks = [hvd.BroadcastGlobalVariablesHook(0)]\ntf.compat.v1.train.AdamOptimizer(0.1).minimize(loss)\n"
+    pin = "config = tf.compat.v1.ConfigProto()\nconfig.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+    found = migrate(head + loop + pin)
+    assert found.text == head + loop + pin
+    assert [number for number, _ in found.undecided] == [3, 4, 5]
+    assert "examples/tf1_monitored_session.py has one" in found.undecided[0][1]
+
+
 def test_memory_growth_alone_stays():
     text = HVD + "import tensorflow as tf\nfor gpu in gpus:\n    tf.config.experimental.set_memory_growth(gpu, True)\n"
     assert migrate(text).text == text
