@@ -52,15 +52,15 @@ class EndHook(v1.train.SessionRunHook):
 class WorkerCreator(v1.train.SessionCreator):
     """Waits until the chief has made the variables. waits: MonitoredTrainingSession looks only every 30 s."""
 
-    def __init__(self, master: str, scaffold: v1.train.Scaffold) -> None:
-        self.master, self.scaffold = master, scaffold
+    def __init__(self, master: str, scaffold: v1.train.Scaffold, config: v1.ConfigProto) -> None:
+        self.master, self.scaffold, self.config = master, scaffold, config
 
     def create_session(self) -> v1.Session:
         self.scaffold.finalize()
         ready = {"ready_op": self.scaffold.ready_op, "ready_for_local_init_op": self.scaffold.ready_for_local_init_op}
         manager = v1.train.SessionManager(self.scaffold.local_init_op, graph=v1.get_default_graph(),
                                           recovery_wait_secs=1, **ready)  # fmt: skip
-        return manager.wait_for_session(self.master, max_wait_secs=300)
+        return manager.wait_for_session(self.master, self.config, max_wait_secs=300)
 
 
 def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
@@ -75,11 +75,16 @@ def done_queue(num_workers: int) -> tf.queue.QueueBase:
         return v1.FIFOQueue(num_workers, tf.int32, shapes=[[]], shared_name="done")
 
 
+def seen(*devices: str) -> v1.ConfigProto:
+    """A session of these devices. waits: one of all devices begins only while all workers live."""
+    return v1.ConfigProto(device_filters=devices)
+
+
 def serve(server: v1.train.Server, num_workers: int) -> None:
     """Serves until all workers have ended. was: server.join(), which never returns."""
     with tf.Graph().as_default():
         taken = done_queue(num_workers).dequeue()
-        with v1.Session(server.target) as session:
+        with v1.Session(server.target, config=seen("/job:ps")) as session:
             for _ in range(num_workers):
                 session.run(taken)
     time.sleep(1.0)  # The last worker still waits for the answer.
@@ -87,6 +92,7 @@ def serve(server: v1.train.Server, num_workers: int) -> None:
 
 def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argparse.Namespace) -> None:
     num_workers, index = cluster.num_tasks("worker"), options.task_index
+    config = seen("/job:ps", f"/job:worker/task:{index}")
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype("float32"), labels.astype("int64")
     is_test = np.arange(len(images)) % 5 == 0
@@ -115,19 +121,20 @@ def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argpar
         with v1.device("/job:ps/task:0"):
             if index == 0:
                 session = v1.train.MonitoredTrainingSession(
-                    server.target, True, options.folder, hooks=hooks,
-                    # waits: the chief's queue runner does not end by itself, and is given up after these seconds.
+                    server.target, True, options.folder, hooks=hooks, config=config,
+                    # waits: the chief's queue runner does not end by itself. It is given up after these seconds, and
+                    # prints a CancelledError, which means nothing.
                     stop_grace_period_secs=3,
                 )  # fmt: skip
             else:
-                creator = WorkerCreator(server.target, v1.train.Scaffold())
+                creator = WorkerCreator(server.target, v1.train.Scaffold(), config)
                 session = v1.train.MonitoredSession(creator, hooks, stop_grace_period_secs=3)
         rng = np.random.default_rng(index)
         with session:
             while not session.should_stop():
                 rows = rng.choice(len(x), 32, replace=False)
                 session.run(training, {image: x[rows], label: y[rows]})
-        with v1.Session(server.target) as ending:
+        with v1.Session(server.target, config=config) as ending:
             ending.run(done)
 
 
