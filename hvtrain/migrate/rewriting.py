@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import re
 from dataclasses import dataclass
 
 import libcst as cst
@@ -16,8 +17,10 @@ from hvtrain.migrate.pinning import Pinning
 from hvtrain.migrate.undecided import undecided
 
 # Words of graph mode, in which the low-level horovod.tensorflow works as it always did.
-_GRAPH_MODE = ("BroadcastGlobalVariablesHook", "MonitoredTrainingSession", "GradientDescentOptimizer", "AdamOptimizer",
-               "MomentumOptimizer", "AdagradOptimizer", "RMSPropOptimizer", "tf.estimator")  # fmt: skip
+_GRAPH_MODE = re.compile(
+    r"\b(BroadcastGlobalVariablesHook|MonitoredTrainingSession|tf\.estimator"
+    r"|(GradientDescent|Adam|Momentum|Adagrad|RMSProp)Optimizer)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,14 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     """The script on Keras 3. Raises ConfigError, which calls it by this name, if it is not Python."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        place = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ConfigError(f"{name}{place} is not Python: {getattr(error, 'msg', error)}; fix it first") from error
+        cst.parse_module(text)
+    except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
+        line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
+        what = getattr(error, "msg", None) or getattr(error, "message", None) or error
+        place = f", line {line}" if line else ""
+        raise ConfigError(f"{name}{place} is not Python: {what}; fix it first") from error
     alias = _alias(tree)
-    new, is_graph = text, any(word in text for word in _GRAPH_MODE)
+    new, is_graph = text, bool(_GRAPH_MODE.search(text))
     if alias and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
     new = rename(new, keeps_horovod=is_graph)
