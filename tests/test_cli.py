@@ -153,6 +153,7 @@ COMMANDS = {
     "bench": ["--contenders A,B", "NAME@SETTING=VALUE", "--transport {mpi,gloo}", "weak"],
     "doctor": ["-H s1:4,s2:4", "--no-links", "64 MiB over all hosts"],
     "launch": ["--max-restarts N", "cluster.time=null", "cluster=trainjob", "-- model=resnet50"],
+    "migrate": ["--write", "FILE|FOLDER", "exit codes:", "docs/migration.md"],
     "plan": ["--ranks-per-host N", "default: 25", "--algorithm {", "docs/plan.md"],
     "spark": ["--np N", "--gloo", "* cnn", "train.epochs=12"],
     "verify": ["python -m hvtrain.verify", "horovodrun -np 16"],

@@ -1,0 +1,78 @@
+"""What all passes over a script need: imported names, and calls."""
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+
+HVTRAIN = "hvtrain.keras"
+
+
+class Pass(cst.CSTTransformer):
+    """One pass over a script; knows under which full names its imports are used."""
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
+
+    def imported(self, node: cst.CSTNode) -> str:
+        """The full name of what a dotted name stands for; empty if it does not come from an import."""
+        if not dotted(node):
+            return ""
+        names = self.get_metadata(QualifiedNameProvider, node, frozenset())
+        return next((name.name for name in names if name.source == QualifiedNameSource.IMPORT), "")
+
+
+def apply(text: str, transformer: Pass) -> str:
+    """The script after this pass."""
+    return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(transformer).code
+
+
+def dotted(node: cst.CSTNode | None) -> str:
+    """`a.b.c` as it is written; empty for anything but names and dots."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr.value}"
+    return ""
+
+
+def expression(code: str) -> cst.BaseExpression:
+    return cst.parse_expression(code)
+
+
+def code_of(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def names_used(text: str) -> Counter[str]:
+    """How often each name is used in the script; import statements and names after a dot do not count."""
+    return Counter(node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
+    """The argument with this keyword or, without one, at this position."""
+    for number, arg in enumerate(call.args):
+        if arg.star:
+            return None
+        if (arg.keyword.value if arg.keyword else None) == keyword or (arg.keyword is None and number == position):
+            return arg
+    return None
+
+
+def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
+    """The call with these arguments, laid out as it was."""
+    if not args or not call.args:
+        return call.with_changes(args=list(args))
+    between = call.args[0].comma if len(call.args) > 1 else cst.MaybeSentinel.DEFAULT
+    end = call.args[-1].comma
+    laid = [
+        arg if isinstance(arg.comma, cst.Comma) and arg.comma is not end else arg.with_changes(comma=between)
+        for arg in args[:-1]
+    ]
+    return call.with_changes(args=[*laid, args[-1].with_changes(comma=end)])
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(value, keyword=cst.Name(name), equal=tight)

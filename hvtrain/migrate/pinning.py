@@ -1,0 +1,85 @@
+"""The pass that puts hvd.pin_gpu() in place of the statements that gave each rank its GPU."""
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from hvtrain.migrate.parsing import Pass, code_of, names_used
+
+_CALL = re.compile(r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL)
+_VALUE = re.compile(r"[\w.]*\b(list_physical_devices|ConfigProto|GPUOptions|Session)\(.*\)", re.DOTALL)
+_TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.\]")
+
+
+class Pinning(Pass):
+    """alias: what the script calls Horovod."""
+
+    def __init__(self, text: str, alias: str) -> None:
+        super().__init__()
+        self.used = names_used(text)
+        is_elastic = f"{alias}.elastic" in text
+        by_itself = "by_local_rank=True" if is_elastic else ""
+        self.line = f"{alias}.pin_gpu({by_itself})"
+
+    # Where a whole statement pins, nothing inside it is looked at.
+    def visit_If(self, node: cst.If) -> bool:
+        return not _pins(node)
+
+    def visit_For(self, node: cst.For) -> bool:
+        return not _pins(node)
+
+    def visit_Try(self, node: cst.Try) -> bool:
+        return not _pins(node)
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return updated_node.with_changes(body=self._pinned(updated_node.body))
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        return updated_node.with_changes(body=self._pinned(updated_node.body))
+
+    def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
+        by_hand = [statement for statement in body if _pins(statement)]
+        chosen = [statement for statement in by_hand if "local_rank" in code_of(statement)]
+        if not chosen or self._is_used_elsewhere(by_hand):
+            return body
+        lines = by_hand[0].leading_lines
+        line = cst.parse_statement(self.line).with_changes(leading_lines=lines)
+        kept = [statement for statement in body if statement is chosen[0] or statement not in by_hand]
+        return [line if statement is chosen[0] else statement for statement in kept]
+
+    def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
+        here = names_used("".join(code_of(statement) for statement in statements))
+        assigned = {
+            name.value
+            for statement in statements
+            for target in m.findall(statement, m.AssignTarget(target=m.Name()))
+            for name in m.findall(target, m.Name())
+        }
+        return any(self.used[name] > here[name] for name in assigned)
+
+
+def _pins(statement: cst.BaseStatement) -> bool:
+    """Whether all that the statement does is to choose GPUs."""
+    if isinstance(statement, cst.SimpleStatementLine):
+        return all(_is_part(part) for part in statement.body)
+    if not isinstance(statement, cst.For | cst.If | cst.Try) or isinstance(getattr(statement, "orelse", None), cst.If):
+        return False
+    inner: list[cst.BaseStatement] = list(statement.body.body)
+    if isinstance(statement, cst.If | cst.For) and statement.orelse:
+        inner += statement.orelse.body.body
+    return all(map(_pins, inner))
+
+
+def _is_part(part: cst.BaseSmallStatement) -> bool:
+    if isinstance(part, cst.Expr):
+        return bool(_CALL.fullmatch(code_of(part)))
+    if not isinstance(part, cst.Assign):
+        return False
+    target = code_of(part.targets[0].target)
+    if target.startswith("os.environ"):
+        return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
+    return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

@@ -1,0 +1,133 @@
+"""Tables of what Keras 3 and hvtrain.keras call otherwise, or no longer have. Pure."""
+
+from hvtrain.migrate.keras_names import TF_KERAS, exists
+
+# The longest prefix first; the rest of the name follows.
+_PREFIXES = {
+    "tensorflow.compat.v1.keras": "keras",
+    "tensorflow.compat.v2.keras": "keras",
+    "tensorflow.python.keras": "keras",
+    "tensorflow.keras": "keras",
+    "tf_keras": "keras",
+    "horovod.tensorflow.keras": "hvtrain.keras",
+    "horovod.keras": "hvtrain.keras",
+    "horovod.tensorflow": "hvtrain.keras",
+    "tensorflow.optimizers": "keras.optimizers",
+    "tensorflow.losses": "keras.losses",
+    "tensorflow.metrics": "keras.metrics",
+}
+_OLD_LAYER_MODULES = (
+    "advanced_activations", "convolutional", "core", "embeddings", "experimental", "experimental.preprocessing",
+    "local", "merge", "noise", "normalization", "pooling", "recurrent", "wrappers",
+)  # fmt: skip
+# A part of a module's name that is gone; what is in it lies one above.
+_DISSOLVED = {
+    **{f"keras.layers.{name}": "keras.layers" for name in _OLD_LAYER_MODULES},
+    "keras.optimizers.legacy": "keras.optimizers",
+    "keras.optimizers.experimental": "keras.optimizers",
+    "keras.optimizers.schedules.experimental": "keras.optimizers.schedules",
+    "keras.callbacks.experimental": "keras.callbacks",
+    "keras.mixed_precision.experimental": "keras.mixed_precision",
+    "keras.utils.np_utils": "keras.utils",
+    "keras.utils.generic_utils": "keras.utils",
+    "keras.engine.training": "keras",
+    "keras.engine": "keras",
+}
+# Functions of keras.backend that keras.ops has under the same name, with the same arguments.
+_OPS = (
+    "abs", "all", "any", "arange", "argmax", "argmin", "cast", "clip", "concatenate", "convert_to_tensor", "cos",
+    "equal", "exp", "expand_dims", "eye", "greater", "greater_equal", "less", "less_equal", "log", "max", "maximum",
+    "mean", "min", "minimum", "not_equal", "ones_like", "prod", "relu", "reshape", "round", "shape", "sigmoid", "sign",
+    "sin", "softmax", "softplus", "softsign", "sqrt", "square", "squeeze", "stack", "std", "stop_gradient", "sum",
+    "tanh", "tile", "transpose", "var", "zeros_like",
+)  # fmt: skip
+_EXACT = {
+    **{f"keras.backend.{name}": f"keras.ops.{name}" for name in _OPS},
+    **{f"keras.optimizers.{name.lower()}": f"keras.optimizers.{name}" for name in ("SGD", "RMSprop", "Adam", "Nadam")},
+    **{f"keras.optimizers.{name.lower()}": f"keras.optimizers.{name}" for name in ("Adagrad", "Adadelta", "Adamax")},
+    "keras.backend.get_value": "keras.ops.convert_to_numpy",
+    "keras.layers.CuDNNLSTM": "keras.layers.LSTM",
+    "keras.layers.CuDNNGRU": "keras.layers.GRU",
+    "keras.losses.Reduction.AUTO": '"sum_over_batch_size"',
+    "keras.losses.Reduction.SUM_OVER_BATCH_SIZE": '"sum_over_batch_size"',
+    "keras.losses.Reduction.SUM": '"sum"',
+    "keras.losses.Reduction.NONE": '"none"',
+    "keras.losses.mse": "keras.losses.mean_squared_error",
+    "keras.losses.mae": "keras.losses.mean_absolute_error",
+    "keras.mixed_precision.set_policy": "keras.mixed_precision.set_global_policy",
+    "keras.experimental.CosineDecay": "keras.optimizers.schedules.CosineDecay",
+    "tensorflow.set_random_seed": "tensorflow.random.set_seed",
+    "tensorflow.random.set_random_seed": "tensorflow.random.set_seed",
+    "hvtrain.keras.elastic.TensorFlowKerasState": "hvtrain.keras.elastic.KerasState",
+}
+# What a user is to do instead, by the beginning of the name.
+ADVICE = {
+    "keras.backend.set_session": "Keras 3 has no sessions; remove the line (hvd.pin_gpu() chooses the GPU)",
+    "keras.backend.get_session": "Keras 3 has no sessions; variables have .numpy() and .assign()",
+    "keras.backend.set_value": "use variable.assign(value)",
+    "keras.backend.set_learning_phase": "pass training=True or False to the call of the model",
+    "keras.backend.learning_phase": "pass training=True or False to the call of the model",
+    "keras.layers.SyncBatchNormalization": "use hvd.SyncBatchNormalization()",
+    "keras.mixed_precision.loss_scale": "hvd.DistributedOptimizer scales losses under mixed_float16 by itself",
+    "keras.utils.multi_gpu_model": "one process for each GPU takes its place; remove it",
+    "keras.wrappers.scikit_learn": "use keras.wrappers.SKLearnClassifier or SKLearnRegressor",
+    "keras.estimator": "TensorFlow has no estimators any more; docs/migration.md says where their parts are",
+    "tensorflow.estimator": "TensorFlow has no estimators any more; docs/migration.md says where their parts are",
+    "tensorflow.contrib": "tf.contrib went with TensorFlow 1",
+    "tensorflow.python": "a private module; use the public name",
+    "tensorflow.distribute": "ranks of Horovod take its place; remove it, with its scope",
+    "horovod.tensorflow.BroadcastGlobalVariablesHook": "is not there, as it was built on tf.estimator; "
+    "examples/tf1_monitored_session.py has one",
+    "hvtrain.keras.BroadcastGlobalVariablesHook": "a hook of tf.estimator; use hvd.BroadcastGlobalVariablesCallback(0)",
+    "hvtrain.keras.broadcast_global_variables": "use hvd.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_model",
+}
+_GRAPH = "TensorFlow 1's graph mode; rewrite the loop, or keep it as examples/tf1_monitored_session.py does"
+_OLD_NAMES = (
+    "ConfigProto", "GPUOptions", "Session", "InteractiveSession", "placeholder", "get_variable", "variable_scope",
+    "global_variables_initializer", "layers", "train", "disable_eager_execution", "disable_v2_behavior", "app",
+)  # fmt: skip
+ADVICE |= {f"tensorflow.compat.v1.{name}": _GRAPH for name in _OLD_NAMES}
+ADVICE |= {f"tensorflow.{name}": _GRAPH for name in _OLD_NAMES if name != "train"}
+_OPTIMIZERS = ("Adam", "Adagrad", "Adadelta", "Momentum", "GradientDescent", "RMSProp", "Ftrl")
+ADVICE |= {f"tensorflow.train.{name}Optimizer": _GRAPH for name in _OPTIMIZERS}
+ADVICE |= {f"tensorflow.train.{name}": _GRAPH for name in ("MonitoredTrainingSession", "get_or_create_global_step")}
+# Methods of models and optimizers that are gone.
+METHODS = {
+    "predict_classes": "was removed; use np.argmax(model.predict(x), axis=-1)",
+    "get_gradients": "was removed; use tf.GradientTape",
+    "minimize": "was removed; use tf.GradientTape, then optimizer.apply_gradients",
+    "add_metric": "was removed; keep the metric as an attribute and call its update_state",
+    "add_update": "was removed; assign to the variable in call",
+    "get_updates": "was removed; override update_step",
+}
+
+
+def _starts(name: str, beginning: str) -> bool:
+    return name == beginning or name.startswith(f"{beginning}.")
+
+
+def new_name(name: str) -> str:
+    """What the name is called on Keras 3, or the code that takes its place; the name itself if nothing changes.
+
+    >>> new_name("tensorflow.keras.layers.CuDNNLSTM"), new_name("horovod.keras.init")
+    ('keras.layers.LSTM', 'hvtrain.keras.init')
+    >>> new_name("keras.preprocessing.text.Tokenizer"), new_name("tensorflow.keras.losses.Reduction.SUM")
+    ('tensorflow.keras.preprocessing.text.Tokenizer', '"sum"')
+    """
+    new = name
+    for table in (_PREFIXES, _DISSOLVED):
+        old = max((old for old in table if _starts(new, old)), key=len, default="")
+        # A dissolved module by itself stays, for what is taken from it.
+        if old and not (table is _DISSOLVED and new == old):
+            new = table[old] + new[len(old) :]
+    new = _EXACT.get(new, new)
+    if _starts(name, "tensorflow") and not _starts(name, "tensorflow.keras") and _starts(new, "keras"):
+        return new if exists(new) or "keras" in name else name
+    if _starts(new, "keras") and not exists(new) and exists(new, TF_KERAS):
+        return f"tensorflow.{new}"
+    return new
+
+
+def advice(name: str) -> str:
+    """What to do about a name that is gone; empty if nothing is known."""
+    return ADVICE[max(found, key=len)] if (found := [old for old in ADVICE if _starts(name, old)]) else ""

@@ -1,0 +1,36 @@
+"""The parameter server of TensorFlow 1 with two workers: it trains, and all processes end by themselves."""
+
+import socket
+import sys
+
+import pytest
+
+from launching import ROOT, finish, start
+
+SCRIPT = str(ROOT / "examples/tf1_parameter_server.py")
+
+
+def free_ports(number):
+    sockets = [socket.create_server(("localhost", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_server_and_two_workers_train_and_end(tmp_path):
+    server, *workers = [f"localhost:{port}" for port in free_ports(3)]
+    places = ["--ps-hosts", server, "--worker-hosts", ",".join(workers), "--folder", str(tmp_path / "folder")]
+    roles = [("ps", 0), ("worker", 0), ("worker", 1)]
+    processes = [
+        start(None, 1, sys.executable, SCRIPT, "--job-name", job, "--task-index", str(index), *places, cwd=tmp_path)
+        for job, index in roles
+    ]
+    outputs = [finish(process, timeout=380) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    (line,) = [line for line in outputs[1].splitlines() if line.startswith("test accuracy")]
+    assert float(line.split()[-1]) > 0.9
+    assert list((tmp_path / "folder").glob("model.ckpt-*.index"))

@@ -1,0 +1,108 @@
+"""The command, and ten scripts of the usual shapes: as they were they do not train together, migrated they do."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import WORKERS, run
+
+pytest.importorskip("libcst", reason="libcst is not installed: scripts/install-test-tools")
+
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
+OLD = "import tensorflow as tf\nmodel = tf.keras.Sequential()\nmodel.predict_classes(x)\n"
+
+
+def command(*words, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", "hvtrain.migrate", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What each rank found, for the scripts as they were and migrated, in one start."""
+    folder = tmp_path_factory.mktemp("scripts")
+    migrated = [shutil.copy(script, folder) for script in SCRIPTS]
+    code, output, _ = command("--write", ".", cwd=folder)
+    assert code == 0, output
+    words = [str(WORKERS / "scripts.py"), str(folder / "found.json"), *migrated, *map(str, SCRIPTS)]
+    code, output = run("mpirun", 2, "python", *words, cwd=folder, timeout=550)
+    assert code == 0, output
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_migrated_script_trains_with_equal_weights(trained, script):
+    folder, ranks = trained
+    for found in ranks:
+        assert found[str(folder / script.name)].get("error") is None
+        assert found[str(folder / script.name)]["gap"] == 0
+        assert found[str(folder / script.name)]["accuracy"] > 0.85
+        assert "error" in found[str(script)], "as it was it does not run on Keras 3"
+
+
+def test_ten_scripts():
+    assert len(SCRIPTS) == 10
+
+
+def test_a_diff_is_shown_and_nothing_is_written(tmp_path):
+    (tmp_path / "a.py").write_text(OLD)
+    code, output, errors = command("a.py", cwd=tmp_path)
+    assert (code, errors) == (1, "")
+    assert (
+        "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n" in output
+        and "\x1b" not in output
+    )
+    assert output.endswith("a.py: line 3: predict_classes was removed; use np.argmax(model.predict(x), axis=-1)\n")
+    assert (tmp_path / "a.py").read_text() == OLD
+
+
+def test_write_changes_the_files_of_a_folder_once(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.py").write_bytes(OLD.replace("\n", "\r\n").encode())
+    (tmp_path / "b.py").write_text("x = 1\n")
+    code, output, _ = command("in", "b.py", "--write", cwd=tmp_path)
+    assert code == 1
+    assert output.splitlines()[0] == "in/a.py: written" and output.endswith("b.py: nothing to change\n")
+    text = (tmp_path / "in/a.py").read_bytes().decode()
+    assert text == "import keras\r\nmodel = keras.Sequential()\r\nmodel.predict_classes(x)\r\n"
+    assert command("in", "--write", cwd=tmp_path)[1].startswith("in/a.py: nothing to change\n")
+    assert sorted(file.name for file in tmp_path.rglob("*.*")) == ["a.py", "b.py"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (b"", ["missing.py"], "missing.py does not exist; name a Python file or a folder of them"),
+        (b"", ["."], ". holds no Python file; name a folder of scripts"),
+        (b"a = (\n", ["a"], "a, line 1 is not Python: '(' was never closed; fix it first"),
+        (b"\xff\xfe", ["a"], "a is not Python in UTF-8"),
+        (b"", [], "the following arguments are required: FILE|FOLDER; see python -m hvtrain.migrate --help"),
+    ],
+    ids=["missing", "empty folder", "syntax", "bytes", "nothing"],
+)
+def test_bad_input_is_one_line_and_writes_nothing(content, words, message, tmp_path):
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "good").write_text(OLD)
+    code, output, errors = command("--write", *(["good"] if words != ["."] and words else []), *words, cwd=tmp_path)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"hvtrain: {message}") and errors.count("\n") == 1
+    assert (tmp_path / "good").read_text() == OLD
+
+
+def test_without_libcst_it_says_what_to_install(tmp_path):
+    block = "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['migrate', 'a.py']"
+    code = f"{block}; runpy.run_module('hvtrain.migrate', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hvtrain: this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst\n"
+    )

@@ -1,0 +1,149 @@
+"""What hvtrain.migrate makes of single lines, and what it leaves to the user; nothing here trains."""
+
+import textwrap
+
+import pytest
+
+from hvtrain.errors import ConfigError
+from hvtrain.migrate.keras_names import TF_KERAS, exists
+
+pytest.importorskip("libcst", reason="libcst is not installed: scripts/install-test-tools")
+
+from hvtrain.migrate.renamed import _EXACT, ADVICE
+from hvtrain.migrate.rewriting import migrate
+
+HVD = "import hvtrain.keras as hvd\n"
+REWRITTEN = {
+    "import horovod.keras as hvd": "import hvtrain.keras as hvd",
+    "from horovod.tensorflow import keras as hvd": "import hvtrain.keras as hvd",
+    "import horovod.tensorflow.keras\nhorovod.tensorflow.keras.init()": "import hvtrain.keras\nhvtrain.keras.init()",
+    "from horovod.tensorflow.keras.callbacks import MetricAverageCallback":
+        "from hvtrain.keras.callbacks import MetricAverageCallback",
+    "import tensorflow as tf\ntf.keras.layers.Dense(1)": "import keras\nkeras.layers.Dense(1)",
+    "import tensorflow as tf\ntf.abs(tf.keras.Input((1,)))":
+        "import keras\nimport tensorflow as tf\ntf.abs(keras.Input((1,)))",
+    "import tensorflow.keras.layers as L\nL.Dense(1)": "from keras import layers as L\nL.Dense(1)",
+    "from tensorflow.keras.layers import *": "from keras.layers import *",
+    "from tensorflow.keras.layers import CuDNNGRU\nCuDNNGRU(1)": "from keras.layers import GRU\nGRU(1)",
+    "from tensorflow.keras.layers import CuDNNGRU as G\nG(1)": "from keras.layers import GRU as G\nG(1)",
+    "from tensorflow import data, keras\nkeras.Input, data":
+        "from tensorflow import data\nimport keras\nkeras.Input, data",
+    "from tensorflow.keras import backend as K\nK.sum(x)": "import keras\nkeras.ops.sum(x)",
+    "from keras import backend as K\nK.dot(a, b)": "import tensorflow as tf\ntf.keras.backend.dot(a, b)",
+    "import keras\nkeras.optimizers.sgd(lr=1)": "import keras\nkeras.optimizers.SGD(learning_rate=1)",
+    "import keras\nkeras.optimizers.Adam(0.1, decay=0.0)": "import keras\nkeras.optimizers.Adam(0.1)",
+    "import keras\nkeras.optimizers.SGD(0.1, decay=d)":
+        "import keras\nkeras.optimizers.SGD(keras.optimizers.schedules.InverseTimeDecay(0.1, 1, d))",
+    HVD + "model.compile(o)": HVD + "model.compile(o, jit_compile=False)",
+    HVD + "model.compile(o, jit_compile=True)": HVD + "model.compile(o, jit_compile=False)",
+    HVD + "model.compile(\n    o,\n    'mse',\n)":
+        HVD + "model.compile(\n    o,\n    'mse',\n    jit_compile=False,\n)",
+    HVD + "import re\nre.compile('a')": HVD + "import re\nre.compile('a')",
+    "model.compile(o, experimental_run_tf_function=False)": "model.compile(o)",
+    HVD + "hvd.callbacks.LearningRateScheduleCallback(lambda epoch: 0.5)":
+        HVD + "hvd.callbacks.LearningRateScheduleCallback(None, lambda epoch: 0.5)",
+    "model.fit_generator(generator=g, epochs=2, workers=4)": "model.fit(x=g, epochs=2)",
+    "model.evaluate_generator(g, 5)": "model.evaluate(g, steps=5)",
+    "model.save_weights(f'w-{n}.h5')": "model.save_weights(f'w-{n}.weights.h5')",
+    "name = 'w.h5'\nmodel.save_weights(name)\nmodel.load_weights('w.h5')":
+        "name = 'w.weights.h5'\nmodel.save_weights(name)\nmodel.load_weights('w.weights.h5')",
+    "model.load_weights('old.h5')": "model.load_weights('old.h5')",
+    "model.save('model')\nkind = 'model'": "model.save('model.keras')\nkind = 'model'",
+    "image.save('picture')": "image.save('picture')",
+    "model.optimizer.lr = 1": "model.optimizer.learning_rate = 1",
+}  # fmt: skip
+PINS = [
+    """
+    gpus = tf.config.list_physical_devices('GPU')
+    if gpus:
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')
+    """,
+    """
+    os.environ['CUDA_VISIBLE_DEVICES'] = str(hvd.local_rank())
+    """,
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.gpu_options.visible_device_list = str(hvd.local_rank())
+    tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))
+    """,
+]
+LEFT = {
+    "a = 1\nmodel.predict_classes(x)": (2, "predict_classes was removed; use np.argmax(model.predict(x), axis=-1)"),
+    "from tensorflow.keras.utils import multi_gpu_model": (1, "no keras.utils.multi_gpu_model; one process"),
+    "import keras\nkeras.layers.Desne(1)": (2, "Keras 3 has no keras.layers.Desne; did you mean keras.layers.Dense?"),
+    "import tensorflow as tf\ntf.estimator.RunConfig()": (2, "TensorFlow has no estimators any more"),
+    "import tensorflow as tf\ntf.distribute.MirroredStrategy()": (2, "ranks of Horovod take its place"),
+    "import horovod.tensorflow as hvd\nhvd.check_extension('a')": (2, "hvtrain.keras has no check_extension"),
+    "import horovod.tensorflow.keras as hvd\n\nm.fit(x)": (3, "nothing makes the ranks start alike"),
+    HVD + "model.compile(**options)": (2, "they must hold jit_compile=False"),
+    HVD + "import keras\nkeras.callbacks.TensorBoard('logs')": (3, "all ranks would write the same file"),
+    HVD + "model.save_weights('w.weights.h5')": (2, "put it under if hvd.rank() == 0"),
+    "model.save_weights(name)": (1, "ends in .weights.h5, and this one is not in the script"),
+    HVD + "import keras\nkeras.optimizers.SGD(decay=1e-3)\nhvd.callbacks.LearningRateWarmupCallback(0.1)":
+        (3, "decay= is ignored by Keras 3"),
+    "import keras\nkeras.callbacks.ModelCheckpoint('a.keras', period=2)": (2, "period= was removed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("old", REWRITTEN)
+def test_a_line_is_rewritten_once(old):
+    new = migrate(old + "\n").text
+    assert new == REWRITTEN[old] + "\n"
+    assert migrate(new).text == new
+
+
+@pytest.mark.parametrize("lines", PINS, ids=["visible devices", "environment", "session"])
+def test_statements_that_choose_a_gpu_become_one(lines):
+    head = "import os\nimport tensorflow as tf\nimport horovod.keras as hvd\nhvd.init()\n# the GPU"
+    assert migrate(head + textwrap.dedent(lines)).text.endswith(
+        "import hvtrain.keras as hvd\nhvd.init()\n# the GPU\nhvd.pin_gpu()\n"
+    )
+    used = migrate(head + textwrap.dedent(lines) + "print(gpus, config)\n").text
+    assert ("hvd.pin_gpu()" in used) == ("environ" in lines), "what is used elsewhere stays"
+
+
+def test_a_loop_of_graph_mode_keeps_its_horovod():
+    head = "import tensorflow as tf\nimport horovod.tensorflow as hvd\n"
+    loop = "hooks = [hvd.BroadcastGlobalVariablesHook(0)]\ntf.compat.v1.train.AdamOptimizer(0.1).minimize(loss)\n"
+    pin = "config = tf.compat.v1.ConfigProto()\nconfig.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+    found = migrate(head + loop + pin)
+    assert found.text == head + loop + pin
+    assert [number for number, _ in found.undecided] == [3, 4, 5]
+    assert "examples/tf1_monitored_session.py has one" in found.undecided[0][1]
+
+
+def test_memory_growth_alone_stays():
+    text = HVD + "import tensorflow as tf\nfor gpu in gpus:\n    tf.config.experimental.set_memory_growth(gpu, True)\n"
+    assert migrate(text).text == text
+
+
+@pytest.mark.parametrize("old", LEFT)
+def test_what_cannot_be_decided_is_named_with_its_line(old):
+    line, message = LEFT[old]
+    found = migrate(old + "\n")
+    assert [(number, text) for number, text in found.undecided_in_old() if message in text and number == line]
+    assert [text for _, text in migrate(found.text).undecided] == [text for _, text in found.undecided]
+
+
+def test_a_writer_on_rank_0_is_right():
+    text = HVD + "import keras\nif hvd.rank() == 0:\n    keras.callbacks.TensorBoard('logs')\n"
+    assert migrate(text).undecided == ()
+
+
+def test_comments_and_layout_stay():
+    text = "from keras.layers import (  # what we need\n    Dense,  # out\n)\nx = [1,2]  # odd\n"
+    assert migrate(text.replace("keras", "tensorflow.keras", 1)).text == text
+
+
+def test_the_names_of_the_tables_are_right():
+    new = [name for name in _EXACT.values() if name.startswith("keras.")]
+    assert len(new) > 50 and [name for name in new if not exists(name)] == []
+    gone = [name for name in (*_EXACT, *ADVICE) if name.startswith("keras.")]
+    assert [name for name in gone if exists(name)] == []
+    assert exists("keras.preprocessing.text.Tokenizer", TF_KERAS)
+
+
+@pytest.mark.parametrize("text", ["print 'Python 2'\n", "a = (\n", "a\0b"])
+def test_what_is_not_python_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^old.py.* is not Python: .*; fix it first$"):
+        migrate(text, "old.py")
