@@ -1,0 +1,144 @@
+"""`python -m hvtrain.compare`: the same training under several strategies, and what one may conclude."""
+
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter
+from hvtrain.compare import longer
+from hvtrain.compare.contest import Contest
+from hvtrain.compare.contestants import JOINT, RANK, contestants
+from hvtrain.compare.figures import write_png
+from hvtrain.compare.one_run import Starting
+from hvtrain.compare.summary import aligned, rows, summary
+from hvtrain.compare.web_page import html
+from hvtrain.core.records import write_atomic
+from hvtrain.errors import INTERRUPTED, ConfigError
+from hvtrain.system.host_facts import versions
+
+EPILOG = f"""\
+{RUN_SETTINGS}
+A strategy with settings of its own is written NAME@SETTING=VALUE, for example horovod@compression=fp16.
+
+example:
+  python -m hvtrain.compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
+
+docs/compare.md has the method, and measured comparisons.
+"""
+
+
+def compare() -> int:
+    """Checks all runs, then starts them one after the other; 1 if one of them failed."""
+    options = _parser().parse_with_words(sys.argv[1:])
+    line = shlex.join(["python", "-m", "hvtrain.compare", *sys.argv[1:]])
+    target = _target(options.target) if options.target else None
+    taking_part = contestants(options.words, options.np, options.single_batch)
+    if not taking_part:
+        return 0
+    folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--output {folder} is not empty; choose another folder")
+    more = [
+        *(["-H", options.hosts] if options.hosts else []),
+        *(["--hostfile", options.hostfile] if options.hostfile else []),
+    ]
+    starting = Starting(options.np, tuple(more), options.num_ps, options.single_cores)
+    contest = Contest(taking_part, starting, folder, options.rounds, options.speed_steps)
+    facts: dict[str, Any] = {"command": line, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": machine()}
+    facts |= {"num_rounds": options.rounds, "speed_steps": options.speed_steps, "versions": versions()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the run that it started ends too.
+    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
+    stopped: BaseException | None = None
+    try:
+        contest.run()
+    except (KeyboardInterrupt, SystemExit) as error:
+        stopped = error
+    found = {**facts, "interrupted": stopped is not None}
+    found |= summary(taking_part, contest.rounds, contest.whole, contest.errors, options.np, target)
+    planned = longer.plan_line(found, options.plan, folder / "plan") if options.plan and not stopped else None
+    found["conclusion"] += longer.extend(planned, folder / "plan") if planned else []
+    write(found, folder)
+    print("\n" + "\n".join(aligned(rows(found))) + "\n\n" + "\n".join(found["conclusion"]))
+    print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
+    if isinstance(stopped, KeyboardInterrupt):
+        print("interrupted; what was measured so far is written", file=sys.stderr)
+        return INTERRUPTED
+    if stopped:
+        raise stopped
+    return 1 if contest.errors else 0
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """Writes compare.json, compare.html and, if anything was measured, compare.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "compare.json", json.dumps(found, indent=1) + "\n")
+    write_atomic(folder / "compare.html", html(found))
+    if any(one["rounds"] or one["curve"] for one in found["strategies"]):
+        write_png(found, folder / "compare.png")
+
+
+def machine() -> dict[str, str]:
+    """This host, for the record."""
+    name = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "host": socket.gethostname(),
+        "processor": f"{name}, {cores} cores",
+        "memory": f"{memory / 1e9:.0f} GB",
+        "load before": f"{os.getloadavg()[0]:.1f} processes on average",
+    }
+
+
+def _target(text: str) -> tuple[str, float]:
+    metric, equals, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        equals = ""
+    if not (metric and equals):
+        raise ConfigError(f"--target {text} is not a metric and its value; write it as val_accuracy=0.97")
+    return metric, number
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain.compare",
+        usage="%(prog)s strategy=A,B,... [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Runs the same training under each strategy: short runs in turns for the speed, then a whole one each. Prints a table and
+what one may conclude from it, and writes compare.html, compare.json and compare.png.""",
+        epilog=EPILOG,
+    )
+    option = parser.add_argument
+    option("-np", type=at_least(1), default=2, metavar="N", help="ranks, workers or replicas; default: 2")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain.launch")
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+    option("--num-ps", type=at_least(1), metavar="P", help="parameter servers of strategies that have some")
+    rounds = "rounds of short runs; 6 give an interval of 97%% confidence; default: 6"
+    option("--rounds", type=at_least(1), default=6, metavar="N", help=rounds)
+    option("--speed-steps", type=at_least(2), default=100, metavar="N", help="steps of a short run; default: 100")
+    target = "time to this value is measured; default: the best that all reach"
+    option("--target", metavar="METRIC=VALUE", help=target)
+    batch = f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})"
+    option("--single-batch", choices=(JOINT, RANK), default=JOINT, help=batch)
+    option("--single-cores", type=at_least(1), metavar="N", help="cores that strategy=single may use; default: all")
+    plan = "ranks up to which hvtrain.plan extends the result; 0: not at all; default: 16"
+    option("--plan", type=at_least(0), default=16, metavar="N", help=plan)
+    option("--output", metavar="DIR", help="default: compare/DATE_TIME")
+    return parser
+
+
+if __name__ == "__main__":
+    enter(compare)
