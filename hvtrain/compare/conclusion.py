@@ -44,9 +44,10 @@ def on_speed(speeds: Speeds) -> list[str]:
     middle = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
     if len(middle) < 2:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
-    order = sorted(middle, key=lambda name: -middle[name])
-    first, slower, same = order[0], [], []
-    for name in order[1:]:
+    first, *others = sorted(middle, key=lambda name: -middle[name])
+    slower: list[str] = []
+    same: list[str] = []
+    for name in others:
         if found := against(speeds[name], speeds[first]):
             clear = is_clear(*found) and found[0].high < 1
             (slower if clear else same).append(f"{name} {in_words(*found)}")

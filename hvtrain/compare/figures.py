@@ -97,8 +97,8 @@ def _axes() -> Iterator[tuple[Any, Any]]:
     from matplotlib import pyplot
 
     ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
-    more = {"grid.color": _LINE, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-    with mpl.rc_context({**ink, **more, "svg.hashsalt": "hvtrain"}):
+    look: Any = {**ink, "grid.color": _LINE, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+    with mpl.rc_context({**look, "svg.hashsalt": "hvtrain"}):
         figure, axes = pyplot.subplots(figsize=(5.2, 3.3), layout="constrained")
         axes.grid(True)
         axes.spines[["top", "right"]].set_visible(False)
