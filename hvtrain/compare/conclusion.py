@@ -101,5 +101,17 @@ def on_test(name: str, values: Mapping[str, float]) -> str:
     return f"{text}; one run each, so another seed may order them otherwise."
 
 
+def on_examples(examples: Mapping[str, int]) -> list[str]:
+    """A warning if the whole runs did not train on as many examples, but for those that fill no batch.
+
+    >>> on_examples({"single": 1000, "horovod": 990}), on_examples({"single": 1000, "horovod": 2000})
+    ([], ['Not the same training: not the same number of examples (single 1,000, horovod 2,000); give train.epochs.'])
+    """
+    if not examples or max(examples.values()) <= 1.1 * min(examples.values()):
+        return []
+    listed = _listed([f"{name} {number:,}" for name, number in examples.items()])
+    return [f"Not the same training: not the same number of examples ({listed}); give train.epochs."]
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)

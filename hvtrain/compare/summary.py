@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from hvtrain.bench.rounds import Ratio
-from hvtrain.compare.conclusion import against, on_scaling, on_speed, on_target, on_test
+from hvtrain.compare.conclusion import against, on_examples, on_scaling, on_speed, on_target, on_test
 from hvtrain.compare.contestants import SINGLE, Contestant
 from hvtrain.compare.one_run import Training
 from hvtrain.core.records import EpochRecord
@@ -35,6 +35,7 @@ def summary(
     tests = {name: tested for name, one in whole.items() if (tested := _tests(one.result))}
     if len(tests) > 1 and (shared := [key for key in next(iter(tests.values())) if "accuracy" in key]):
         lines.append(on_test(shared[0], {name: tested[shared[0]] for name, tested in tests.items()}))
+    lines += on_examples({name: one.result["num_steps"] * one.result["global_batch"] for name, one in whole.items()})
     lines += [f"{name} failed: {error}" for name, error in errors.items()]
     return {
         "num_ranks": num_ranks,
