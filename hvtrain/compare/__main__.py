@@ -50,7 +50,7 @@ def compare() -> int:
         *(["--hostfile", options.hostfile] if options.hostfile else []),
     ]
     starting = Starting(options.np, tuple(more), options.num_ps, options.single_cores)
-    contest = Contest(taking_part, starting, folder, options.rounds, options.speed_steps)
+    contest = Contest(taking_part, starting, folder, options.rounds, options.speed_steps, options.speed_only)
     facts: dict[str, Any] = {"command": line, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": machine()}
     facts |= {"num_rounds": options.rounds, "speed_steps": options.speed_steps, "versions": versions()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the run that it started ends too.
@@ -129,6 +129,7 @@ what one may conclude from it, and writes compare.html, compare.json and compare
     rounds = "rounds of short runs; 6 give an interval of 97%% confidence; default: 6"
     option("--rounds", type=at_least(1), default=6, metavar="N", help=rounds)
     option("--speed-steps", type=at_least(2), default=100, metavar="N", help="steps of a short run; default: 100")
+    option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
     target = "time to this value is measured; default: the best that all reach"
     option("--target", metavar="METRIC=VALUE", help=target)
     batch = f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})"

@@ -25,6 +25,7 @@ class Contest:
     folder: Path
     num_rounds: int
     speed_steps: int
+    speed_only: bool = False
     rounds: dict[str, dict[int, Training]] = field(default_factory=dict)
     whole: dict[str, Training] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Contest:
     def schedule(self) -> list[tuple[Contestant, int]]:
         """All runs in their order, each with the number of its round; WHOLE for a whole run."""
         rounds = [(one, number) for number, order in in_turns(self.contestants, self.num_rounds) for one in order]
-        return [*rounds, *((one, WHOLE) for one in self.contestants)]
+        return rounds if self.speed_only else [*rounds, *((one, WHOLE) for one in self.contestants)]
 
     def run(self) -> None:
         """Starts one run after the other. A contestant that fails takes no part in what follows."""

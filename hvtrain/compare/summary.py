@@ -158,7 +158,7 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
             one["name"],
             _number(one["examples_per_second"], ",.0f"),
             f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else "-",
-            _number(one["target_seconds"], ".1f"),
+            f"{one['target_seconds']:.1f} (epoch {one['target_epoch']})" if one["target_epoch"] else "-",
             *(_number(one["tests"].get(name), ".4f") for name in tests),
             _number(one["peak_bytes"] and one["peak_bytes"] / 1e6, ",.0f"),
             *([_number(one["gpu_bytes"] and one["gpu_bytes"] / 1e6, ",.0f")] if has_gpus else []),

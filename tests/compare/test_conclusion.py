@@ -117,7 +117,7 @@ def test_a_target_that_no_run_has_is_named() -> None:
 def test_the_table_has_a_line_for_each_strategy() -> None:
     head, single, _, mirrored = rows(compared())
     assert head[:4] == ["strategy", "examples/s", "against single", "s to val_accuracy 0.85"]
-    assert single == ["single", "104", "-", "4.0", "0.9000", "500", "12", "30"]
+    assert single == ["single", "104", "-", "4.0 (epoch 2)", "0.9000", "500", "12", "30"]
     assert mirrored[0] == "mirrored" and mirrored[-1] == "failed"
     assert len({len(line) for line in aligned(rows(compared()))}) == 1
 
@@ -151,6 +151,7 @@ def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
         *(("single", 1), ("horovod", 1), ("horovod", 2), ("single", 2)),
         *(("single", WHOLE), ("horovod", WHOLE)),
     ]
+    assert len(replace(contest, speed_only=True).schedule()) == 4
     assert contest.time_left(contest.schedule()) == "left: 6 runs of unknown length"
 
 
