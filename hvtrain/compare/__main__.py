@@ -1,6 +1,7 @@
 """`python -m hvtrain.compare`: the same training under several strategies, and what one may conclude."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -25,10 +26,11 @@ from hvtrain.system.host_facts import versions
 
 EPILOG = f"""\
 {RUN_SETTINGS}
-A strategy with settings of its own is written NAME@SETTING=VALUE, for example horovod@compression=fp16.
+A strategy with settings of its own is written NAME@SETTING=VALUE@...
 
-example:
+examples:
   python -m hvtrain.compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
+  python -m hvtrain.compare strategy=horovod,horovod@compression=fp16 -np 8 -H s1:4,s2:4 --speed-only model=resnet50 ...
 
 docs/compare.md has the method, and measured comparisons.
 """
@@ -51,9 +53,15 @@ def compare() -> int:
     ]
     starting = Starting(options.np, tuple(more), options.num_ps, options.single_cores)
     contest = Contest(taking_part, starting, folder, options.rounds, options.speed_steps, options.speed_only)
-    facts: dict[str, Any] = {"command": line, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": machine()}
-    facts |= {"num_rounds": options.rounds, "speed_steps": options.speed_steps, "versions": versions()}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the run that it started ends too.
+    load = os.getloadavg()[0]
+    facts: dict[str, Any] = {"command": line, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": machine(load)}
+    facts |= {
+        "num_rounds": options.rounds,
+        "speed_steps": options.speed_steps,
+        "versions": {name: one for name, one in versions().items() if one},
+    }
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # So that the run that it started ends too.
     print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
     stopped: BaseException | None = None
     try:
@@ -62,6 +70,7 @@ def compare() -> int:
         stopped = error
     found = {**facts, "interrupted": stopped is not None}
     found |= summary(taking_part, contest.rounds, contest.whole, contest.errors, options.np, target)
+    found["conclusion"] += busy(load, len(os.sched_getaffinity(0)))
     planned = longer.plan_line(found, options.plan, folder / "plan") if options.plan and not stopped else None
     found["conclusion"] += longer.extend(planned, folder / "plan") if planned else []
     write(found, folder)
@@ -84,7 +93,7 @@ def write(found: dict[str, Any], folder: Path) -> None:
         write_png(found, folder / "compare.png")
 
 
-def machine() -> dict[str, str]:
+def machine(load: float) -> dict[str, str]:
     """This host, for the record."""
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -96,17 +105,29 @@ def machine() -> dict[str, str]:
         "host": socket.gethostname(),
         "processor": f"{name}, {cores} cores",
         "memory": f"{memory / 1e9:.0f} GB",
-        "load before": f"{os.getloadavg()[0]:.1f} processes on average",
+        "load before": f"{load:.1f} processes on average",
     }
 
 
+def busy(load: float, cores: int) -> list[str]:
+    """A warning if others use this machine. load: processes that ran before the first run, on average.
+
+    >>> busy(0.2, 2)
+    []
+    >>> busy(3.1, 2)
+    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat this when it is idle.']
+    """
+    said = f"This machine was busy before the first run (load {load:.1f} on {cores} cores)"
+    return [f"{said}; repeat this when it is idle."] if load > cores / 2 else []
+
+
 def _target(text: str) -> tuple[str, float]:
-    metric, equals, value = text.partition("=")
+    metric, _, value = text.partition("=")
     try:
         number = float(value)
     except ValueError:
-        equals = ""
-    if not (metric and equals):
+        number = math.nan
+    if not metric or not math.isfinite(number):
         raise ConfigError(f"--target {text} is not a metric and its value; write it as val_accuracy=0.97")
     return metric, number
 

@@ -120,11 +120,14 @@ def failure(output: str, code: int) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks a run to stop, as Ctrl-C would, and ends it and its launcher by force when it does not."""
+    """Asks a run to stop, as Ctrl-C would, and ends it and its launcher by force when it does not.
+
+    Another Ctrl-C does not wait.
+    """
     for number, seconds in ((signal.SIGINT, SECONDS_TO_SAVE), (signal.SIGTERM, SECONDS_TO_STOP), (signal.SIGKILL, 5)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(seconds)
             return
 
