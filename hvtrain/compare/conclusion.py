@@ -45,20 +45,15 @@ def on_speed(speeds: Speeds) -> list[str]:
     if len(middle) < 2:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
     first, *others = sorted(middle, key=lambda name: -middle[name])
-    slower: list[str] = []
-    same: list[str] = []
+    groups: dict[str, list[str]] = {"Not distinguishable from it": [], "Too few rounds to say": [], "Slower": []}
     for name in others:
         if found := against(speeds[name], speeds[first]):
             clear = is_clear(*found) and found[0].high < 1
-            (slower if clear else same).append(f"{name} {in_words(*found)}")
-    if not same:
-        lines = [f"Fastest here: {first}, with {middle[first]:,.0f} examples/s."]
-    else:
-        lines = [
-            f"Most examples/s here: {first}, {middle[first]:,.0f}. Not distinguishable from it: {'; '.join(same)} "
-            "as fast."
-        ]
-    return [*lines, *([f"Slower: {'; '.join(slower)} as fast as {first}."] if slower else [])]
+            kind = "Too few rounds to say" if found[1] < FEWEST_ROUNDS else "Not distinguishable from it"
+            groups["Slower" if clear else kind].append(f"{name} {in_words(*found)}")
+    is_first = not any(groups[kind] for kind in groups if kind != "Slower")
+    lines = [f"{'Fastest' if is_first else 'Most examples/s'} here: {first}, with {middle[first]:,.0f} examples/s."]
+    return [*lines, *(f"{kind}: {'; '.join(found)} as fast as {first}." for kind, found in groups.items() if found)]
 
 
 def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
@@ -68,7 +63,9 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         if name == SINGLE or not (found := against(speeds[name], speeds.get(SINGLE, {}))):
             continue
         words = f"{in_words(*found)} as fast as one process"
-        if not is_clear(*found):
+        if found[1] < FEWEST_ROUNDS:
+            lines.append(f"{name} on {num_ranks} ranks: {words}; whether it pays is open.")
+        elif not is_clear(*found):
             lines.append(f"{name} on {num_ranks} ranks: {words}; not distinguishable from it.")
         elif found[0].low > 1:
             efficiency = found[0].median / num_ranks

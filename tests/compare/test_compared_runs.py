@@ -9,7 +9,7 @@ import pytest
 
 from launching import finish, run, start
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "0"]
 RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validation=100", "schedule.warmup_epochs=0"]
@@ -19,7 +19,7 @@ def test_single_and_horovod_and_one_that_fails(tmp_path):
     """One that fails costs its own runs, not the comparison."""
     strategies = "strategy=single,horovod,horovod@compression=int8"
     words = [strategies, *RUN, "--rounds", "1", "--speed-steps", "20", "--output", str(tmp_path / "out")]
-    code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path, timeout=380)
+    code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path, timeout=580)
     assert code == 1, output
     assert {"compare.html", "compare.json", "compare.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
