@@ -24,6 +24,7 @@ from hvtrain.errors import LostRankError
 SECONDS_BETWEEN_SAMPLES = 0.3
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
+_PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line after a failure.
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,14 @@ def read_result(run: Path) -> dict[str, Any]:
 def failure(output: str, code: int) -> str:
     """The line of the output that says why the run failed.
 
-    >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nProcess exited", 75)
+    >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
     'rank 1 was killed (exit code 75)'
     >>> failure("", -9)
     'it printed nothing (exit code -9)'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["it printed nothing"]
-    said = next((line for line in reversed(lines) if line.startswith("hvtrain: ")), lines[-1])
+    told = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_PLACE_OF_LOGS)]
+    said = (told or lines)[-1]
     return f"{said.removeprefix('hvtrain: ')} (exit code {code})"
 
 
