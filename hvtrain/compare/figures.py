@@ -42,7 +42,9 @@ def _speed(axes: Any, found: Mapping[str, Any]) -> None:
             speeds = [run["examples_per_second"] for run in one["rounds"] if run["examples_per_second"]]
             axes.plot(speeds, [place] * len(speeds), "o", color=_INK, markersize=3, alpha=0.7)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)  # The first at the top, and room for one that failed.
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_axisbelow(True)
 
 
 def _curves(metric: str, over: str) -> Panel:
