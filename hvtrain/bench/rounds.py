@@ -83,14 +83,14 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
+def picture(path: Path, width: float, height: float, columns: int = 1, rows: int = 1) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, in inches, which is saved as `path` at the end."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # No display is needed.
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained")
     for one in figure.axes:
         one.grid(alpha=0.3)
         one.spines[["top", "right"]].set_visible(False)

@@ -65,10 +65,13 @@ def _curves(metric: str, over: str) -> Panel:
 def write_png(found: Mapping[str, Any], path: Path) -> None:
     """All panels in one picture."""
     shown = panels(found)
-    with picture(path, 5.2 * len(shown), 4.0, columns=len(shown)) as (_, axes):
-        for one, (title, draw) in zip(axes if len(shown) > 1 else [axes], shown.items()):
-            draw(one, found)
-            one.set_title(title, loc="left", fontsize=10)
+    rows = -(-len(shown) // 2)
+    with picture(path, 11, 4.0 * rows, min(2, len(shown)), rows) as (figure, _):
+        for axes, (title, draw) in zip(figure.axes, shown.items()):
+            draw(axes, found)
+            axes.set_title(title, loc="left", fontsize=10)
+        for axes in figure.axes[len(shown) :]:
+            axes.remove()
 
 
 def svgs(found: Mapping[str, Any]) -> list[tuple[str, str]]:
