@@ -1,5 +1,6 @@
 """`python -m hvtrain.compare`: the same training under several strategies, and what one may conclude."""
 
+import argparse
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter
 from hvtrain.compare import longer
 from hvtrain.compare.contest import Contest
-from hvtrain.compare.contestants import JOINT, RANK, contestants
+from hvtrain.compare.contestants import JOINT, RANK, Contestant, contestants
 from hvtrain.compare.figures import write_png
 from hvtrain.compare.one_run import Starting
 from hvtrain.compare.summary import aligned, rows, summary
@@ -39,30 +40,15 @@ docs/compare.md has the method, and measured comparisons.
 def compare() -> int:
     """Checks all runs, then starts them one after the other; 1 if one of them failed."""
     options = _parser().parse_with_words(sys.argv[1:])
-    line = shlex.join(["python", "-m", "hvtrain.compare", *sys.argv[1:]])
     target = _target(options.target) if options.target else None
     taking_part = contestants(options.words, options.np, options.single_batch)
     if not taking_part:
         return 0
-    folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--output {folder} is not empty; choose another folder")
-    more = [
-        *(["-H", options.hosts] if options.hosts else []),
-        *(["--hostfile", options.hostfile] if options.hostfile else []),
-    ]
-    starting = Starting(options.np, tuple(more), options.num_ps, options.single_cores)
-    contest = Contest(taking_part, starting, folder, options.rounds, options.speed_steps, options.speed_only)
-    load = os.getloadavg()[0]
-    facts: dict[str, Any] = {"command": line, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "machine": machine(load)}
-    facts |= {
-        "num_rounds": options.rounds,
-        "speed_steps": options.speed_steps,
-        "versions": {name: one for name, one in versions().items() if one},
-    }
+    contest = _contest(options, taking_part)
+    facts = _facts(options)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # So that the run that it started ends too.
-    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
+    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {contest.folder}", flush=True)
     stopped: BaseException | None = None
     try:
         contest.run()
@@ -70,18 +56,43 @@ def compare() -> int:
         stopped = error
     found = {**facts, "interrupted": stopped is not None}
     found |= summary(taking_part, contest.rounds, contest.whole, contest.errors, options.np, target)
-    found["conclusion"] += busy(load, len(os.sched_getaffinity(0)))
-    planned = longer.plan_line(found, options.plan, folder / "plan") if options.plan and not stopped else None
-    found["conclusion"] += longer.extend(planned, folder / "plan") if planned else []
-    write(found, folder)
+    found["conclusion"] += facts["warnings"]
+    write(found, contest.folder)
+    if options.plan and not stopped and (line := longer.plan_line(found, options.plan)):
+        found["conclusion"] += longer.extend(line, contest.folder / "plan")
+        write(found, contest.folder)
     print("\n" + "\n".join(aligned(rows(found))) + "\n\n" + "\n".join(found["conclusion"]))
-    print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
+    print(f"\nresults in {contest.folder}: compare.html, compare.json, compare.png")
     if isinstance(stopped, KeyboardInterrupt):
-        print("interrupted; what was measured so far is written", file=sys.stderr)
+        print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
         return INTERRUPTED
     if stopped:
         raise stopped
     return 1 if contest.errors else 0
+
+
+def _contest(options: argparse.Namespace, taking_part: list[Contestant]) -> Contest:
+    folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--output {folder} is not empty; choose another folder")
+    hosts = ["-H", options.hosts] if options.hosts else []
+    hosts += ["--hostfile", options.hostfile] if options.hostfile else []
+    starting = Starting(options.np, tuple(hosts), options.num_ps, options.single_cores)
+    return Contest(taking_part, starting, folder, options.rounds, options.speed_steps, options.speed_only)
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What a reader of the results has to know about this start."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    return {
+        "command": shlex.join(["python", "-m", "hvtrain.compare", *sys.argv[1:]]),
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "machine": machine(load, cores),
+        "versions": {name: version for name, version in versions().items() if version},
+        "num_rounds": options.rounds,
+        "speed_steps": options.speed_steps,
+        "warnings": busy(load, cores),
+    }
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
@@ -93,14 +104,14 @@ def write(found: dict[str, Any], folder: Path) -> None:
         write_png(found, folder / "compare.png")
 
 
-def machine(load: float) -> dict[str, str]:
+def machine(load: float, cores: int) -> dict[str, str]:
     """This host, for the record."""
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             name = line.partition(":")[2].strip()
             break
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "host": socket.gethostname(),
         "processor": f"{name}, {cores} cores",

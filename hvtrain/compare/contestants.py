@@ -69,7 +69,9 @@ def contestants(words: Sequence[str], num_ranks: int, single_batch: str = JOINT)
 
 def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant | None:
     strategy, *settings = name.split("@")
-    known = sorted(path.stem for folder in (CONFIGS, *own_folders(common)) for path in (folder / "strategy").glob("*"))
+    known = sorted(
+        path.stem for folder in (CONFIGS, *own_folders(common)) for path in (folder / "strategy").glob("*.yaml")
+    )
     if strategy not in known:
         raise ConfigError(f"strategy={strategy} is not a strategy; {nearest(strategy, known)}")
     own = [f"strategy.{one}" if "." not in one.partition("=")[0] else one for one in settings]

@@ -13,7 +13,7 @@ PLANNED = "horovod"  # The strategy whose ring the plan describes.
 PAYS = 1.05  # times the speed of one rank
 
 
-def plan_line(found: Mapping[str, Any], num_ranks: int, folder: Path) -> list[str] | None:
+def plan_line(found: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """The plan's words for the horovod of a comparison, from a rank's own work in a step; None if that is unknown."""
     one = next((one for one in found["strategies"] if one["name"].partition("@")[0] == PLANNED), None)
     splits = [run["split"] for run in one["rounds"] if run["split"]] if one else []
@@ -22,13 +22,13 @@ def plan_line(found: Mapping[str, Any], num_ranks: int, folder: Path) -> list[st
     seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
     here = found["num_ranks"]
     options = ["-np", str(num_ranks), "--ranks-per-host", str(here), "--step-seconds", f"{seconds:.4g}"]
-    return [*options, "--output", str(folder), *one["words"]]
+    return [*options, *one["words"]]
 
 
 def extend(line: Sequence[str], folder: Path) -> list[str]:
-    """What the plan says, in words, and the line to repeat it with other links."""
+    """What the plan says, in words, and the line that repeats it; its files go into the folder."""
     done = subprocess.run(
-        [sys.executable, "-m", "hvtrain.plan", *line],
+        [sys.executable, "-m", "hvtrain.plan", "--output", str(folder), *line],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -39,7 +39,7 @@ def extend(line: Sequence[str], folder: Path) -> list[str]:
         return [f"More ranks: hvtrain.plan cannot say ({why})."]
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
     again = shlex.join(["python", "-m", "hvtrain.plan", *line])
-    return [pays_from(costs), f"(Each with cores or a GPU of its own, and links as {again} states them.)"]
+    return [pays_from(costs), f"That supposes cores or a GPU for each rank, and the links that this states: {again}"]
 
 
 def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:

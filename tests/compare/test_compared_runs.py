@@ -11,7 +11,7 @@ from launching import finish, run, start
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "0"]
+COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "4"]
 RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validation=100", "schedule.warmup_epochs=0"]
 
 
@@ -37,6 +37,9 @@ def test_single_and_horovod_and_one_that_fails(tmp_path):
     assert horovod["peak_bytes"] > 1.5 * single["peak_bytes"] > 1e8, "two processes"
     assert abs(single["curve"][0]["loss"] - horovod["curve"][0]["loss"]) < 0.3, "weights of one seed, the same steps"
     assert found["target"]["metric"] == "val_accuracy" and single["target_seconds"] and horovod["target_seconds"]
+    planned, line = found["conclusion"][-2:]
+    assert planned.startswith("Planned for more ranks: horovod") and "4 ranks are" in planned
+    assert line.endswith(" strategy=horovod") and "hvtrain.plan -np 4 --ranks-per-host 2 --step-seconds 0.0" in line
     assert horovod["differences"] == [] and found["conclusion"][0] in output
 
 
