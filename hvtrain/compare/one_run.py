@@ -21,7 +21,7 @@ from hvtrain.compare.contestants import Contestant
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 
-SECONDS_BETWEEN_SAMPLES = 0.3
+SECONDS_BETWEEN_SAMPLES = 1.0  # Looking takes several milliseconds, from the run too.
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -81,9 +81,8 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         try:
-            while process.poll() is None:
-                peaks = [max(peaks[0], resident_bytes(process.pid)), max(peaks[1], (gpu_bytes() or 0))]
-                time.sleep(SECONDS_BETWEEN_SAMPLES)
+            while not _ends_within(process, SECONDS_BETWEEN_SAMPLES):
+                peaks = [max(peaks[0], resident_bytes(process.pid)), max(peaks[1], gpu_bytes() or 0)]
         except BaseException:
             end(process)
             raise
@@ -132,6 +131,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(seconds)
             return
+
+
+def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
 
 
 def resident_bytes(pid: int) -> int:
