@@ -70,15 +70,27 @@ def progress(text: str) -> None:
         sys.stderr.flush()
 
 
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit that fits.
+
+    >>> duration(42), duration(5400), duration(90), duration(200_000)
+    ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
+    """
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 @contextmanager
-def picture(path: Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
+def picture(path: Path, width: float, height: float, columns: int = 1, rows: int = 1) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, in inches, which is saved as `path` at the end."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # No display is needed.
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained")
     for one in figure.axes:
         one.grid(alpha=0.3)
         one.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvtrain.bench.rounds import BLUE, GREY, picture
+from hvtrain.bench.rounds import BLUE, GREY, duration, picture
 from hvtrain.plan.costs.algorithms import Machine
 from hvtrain.plan.costs.step import Cost, Rules
 from hvtrain.plan.forecast import Forecast, key_steps
@@ -25,18 +25,6 @@ def amount(num_bytes: float) -> str:
         if num_bytes >= length:
             return f"{num_bytes / length:,.{0 if num_bytes >= 10 * length else 1}f} {unit}"
     return f"{num_bytes / 1e3:,.1f} kB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit that fits.
-
-    >>> duration(42), duration(5400), duration(90), duration(200_000)
-    ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
-    """
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:

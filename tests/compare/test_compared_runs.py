@@ -1,0 +1,66 @@
+"""Real comparisons on two ranks. No time is asserted."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from launching import finish, run, start
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "4"]
+RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validation=100", "schedule.warmup_epochs=0"]
+
+
+def test_single_and_horovod_and_one_that_fails(tmp_path):
+    """One that fails costs its own runs, not the comparison."""
+    strategies = "strategy=single,horovod,horovod@compression=int8"
+    words = [strategies, *RUN, "--rounds", "1", "--speed-steps", "20", "--output", str(tmp_path / "out")]
+    code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path, timeout=580)
+    assert code == 1, output
+    assert {"compare.html", "compare.json", "compare.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    single, horovod, failing = found["strategies"]
+    assert "strategy.compression=int8 is not one of none, fp16 (exit code 2)" in failing["error"]
+    assert failing["error"] in output and "failed" in next(
+        x for x in output.splitlines() if x.startswith(failing["name"])
+    )
+    assert failing["rounds"] == failing["curve"] == [], "it is not tried again"
+    for one in (single, horovod):
+        assert one["error"] is None and one["examples_per_second"] > 0 and one["cpu_seconds"] > 0
+        assert one["global_batch"] == 64 and one["num_steps"] == 2 * (1337 // 64), "the same training"
+        assert [point["examples"] for point in one["curve"]] == [1280, 2560] and "test_accuracy" in one["tests"]
+        assert not (tmp_path / "out" / "round-1" / one["name"] / "run" / "checkpoints").exists()
+    assert horovod["peak_bytes"] > 1.5 * single["peak_bytes"] > 1e8, "two processes"
+    assert abs(single["curve"][0]["loss"] - horovod["curve"][0]["loss"]) < 0.3, "weights of one seed, the same steps"
+    assert found["target"]["metric"] == "val_accuracy" and single["target_seconds"] and horovod["target_seconds"]
+    planned, line = found["conclusion"][-2:]
+    assert planned.startswith("Planned for more ranks: horovod") and "4 ranks are" in planned
+    assert line.endswith(" strategy=horovod") and "hvtrain.plan -np 4 --ranks-per-host 2 --step-seconds 0.0" in line
+    assert horovod["differences"] == [] and found["conclusion"][0] in output
+
+
+@pytest.mark.nightly
+def test_ctrl_c_writes_what_was_measured(tmp_path):
+    words = ["strategy=single,horovod", *RUN, "--rounds", "3", "--speed-steps", "20", "--output", str(tmp_path / "out")]
+    process = start(None, 1, *COMPARE, *words, cwd=tmp_path)
+    lines = iter(process.stdout.readline, "")
+    seen = [next(line for line in lines if line.startswith("run 1 of 8: single"))]
+    os.kill(process.pid, signal.SIGINT)
+    output = "".join([*seen, finish(process)])
+    assert process.returncode == 130 and "what was measured so far is written" in output, output
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert found["interrupted"] and len(found["strategies"][0]["rounds"]) == 1
+    assert "interrupted" in (tmp_path / "out" / "compare.html").read_text()
+
+
+def test_an_output_folder_that_is_in_use_is_refused(tmp_path):
+    (tmp_path / "here").write_text("")
+    words = ["strategy=single,horovod", *RUN, "--output", str(tmp_path)]
+    code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path)
+    assert code == 2 and output == f"hvtrain: --output {tmp_path} is not empty; choose another folder\n"
+    code, output = run(None, 1, *COMPARE, *words[:-2], "--target", "0.97", cwd=tmp_path)
+    assert code == 2 and output.startswith("hvtrain: --target 0.97 is not a metric and its value; write it as val_acc")
