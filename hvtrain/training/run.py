@@ -101,8 +101,14 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
     return tf.data.Dataset.zip(steps, batches).map(add)
 
 
-def summary(run: Run, model: keras.Model, start: Start) -> str:
-    """Some ten lines, without the closing newline."""
+def summary(lines: dict[str, str]) -> str:
+    """The lines of `described`, as the console shows them."""
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()) + "\n"
+
+
+def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
+    """What the run is, in some ten lines by name."""
     config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
@@ -133,8 +139,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
             lines["resumed"] += "; nothing is left to train"
         shown = {name: ["null" if value is None else value for value in pair] for name, pair in run.changed.items()}
         lines["changed"] = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in shown.items())
-    width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
+    return {name: text for name, text in lines.items() if text}
 
 
 def resized(start: Start, plan: StepPlan) -> str:
