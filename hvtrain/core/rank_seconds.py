@@ -1,4 +1,4 @@
-"""ranks.csv: how long each rank's own work in a step took, data and compute, as a row of seconds for each epoch. Pure."""
+"""ranks.csv: seconds of each rank's own work in a step, data and compute, with a row for each epoch. Pure."""
 
 import csv
 import io

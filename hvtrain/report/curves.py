@@ -5,7 +5,7 @@ Colors of an SVG are CSS variables of the page, so that it follows the reader's 
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -47,6 +47,7 @@ class Chart:
 
     title: str
     series: list[Series]
+    from_zero: bool = False
 
 
 def charts_of(run: RunFiles) -> list[Chart]:
@@ -57,11 +58,11 @@ def charts_of(run: RunFiles) -> list[Chart]:
     rates = [(float(row.epoch), row.learning_rate) for row in run.history]
     speeds = [(float(row.epoch), row.examples_per_second) for row in run.history]
     charts += [
-        Chart("learning rate", [Series("", rates)]),
-        Chart("examples per second, all ranks", [Series("", speeds)]),
+        Chart("learning rate", [Series("", rates)], from_zero=True),
+        Chart("examples per second, all ranks", [Series("", speeds)], from_zero=True),
     ]
     if run.rank_seconds:
-        charts.append(Chart("work of a step by rank, ms", _ranks(run.rank_seconds)))
+        charts.append(Chart("work of a step by rank, ms", _ranks(run.rank_seconds), from_zero=True))
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 
@@ -141,7 +142,7 @@ def _ranks(rows: dict[int, list[float]]) -> list[Series]:
             [(float(epoch), 1000 * row[rank]) for epoch, row in rows.items() if rank < len(row)] for rank in range(most)
         ]
         return [Series(f"rank {rank}", points, rank) for rank, points in enumerate(each)]
-    kinds = {"slowest": max, "median": median, "fastest": min}
+    kinds: dict[str, Callable[[list[float]], float]] = {"slowest": max, "median": median, "fastest": min}
     return [
         Series(name, [(float(epoch), 1000 * kind(row)) for epoch, row in rows.items()], color)
         for color, (name, kind) in enumerate(kinds.items())
@@ -150,7 +151,7 @@ def _ranks(rows: dict[int, list[float]]) -> list[Series]:
 
 def _draw(axes: "Axes", chart: Chart, colors: Sequence[str], has_legend: bool = True) -> None:
     for series in chart.series:
-        x, y = zip(*series.points) if series.points else ((), ())
+        x, y = ([point[side] for point in series.points] for side in (0, 1))
         axes.plot(
             x,
             y,
@@ -161,12 +162,12 @@ def _draw(axes: "Axes", chart: Chart, colors: Sequence[str], has_legend: bool = 
             markersize=3.5,
             label=series.label,
         )
-    if all(value >= 0 for series in chart.series for _, value in series.points) and "loss" not in chart.title:
-        low = min((value for series in chart.series for _, value in series.points), default=0.0)
-        high = max((value for series in chart.series for _, value in series.points), default=1.0)
-        if low < 0.6 * high:
-            axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.locator_params("x", integer=True)
+    axes.locator_params("y", nbins=5)
+    if max((value for series in chart.series for _, value in series.points), default=0) >= 1000:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("epoch")
     if has_legend and len(chart.series) > 1:
         # Above the axes, where no curve is.
@@ -187,10 +188,10 @@ def _style(axes: "Axes", ink: str, muted: str, line: str) -> None:
     axes.spines[["left", "bottom"]].set_color(line)
     axes.grid(color=line, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=muted, labelsize=8, length=0)
+    axes.tick_params(colors=muted, labelsize=9, length=0)
     axes.title.set_color(ink)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set(color=muted, fontsize=8)
+        axis.label.set(color=muted, fontsize=9)
         axis.get_offset_text().set(color=muted, fontsize=7)
 
 

@@ -1,7 +1,9 @@
 """report.html of a run, and curves.png: everything in its folder, for people. From files alone."""
 
 import logging
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -25,7 +27,7 @@ _SHOWN = ("versions", "devices", "differs", "run folder", "resumed", "changed")
 def write_report(folder: Path) -> None:
     """Writes both files into the run folder. A finished run does not fail for them: an error is a warning."""
     try:
-        run = read_run(folder)
+        run = replace(read_run(folder), state="finished")  # This process still holds the lock.
         write_atomic(folder / REPORT_FILE, html(run))
         if charts := charts_of(run):
             write_png(charts, folder / CURVES_FILE)
@@ -54,6 +56,7 @@ def html(run: RunFiles) -> str:
         split=_split(split) if split else [],
         slowest=_slowest(run.result) if split else "",
         command=start.get("command"),
+        again=_again(run, start),
         place=start.get("folder"),
         described=[(name, text) for name, text in described.items() if name not in _SHOWN],
         starts=run.starts,
@@ -148,10 +151,17 @@ def _slowest(result: dict[str, Any]) -> str:
     if result["num_ranks"] == 1:
         return ""
     return (
-        f"Means over {result['num_ranks']} ranks. Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, with "
-        f"{1000 * split['slowest_seconds']:.2f} ms of work of its own in a step; the median is "
+        f"Means over {result['num_ranks']} ranks. Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, "
+        f"with {1000 * split['slowest_seconds']:.2f} ms of work of its own in a step; the median is "
         f"{1000 * split['median_seconds']:.2f} ms."
     )
+
+
+def _again(run: RunFiles, start: dict[str, Any]) -> str:
+    """The line that does the same in a new folder."""
+    ranks = start.get("num_ranks", 1)
+    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
+    return shlex.join([*launcher, "python", "-m", "hvtrain", "--config-dir", str(run.folder)])
 
 
 def _changes(result: dict[str, Any]) -> list[tuple[Any, str, str, str]]:

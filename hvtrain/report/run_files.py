@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,12 @@ class RunFiles:
         )
         return min(done / planned, 1.0) if planned else None
 
-    @cached_property
+    @property
+    def sign(self) -> int:
+        """1 if a higher score is better, otherwise -1."""
+        return self.starts[-1].get("sign", 1) if self.starts else 1
+
+    @property
     def score(self) -> tuple[str, float] | None:
         """The task's metric, by name: that of the test data, or else the best one of validation or training."""
         best = self.result.get("best") or {}
@@ -92,10 +96,9 @@ class RunFiles:
         own = f"test_{name.removeprefix('val_')}"
         if own in tested:
             return own, tested[own]
-        sign = self.starts[-1].get("sign", 1) if self.starts else 1
         for column in (name, name.removeprefix("val_")):
             if values := [row.metrics[column] for row in self.history if column in row.metrics]:
-                return column, sign * max(sign * value for value in values)
+                return column, self.sign * max(self.sign * value for value in values)
         return None
 
 
@@ -173,5 +176,6 @@ def _messages(folder: Path) -> list[Message]:
         except OSError:
             continue
         matches = filter(None, map(_MESSAGE.match, lines))
-        found += [Message(*match.group(1, 2), int(rank) if rank.isdigit() else 0, match[3][:400]) for match in matches]
+        number = int(rank) if rank.isdigit() else 0
+        found += [Message(match[1], match[2], number, match[3][:400]) for match in matches]
     return found

@@ -55,8 +55,8 @@ def _try_out(run: Run, model: keras.Model) -> Reviewed | None:
             break
     if not batches:
         return None
-    taken = tf.nest.map_structure(lambda *parts: np.concatenate(parts)[:number], *batches)
-    return Reviewed(*taken, min(num_taken, number), split, source.num_examples(split))
+    inputs, targets, outputs = tf.nest.map_structure(lambda *parts: np.concatenate(parts)[:number], *batches)
+    return Reviewed(inputs, targets, outputs, min(num_taken, number), split, source.num_examples(split))
 
 
 def _as_numpy(output: Any) -> np.ndarray:
