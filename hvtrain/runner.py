@@ -26,12 +26,12 @@ from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.note_start import note_start
 from hvtrain.training.outcome import test_metrics, write_outcome
 from hvtrain.training.review import write_review
 from hvtrain.training.run import Run, described, summary, versions
 from hvtrain.training.run_folder import open_run_folder, remove_if_empty
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
-from hvtrain.training.starts import note_start
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""starts.json in a run folder: the starts of a run, in their order; training/starts.py writes it. Pure."""
+"""starts.json in a run folder: the starts of a run, in their order; training/note_start.py writes it. Pure."""
 
 import json
 from pathlib import Path

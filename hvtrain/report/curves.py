@@ -215,7 +215,7 @@ def _for_a_page(text: str, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[\w.-]*"', "<g", text)
-    text = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?", "", text)
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
     head = f'<svg role="img" aria-label="{escape(title)}"'

@@ -22,7 +22,7 @@ TOO_WIDE = """
   .filter(e => {
     const box = e.getBoundingClientRect();
     return e.scrollWidth > e.clientWidth + 1 && e === document.body
-      || box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
+      || box.width && (box.right > WIDTH + 0.5 || box.left < -0.5);
   })
   .map(e => `${e.tagName}.${e.className}`)
 """
@@ -87,6 +87,7 @@ class Browser:
     def open(self, page: Path, size: str, dark: bool = False) -> None:
         """Loads a page at a size of the window, and waits until it is there."""
         width, height = SIZES[size]
+        self._width = width
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -109,7 +110,7 @@ class Browser:
         return answer["result"].get("value")
 
     def too_wide(self) -> list[str]:
-        return self.evaluate(TOO_WIDE)
+        return self.evaluate(TOO_WIDE.replace("WIDTH", str(self._width)))
 
     def screenshot(self, path: Path) -> None:
         """The whole page as PNG."""
@@ -132,7 +133,5 @@ class Browser:
             self.problems.append(str(found["args"]))
         elif method == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
             self.problems.append(found["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not found["request"]["url"].startswith(
-            ("file:", "data:", "about:")
-        ):
+        elif method == "Network.requestWillBeSent" and found["request"]["url"].startswith("http"):
             self.problems.append(f"it asks the network for {found['request']['url']}")
