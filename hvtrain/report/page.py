@@ -116,7 +116,8 @@ def duration(seconds: float) -> str:
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     """The large figures: name, value, and a line below it."""
     result, rows = run.result, run.history
-    found = [(name, f"{value:.4g}", "") for name, value in (result.get("metrics") or {}).items()]
+    tested = sorted((result.get("metrics") or {}).items(), key=lambda item: item[0] == "test_loss")
+    found = [(name, f"{value:.4g}", "") for name, value in tested]
     if best := result.get("best"):
         found.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
     elif not result and run.score:

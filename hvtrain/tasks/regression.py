@@ -58,7 +58,7 @@ class Regression(Task):
         note = f"On {reviewed.which}: the middle half within {_middle_half(residuals)}.{only}"
         pairs, errors = (list(zip(*(array.tolist() for array in two))) for two in ((true, found), (found, residuals)))
         return [
-            Scatter("Predictions", f"On {reviewed.which}.{only}", "target", "prediction", pairs, "diagonal"),
+            Scatter("Targets and predictions", f"On {reviewed.which}.{only}", "target", "prediction", pairs, "diagonal"),
             Scatter("Residuals", note, "prediction", "prediction - target", errors, "zero"),
         ]
 
