@@ -67,18 +67,16 @@ def charts_of(run: RunFiles) -> list[Chart]:
 
 
 def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
-    """A chart for each metric, with a curve for each run: of validation where a run has it, otherwise of training."""
+    """A chart for each metric in validation and in training, and for the speed, with a curve for each run."""
     names = list(
         dict.fromkeys(name.removeprefix("val_") for run in runs for row in run.history for name in row.metrics)
     )
     names.sort(key=lambda name: name != "loss")
+    columns = [column for name in names for column in (f"val_{name}", name)]
     found = []
-    for name in names:
-        has_validation = any(f"val_{name}" in row.metrics for run in runs for row in run.history)
-        column = f"val_{name}" if has_validation else name
-        found.append(
-            Chart(column, [Series(label, _column(run, column), i) for i, (run, label) in enumerate(zip(runs, labels))])
-        )
+    for column in columns:
+        curves = [Series(label, _column(run, column), color) for color, (run, label) in enumerate(zip(runs, labels))]
+        found.append(Chart(column, curves))
     speeds = [[(float(row.epoch), row.examples_per_second) for row in run.history] for run in runs]
     found.append(
         Chart(
@@ -164,7 +162,11 @@ def _draw(axes: "Axes", chart: Chart, colors: Sequence[str], has_legend: bool = 
         )
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    axes.locator_params("x", integer=True)
+    epochs = {epoch for series in chart.series for epoch, _ in series.points}
+    if len(epochs) == 1:
+        axes.set_xticks(list(epochs))
+    else:
+        axes.locator_params("x", integer=True)
     axes.locator_params("y", nbins=5)
     if max((value for series in chart.series for _, value in series.points), default=0) >= 1000:
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -1,10 +1,12 @@
 """A token for each place in a text."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
@@ -31,7 +33,7 @@ class Language(Task):
 
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
-    num_reviewed = 4
+    num_reviewed = 3
 
     def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
         reduction = "mean_with_sample_weight"
@@ -84,10 +86,14 @@ class Language(Task):
         inputs, targets = reviewed.inputs, reviewed.targets
         if not isinstance(inputs, np.ndarray) or inputs.shape != targets.shape or source.text_of(inputs[0]) is None:
             return []
-        text = lambda tokens: source.text_of(tokens) or ""  # noqa: E731
+
+        def text(tokens: Any) -> str:
+            return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
+
         if (inputs[:, 1:] == targets[:, :-1]).all():
+            written: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
             length, prompts = inputs.shape[1], [row[:PROMPT_TOKENS].tolist() for row in inputs]
-            pairs = [(text(one), text(continuation(model, one, WRITTEN_TOKENS, length))) for one in prompts]
+            pairs = [(text(one), text(continuation(written, one, WRITTEN_TOKENS, length))) for one in prompts]
             note = f"Beginnings of {reviewed.which}, and how the model goes on (temperature 0.7)."
         else:
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))

@@ -55,10 +55,12 @@ class Regression(Task):
         )
         only = " Of several targets, the first." if reviewed.targets.size > reviewed.number else ""
         residuals = found - true
-        note = f"On {reviewed.which}: the middle half within {_middle_half(residuals)}.{only}"
-        pairs, errors = (list(zip(*(array.tolist() for array in two))) for two in ((true, found), (found, residuals)))
+        note = f"On {reviewed.which}: half of them within {_middle_half(residuals)}.{only}"
+        pairs, errors = (list(zip(x.tolist(), y.tolist())) for x, y in ((true, found), (found, residuals)))
         return [
-            Scatter("Targets and predictions", f"On {reviewed.which}.{only}", "target", "prediction", pairs, "diagonal"),
+            Scatter(
+                "Targets and predictions", f"On {reviewed.which}.{only}", "target", "prediction", pairs, "diagonal"
+            ),
             Scatter("Residuals", note, "prediction", "prediction - target", errors, "zero"),
         ]
 

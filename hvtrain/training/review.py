@@ -46,6 +46,7 @@ def _try_out(run: Run, model: keras.Model) -> Reviewed | None:
     batches, num_taken, num_bytes, began = [], 0, 0, time.monotonic()
     batch_size = min(run.plan.batch_sizes[0], number)
     for inputs, targets, *_ in source.evaluation(split, Topology(), batch_size).as_numpy_iterator():
+        run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
         batches.append((inputs, targets, outputs))
         leaves = tf.nest.flatten(batches[-1])

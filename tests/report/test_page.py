@@ -121,7 +121,7 @@ def test_runs_are_compared(tmp_path):
     assert [name for name, _ in comparison.differing([run.config for run in runs])] == ["seed", "augment.x"]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
     charts = charts_of_several(runs, ["a", "b"])
-    assert [chart.title for chart in charts] == ["val_loss", "val_accuracy", "examples per second"]
+    assert [chart.title for chart in charts] == ["val_loss", "loss", "val_accuracy", "accuracy", "examples per second"]
     assert [len(series.points) for series in charts[0].series] == [4, 3]
 
 

@@ -42,8 +42,9 @@ START: dict[str, Any] = {
     "system": {"system": "Linux", "processor": "some processor", "cores": 2},
     "git": {"commit": "0" * 40, "branch": "main", "changed": [" M train.py"], "diff": "-a\n+" + "b" * 300},
 }
+COUNTS = [[true * (true == predicted) for predicted in range(10)] for true in range(10)]
 FIGURES: list[Figure] = [
-    Matrix("Confusion matrix", "97% are right.", [str(i) for i in range(10)], [[i * (i == j) for i in range(10)] for j in range(10)]),
+    Matrix("Confusion matrix", "97% are right.", [str(label) for label in range(10)], COUNTS),
     Pictures("Worst examples", "Wrong.", [(PIXEL, "8, taken for 1 (96%)")] * 8),
     Pictures("Masks", "Image and masks.", [(PIXEL, "example 3: mean IoU 0.41")] * 3, [("circle", "#e07b39")]),
     Table("Labels", "On all.", ["label", "precision"], [[0, "97.1%"], [1, "88.0%"]]),
@@ -53,7 +54,7 @@ FIGURES: list[Figure] = [
 ]  # fmt: skip
 
 
-def history(num_epochs: int = 4, shift: float = 0.0) -> list[EpochRecord]:
+def history(num_epochs: int) -> list[EpochRecord]:
     return [
         EpochRecord(
             epoch,
@@ -62,7 +63,7 @@ def history(num_epochs: int = 4, shift: float = 0.0) -> list[EpochRecord]:
             1.5,
             1000.0 + 100 * epoch,
             {
-                "loss": 1 / epoch + shift,
+                "loss": 1 / epoch,
                 "accuracy": 1 - 0.5 / epoch,
                 "val_loss": 1.2 / epoch,
                 "val_accuracy": 0.1 * epoch,
