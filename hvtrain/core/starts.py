@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvtrain.core.records import write_atomic
+
 STARTS_FILE = "starts.json"
 
 
@@ -14,3 +16,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError):
         return []
     return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+
+
+def write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
+    write_atomic(folder / STARTS_FILE, json.dumps(starts, indent=1) + "\n")

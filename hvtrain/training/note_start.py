@@ -1,6 +1,5 @@
 """starts.json: each start of a run, with its command, hosts, software and the user's checkout, for the report."""
 
-import json
 import logging
 import os
 import platform
@@ -12,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.records import write_atomic
-from hvtrain.core.starts import STARTS_FILE, read_starts
+from hvtrain.core.starts import STARTS_FILE, read_starts, write_starts
 from hvtrain.errors import in_one_line
 from hvtrain.system.checkout import checkout
 from hvtrain.system.secrets import redacted
@@ -35,7 +33,7 @@ def note_start(run: Run, hosts: Sequence[str], described: dict[str, str], step: 
             if start.get("git"):
                 start["git"]["diff"] = ""  # The newest start's is enough.
         starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
-        write_atomic(run.folder / STARTS_FILE, json.dumps(starts, indent=1) + "\n")
+        write_starts(run.folder, starts)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
 
