@@ -21,14 +21,12 @@ def checkout(folder: Path) -> dict[str, Any] | None:
     changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
     diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") if changed else ""
     more = [f"... and {len(changed) - MAX_FILES:,} more"] if len(changed) > MAX_FILES else []
-    text = diff or ""
+    text, rest = (diff or "")[:MAX_DIFF], len(diff or "") - MAX_DIFF
     return {
         "commit": commit.strip(),
         "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
         "changed": [*changed[:MAX_FILES], *more],
-        "diff": text
-        if len(text) <= MAX_DIFF
-        else f"{text[:MAX_DIFF]}\n... and {len(text) - MAX_DIFF:,} more characters",
+        "diff": f"{text}\n... and {rest:,} more characters" if rest > 0 else text,
     }
 
 

@@ -57,7 +57,7 @@ def _overlays(
         panels = [image, *(_overlay(image, masks[row], ignored, len(names)) for masks in (targets, predicted))]
         gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
         whole = np.concatenate([panels[0], gap, panels[1], gap, panels[2]], axis=1)
-        pictures.append((png(whole), f"example {row}: mean IoU {iou[row]:.2f}"))
+        pictures.append((png(whole, len(panels)), f"example {row}: mean IoU {iou[row]:.2f}"))
     note = f"Image, true mask, predicted mask: the worst {len(first)} of {reviewed.which}, then the first ones."
     legend = [(name, COLORS[(label - 1) % len(COLORS)]) for label, name in enumerate(names) if label]
     return Pictures("Masks", note, pictures, legend)

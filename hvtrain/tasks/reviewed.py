@@ -53,9 +53,9 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.rint(stretched).astype(np.uint8), (*image.shape[:2], 3))
 
 
-def png(pixels: np.ndarray) -> str:
-    """uint8 [height, width, 3] as PNG in base64, made smaller if a side is longer than LARGEST_SIDE."""
+def png(pixels: np.ndarray, panels: int = 1) -> str:
+    """uint8 [height, width, 3] as PNG in base64; with panels side by side, each at most LARGEST_SIDE wide and high."""
     image, file = Image.fromarray(np.ascontiguousarray(pixels)), io.BytesIO()
-    image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    image.thumbnail((LARGEST_SIDE * panels, LARGEST_SIDE))
     image.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()

@@ -174,3 +174,9 @@ def test_restarts_stand_in_a_table(tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "starts.json").write_text(json.dumps([START, {**START, "first_step": 17, "num_ranks": 5}]))
     assert "<td>5</td><td>17</td>" in page.html(read_run(folder))
+
+
+def test_what_was_not_proved_has_no_check_mark(tmp_path):
+    proof = {"reductions": 40, "steps": 40, "ranks": 2, "weight_checks": 0, "examples_each_epoch": [], "examples": 650}
+    text = page.html(read_run(write_run(tmp_path / "run", proof=proof)))
+    assert '<li>Reductions 40 of 40 steps</li><li class="none">Weights not compared</li>' in text
