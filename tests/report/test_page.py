@@ -1,6 +1,7 @@
 """The page of a run and the comparison of several, from stored numbers."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -148,7 +149,8 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
         called(monkeypatch, folder)
 
 
-def test_a_finished_run_does_not_fail_for_its_report(tmp_path, caplog):
+def test_a_finished_run_does_not_fail_for_its_report(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hvtrain"), "propagate", True)
     folder = write_run(tmp_path / "run")
     (folder / "history.csv").write_text("epoch,step\n1")
     page.write_report(folder)
