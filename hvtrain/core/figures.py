@@ -39,11 +39,12 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs of texts: what was given, and what the model made of it."""
+    """Pairs of texts: what was given, and what the model made of it, which may go on where the other ends."""
 
     title: str
     note: str
     pairs: list[tuple[str, str]]
+    goes_on: bool
     kind: str = field(default="texts", init=False)
 
 

@@ -90,7 +90,8 @@ class Language(Task):
         def text(tokens: Any) -> str:
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
-        if (inputs[:, 1:] == targets[:, :-1]).all():
+        is_next = bool((inputs[:, 1:] == targets[:, :-1]).all())
+        if is_next:
             written: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
             length, prompts = inputs.shape[1], [row[:PROMPT_TOKENS].tolist() for row in inputs]
             pairs = [(text(one), text(continuation(written, one, WRITTEN_TOKENS, length))) for one in prompts]
@@ -99,7 +100,7 @@ class Language(Task):
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
             pairs = [(text(one[:SHOWN_TOKENS]), text(two[:SHOWN_TOKENS])) for one, two in zip(inputs, filled)]
             note = f"Texts with hidden tokens, from {reviewed.which}, and what the model fills in."
-        return [Texts("Samples", note, pairs)]
+        return [Texts("Samples", note, pairs, is_next)]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
