@@ -130,11 +130,10 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     config, strategy = run.config, run.strategy
     monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
-    lines = described(run, model, start)
-    log.info("%s", summary(lines))
+    log.info("%s", summary(run, model, start))
     hosts = strategy.comm.gather(run.topology.host)
     if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
-        note_start(run, hosts, lines, start.step)
+        note_start(run, hosts, described(run, model, start), start.step)
     callbacks = make_callbacks(run, start, monitors)
     with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:

@@ -101,14 +101,15 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
     return tf.data.Dataset.zip(steps, batches).map(add)
 
 
-def summary(lines: dict[str, str]) -> str:
-    """The lines of `described`, as the console shows them."""
+def summary(run: Run, model: keras.Model, start: Start) -> str:
+    """The run in some ten lines, without the closing newline."""
+    lines = described(run, model, start)
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()) + "\n"
 
 
 def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
-    """What the run is, in some ten lines by name."""
+    """What the run is: the summary's lines, by their names."""
     config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
