@@ -109,8 +109,8 @@ def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain.runs",
         description="""\
-Lists the runs in a folder: running, finished, stopped (it was asked to) or failed; the task's metric on the test data, or
-else the best one so far; examples per second over all ranks.""",
+Lists the runs in a folder: running, finished, stopped (it was asked to) or failed; the task's metric on the test data,
+or else the best one so far; examples per second over all ranks.""",
         epilog="python -m hvtrain.report RUN... makes a page of one, or compares several.",
     )
     parser.add_argument(
