@@ -17,6 +17,7 @@ from hvtrain.core.records import RunRecord
 from hvtrain.errors import Stopped, UserError
 from hvtrain.finetuning.averages import take_averages
 from hvtrain.finetuning.first_weights import begin_with
+from hvtrain.report.page import write_report
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
@@ -27,8 +28,10 @@ from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.note_start import note_start
 from hvtrain.training.outcome import test_metrics, write_outcome
-from hvtrain.training.run import Run, summary, versions
+from hvtrain.training.review import write_review
+from hvtrain.training.run import Run, described, summary, versions
 from hvtrain.training.run_folder import open_run_folder, remove_if_empty
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
 
@@ -143,6 +146,9 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
+    hosts = strategy.comm.gather(run.topology.host)
+    if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
+        note_start(run, hosts, described(run, model, start), start.step)
     callbacks = make_callbacks(run, start, monitors)
     with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:
@@ -177,9 +183,12 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         log.info("stopped by %s after step %s; %s", cut_short, done, advice)
     else:
         record = write_outcome(run, model, record)
+        strategy.comm.on_chief(lambda: write_review(run, model))
         if monitors.throughput.split:
             log.info("%s", monitors.throughput.split.in_words(run.topology.size))
     strategy.stop()
+    if run.topology.is_chief and run.config.run.report and not cut_short:
+        write_report(run.folder)
     if monitors.interruption.exit_code:
         raise Stopped(monitors.interruption.exit_code)
     return record

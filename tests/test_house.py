@@ -16,8 +16,9 @@ PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 ROOMS = re.findall(r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
 NO_TENSORFLOW = (
-    "errors", "config/", "core/", "cli", "watchdog/", "launch/", "horovodrun/", "migrate/", "spark", "__main__",
-)  # fmt: skip
+    *("errors", "config/", "core/", "cli", "watchdog/", "launch/", "horovodrun/", "migrate/", "report/", "runs/"),
+    *("spark", "__main__"),
+)
 USE_HOROVOD = ("keras/", "horovodrun/", "spark", "bench/")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
+from hvtrain.config.accumulation import align_with_accumulation
 from hvtrain.config.model_options import check_rates, model_options
 from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
@@ -101,6 +102,7 @@ class RunFolderConfig:
 
     dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME, the same on all ranks")
     name: str | None = setting(None, "end of the default folder's name; default: MODEL-DATASET, as chosen")
+    report: bool = setting(True, "write report.html and curves.png at the end")
 
 
 @dataclass
@@ -188,7 +190,7 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
         raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
     config.optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
     if config.train.accumulate > 1:
-        _align_with_accumulation(config)
+        align_with_accumulation(config)
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
     return config
@@ -216,35 +218,3 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
     for key, value in flatten(group, f"{name}.").items():
         if value == "???":
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
-
-
-def _align_with_accumulation(config: RunConfig) -> None:
-    """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
-    train, number = config.train, config.train.accumulate
-    if config.optimizer.get("gradient_accumulation_steps"):
-        raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
-    if config.data.uneven == "pad":
-        raise ConfigError(f"train.accumulate={number} and data.uneven=pad exclude each other; choose data.uneven=trim")
-    given = {
-        "train.steps": None if train.divide_steps_by_size else train.steps,
-        "train.validate_every_steps": train.validate_every_steps,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-    }
-    for name, steps in given.items():
-        if steps and steps % number:
-            near = f"{steps - steps % number} or " if steps > number else ""
-            raise ConfigError(
-                f"{name}={steps} is not a multiple of train.accumulate={number}; choose {near}{whole(steps, number)}"
-            )
-    config.guard.every = whole(config.guard.every, number)
-    if "commit_steps" in config.strategy:
-        config.strategy["commit_steps"] = whole(config.strategy["commit_steps"], number)
-
-
-def whole(steps: int, accumulate: int) -> int:
-    """Rounds steps up to whole accumulations.
-
-    >>> whole(500, 1), whole(500, 3), whole(0, 3)
-    (500, 501, 0)
-    """
-    return -(-steps // accumulate) * accumulate

@@ -15,6 +15,7 @@ from hvtrain.errors import StorageError, UserError
 
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
+REVIEW_FILE = "review.json"
 # Prefix of files that are incomplete or about to be deleted, by which leftovers of a killed process are found.
 TEMPORARY = ".tmp-"
 

@@ -18,9 +18,9 @@ from hvtrain.checkpoint import notes, store
 from hvtrain.checkpoint.notes import Note, NoteKeeper, checked_run_id
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
-from hvtrain.core.records import read_history, write_history
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.resume import ResumePoint, RunState, send_arrays
+from hvtrain.restore.run_records import read_records, write_records
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 
@@ -197,15 +197,14 @@ class _Search:
             log.warning("%s", line)
 
     def _send_records(self) -> None:
-        """Sends the history and the name of the best checkpoint from the root to the chief (every rank)."""
+        """Sends the records and the name of the best checkpoint from the root to the chief (every rank)."""
         place = self.comm.topology
-        rows, best, host = self.comm.on_rank(
-            self._root, lambda: (read_history(self.folder), read_best(self.checkpoints), place.host)
+        records, best, host = self.comm.on_rank(
+            self._root, lambda: (read_records(self.folder), read_best(self.checkpoints), place.host)
         )
 
         def write() -> None:
-            if rows:
-                write_history(self.folder, rows)
+            write_records(self.folder, records)
             if best:
                 best_host = best.get("host", host)
                 elsewhere = {} if best_host == place.host else {"host": best_host}

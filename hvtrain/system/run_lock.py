@@ -85,6 +85,18 @@ class RunLock(AbstractContextManager["RunLock"]):
         return True
 
 
+def is_held(folder: Path) -> bool:
+    """True while a run uses the folder. Takes no lock for longer than the question, and leaves no file."""
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return (folder / CLAIM_FILE).exists()
+    return False
+
+
 def _create(claim: Path) -> bool:
     """Creates the file with this process and host; False if another process has. One gone from this host counts not."""
     try:

@@ -7,7 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.figures import Figure
 from hvtrain.data.source import Source
+from hvtrain.tasks.class_review import review_classes, review_labels
+from hvtrain.tasks.reviewed import Reviewed
 from hvtrain.tasks.soft_loss import of_parts
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
@@ -23,6 +26,7 @@ class Classification(Task):
     output = "logits; keras.ops.softmax makes them probabilities"
     best = "accuracy"
     has_classes = True
+    num_reviewed = 2000
 
     def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
         super().__init__(
@@ -63,6 +67,10 @@ class Classification(Task):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
 
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        names = class_names(source, reviewed.outputs.shape[-1])
+        return review_classes(reviewed, reviewed.targets, reviewed.outputs, names)
+
 
 class Multilabel(Task):
     """Any number of labels for each example: the model gives a logit for each, targets are 0 or 1 for each.
@@ -74,6 +82,7 @@ class Multilabel(Task):
 
     output = "logits, one for each label; keras.ops.sigmoid makes them probabilities"
     best = "accuracy"
+    num_reviewed = 2000
 
     def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
         # A logit of 0 is a probability of one half.
@@ -109,6 +118,9 @@ class Multilabel(Task):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)
 
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        return review_labels(reviewed, reviewed.targets, self.decode(reviewed.outputs))
+
 
 class Binary(Multilabel):
     """Yes or no for each example: the model gives one logit, the target is 0 or 1.
@@ -128,3 +140,14 @@ class Binary(Multilabel):
         target: Any = source.element_spec[1]
         if not hasattr(target, "shape") or tuple(target.shape) not in ((), (1,)):
             raise refuse_targets("binary", "one number, 0 or 1", source)
+
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        logits = np.concatenate([np.zeros_like(reviewed.outputs), reviewed.outputs], axis=1)
+        targets = reviewed.targets.reshape(-1).astype(np.int64)
+        return review_classes(reviewed, targets, logits, class_names(source, 2))
+
+
+def class_names(source: Source, number: int) -> list[str]:
+    """The names of the classes; their numbers, if the source does not know them."""
+    names = source.facts().get("class_names") or ()
+    return [str(name) for name in names] if len(names) == number else [str(label) for label in range(number)]

@@ -1,18 +1,23 @@
 """A token for each place in a text."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.tasks.generation import continuation
+from hvtrain.tasks.reviewed import Reviewed
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 MAX_CROSS_ENTROPY = 50.0  # Above it the perplexity means nothing, and would overflow in the end.
 PROMPT_TOKENS, WRITTEN_TOKENS = 16, 32  # Of the sample at the end of a run.
+SHOWN_TOKENS = 64  # Of a text with hidden tokens, in the report.
 
 
 class Language(Task):
@@ -28,6 +33,7 @@ class Language(Task):
 
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
+    num_reviewed = 3
 
     def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
         reduction = "mean_with_sample_weight"
@@ -74,6 +80,27 @@ class Language(Task):
             return None
         written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
         return f"{text!r} -> {source.text_of(written)!r}"
+
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        """Texts that the model continued, or whose hidden tokens it filled in."""
+        inputs, targets = reviewed.inputs, reviewed.targets
+        if not isinstance(inputs, np.ndarray) or inputs.shape != targets.shape or source.text_of(inputs[0]) is None:
+            return []
+
+        def text(tokens: Any) -> str:
+            return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
+
+        is_next = bool((inputs[:, 1:] == targets[:, :-1]).all())
+        if is_next:
+            written: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
+            length, prompts = inputs.shape[1], [row[:PROMPT_TOKENS].tolist() for row in inputs]
+            pairs = [(text(one), text(continuation(written, one, WRITTEN_TOKENS, length))) for one in prompts]
+            note = f"Beginnings of {reviewed.which}, and how the model goes on (temperature 0.7)."
+        else:
+            filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
+            pairs = [(text(one[:SHOWN_TOKENS]), text(two[:SHOWN_TOKENS])) for one, two in zip(inputs, filled)]
+            note = f"Texts with hidden tokens, from {reviewed.which}, and what the model fills in."
+        return [Texts("Samples", note, pairs, is_next)]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)

@@ -6,8 +6,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvtrain.core.figures import Figure
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
+from hvtrain.tasks.classification import class_names
+from hvtrain.tasks.mask_review import review_masks
+from hvtrain.tasks.reviewed import Reviewed
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 CHECKED_SIDE = 4  # Pixels on a side of the masks that metrics are tried with.
@@ -27,6 +31,7 @@ class Segmentation(Task):
     best = "mean_iou"
     has_classes = True
     targets_are_masks = True
+    num_reviewed = 200
 
     def __init__(
         self,
@@ -75,3 +80,7 @@ class Segmentation(Task):
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
+
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        names = class_names(source, reviewed.outputs.shape[-1])
+        return review_masks(reviewed, reviewed.targets, self.decode(reviewed.outputs), self.ignored_label, names)

@@ -10,11 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.config.facts import declared
+from hvtrain.core.figures import Figure
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.joint_loss import ExactLoss
 from hvtrain.tasks.exact_metrics import NUM_CHECKED, check_adds_up, fresh
+from hvtrain.tasks.reviewed import Reviewed
 
 Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]
@@ -43,6 +45,8 @@ class Task(ABC):
     """True if the model may give whatever it likes, and may have losses of its own."""
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
+    num_reviewed: ClassVar[int] = 0
+    """Examples that `review` takes at most; 0: it shows nothing."""
     targets_are_masks: ClassVar[bool] = False
     """True if targets have a class for each pixel, which moves with its image."""
 
@@ -96,6 +100,10 @@ class Task(ABC):
     def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
         """Something that the trained model makes of data of this rank's, in a line; None, the default, for nothing."""
         return None
+
+    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+        """What the report of a run shows of the trained model's outputs for some examples."""
+        return []
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics by name, with those that follow from others."""

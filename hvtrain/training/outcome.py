@@ -7,10 +7,10 @@ from typing import Any
 import keras
 
 from hvtrain.checkpoint import store, writer
+from hvtrain.core.proof import proof_in_words
 from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import UserError
 from hvtrain.finetuning.averages import take_averages
-from hvtrain.training.callbacks.guard import proof_in_words
 from hvtrain.training.run import Run
 from hvtrain.training.saved_model import BEST_FILE, export, save
 

@@ -102,7 +102,14 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
 
 
 def summary(run: Run, model: keras.Model, start: Start) -> str:
-    """Some ten lines, without the closing newline."""
+    """The run in some ten lines, without the closing newline."""
+    lines = described(run, model, start)
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()) + "\n"
+
+
+def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
+    """What the run is: the summary's lines, by their names."""
     config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
@@ -133,8 +140,7 @@ def summary(run: Run, model: keras.Model, start: Start) -> str:
             lines["resumed"] += "; nothing is left to train"
         shown = {name: ["null" if value is None else value for value in pair] for name, pair in run.changed.items()}
         lines["changed"] = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in shown.items())
-    width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text) + "\n"
+    return {name: text for name, text in lines.items() if text}
 
 
 def resized(start: Start, plan: StepPlan) -> str:

@@ -12,7 +12,9 @@ import pytest
 
 from hvtrain.checkpoint import notes, store, writer
 from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core.rank_seconds import read_rank_seconds, write_rank_seconds
 from hvtrain.core.records import EpochRecord, read_history, write_history
+from hvtrain.core.starts import read_starts, write_starts
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.newest import find
@@ -135,6 +137,8 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     write(tmp_path / "s1", 8)
     write(tmp_path / "s2", 16)
     write_history(tmp_path / "s2", [EpochRecord(1, 10, 0.1, 1.0, 2.0)])
+    write_rank_seconds(tmp_path / "s2", {1: [0.5, 0.25]})
+    write_starts(tmp_path / "s2", [{"first_step": 0}])
     writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
     run_states = [RunState(0.0) for _ in range(3)]
     first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
@@ -144,6 +148,9 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     assert second.checkpoint is None and third.checkpoint is None
     assert {run_state.run_id for run_state in run_states} == {OURS}
     assert [row.step for row in read_history(tmp_path / "s1")] == [10]
+    assert read_rank_seconds(tmp_path / "s1") == {1: [0.5, 0.25]} and read_starts(tmp_path / "s1") == [
+        {"first_step": 0}
+    ]
     best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
     assert writer.read_best(tmp_path / "s1" / "checkpoints") == best
     assert not (tmp_path / "s3" / "checkpoints").exists()

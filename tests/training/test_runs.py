@@ -37,7 +37,7 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    words = [f"run.dir={run}", "profile.timeline=true"]
+    words = [f"run.dir={run}", "profile.timeline=true", "run.report=true"]
     code, output = train("mpi", 2, *words, cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from hvtrain.core.rank_seconds import read_rank_seconds, write_rank_seconds
 from hvtrain.core.records import EpochRecord, read_history, write_history
 from hvtrain.data.source import Unreadable
 from hvtrain.errors import StorageError
@@ -13,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Recording(RunCallback):
-    """Rewrites history.csv after each epoch (chief only; all ranks raise its error).
+    """Rewrites history.csv and ranks.csv after each epoch (chief only; all ranks raise its error).
 
     A resumed run keeps the rows before its start. With checkpoint.on_error=warn training continues without the file,
     and the next epoch tries again.
@@ -25,6 +26,8 @@ class Recording(RunCallback):
         records = self.comm.on_chief(lambda: read_history(self.run.folder))
         # Compared by epochs: an earlier plan of the run counted steps differently.
         self.records = [record for record in records if record.epoch <= self.position.epoch]
+        times = self.comm.on_chief(lambda: read_rank_seconds(self.run.folder))
+        self.rank_seconds = {epoch: row for epoch, row in times.items() if epoch <= self.position.epoch}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.position.in_epoch:
@@ -41,11 +44,15 @@ class Recording(RunCallback):
             metrics=metrics,
         )
         self.records.append(record)
+        if self.throughput.rank_seconds:
+            self.rank_seconds[epoch + 1] = self.throughput.rank_seconds
         self.comm.on_chief(self._write)
 
     def _write(self) -> None:
         try:
             write_history(self.run.folder, self.records)
+            if self.rank_seconds:
+                write_rank_seconds(self.run.folder, self.rank_seconds)
         except StorageError as error:
             if self.run.config.checkpoint.on_error == "stop":
                 raise

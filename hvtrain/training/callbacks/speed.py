@@ -78,6 +78,9 @@ class Throughput(RunCallback):
         self.epoch_seconds = 0.0
         self.split: Split | None = None
         self._warm: StepTimes | None = None
+        self._epoch_start: StepTimes | None = None
+        self.rank_seconds: list[float] = []
+        """Seconds of a step's own work in the epoch, by rank; empty if steps are not timed."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -102,6 +105,7 @@ class Throughput(RunCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_begin = time.perf_counter()
         self._epoch_steps, self._epoch_step_seconds = 0, 0.0
+        self._epoch_start = self.run.strategy.marks.times()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._begin = time.perf_counter()
@@ -123,6 +127,11 @@ class Throughput(RunCallback):
         logs["examples/s"] = self.epoch_examples_per_second
         marks, topology = self.run.strategy.marks, self.comm.topology
         times = marks.times()
-        if self._warm is None or times.steps == self._warm.steps or not marks.timed:
+        if not marks.timed:
             return  # The same on all ranks.
-        self.split = Split.of(self.comm.gather(((times - self._warm).each(), topology.host)))
+        own = (times - (self._epoch_start or times)).each().own_work
+        warm = self._warm or times
+        ranks = self.comm.gather(((times - warm).each(), topology.host, own))
+        self.rank_seconds = [own for *_, own in ranks]
+        if times.steps > warm.steps:
+            self.split = Split.of([(each, host) for each, host, _ in ranks])

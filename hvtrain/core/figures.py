@@ -1,0 +1,64 @@
+"""Parts of a report that a task makes from predictions: plain values, which the page renders by their kind. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of numbers and words."""
+
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[Any]]
+    kind: str = field(default="table", init=False)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Counts of examples: a row for each true class, a column for each predicted one."""
+
+    title: str
+    note: str
+    labels: list[str]
+    counts: list[list[int]]
+    kind: str = field(default="matrix", init=False)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images, as PNG in base64 with a caption, and the meaning of their colors, as (name, #rrggbb)."""
+
+    title: str
+    note: str
+    pictures: list[tuple[str, str]]
+    legend: list[tuple[str, str]] = field(default_factory=list)
+    kind: str = field(default="pictures", init=False)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Pairs of texts: what was given, and what the model made of it, which may go on where the other ends."""
+
+    title: str
+    note: str
+    pairs: list[tuple[str, str]]
+    goes_on: bool
+    kind: str = field(default="texts", init=False)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Points (x, y), and the line on which perfect ones lie: "diagonal" or "zero"."""
+
+    title: str
+    note: str
+    x_label: str
+    y_label: str
+    points: list[tuple[float, float]]
+    line: str
+    kind: str = field(default="scatter", init=False)
+
+
+Figure: TypeAlias = Table | Matrix | Pictures | Texts | Scatter

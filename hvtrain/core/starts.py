@@ -1,0 +1,22 @@
+"""starts.json in a run folder: the starts of a run, in their order; training/note_start.py writes it. Pure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvtrain.core.records import write_atomic
+
+STARTS_FILE = "starts.json"
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts so far; none if there is no such file, or if it is damaged."""
+    try:
+        found = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+
+
+def write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
+    write_atomic(folder / STARTS_FILE, json.dumps(starts, indent=1) + "\n")

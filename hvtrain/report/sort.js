@@ -1,0 +1,23 @@
+"use strict";
+// A click on the head of a column sorts its table by it, another click the other way round.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const falls = head.getAttribute("aria-sort") === "ascending";
+      const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+      const compare = (a, b) => {
+        const [x, y] = [key(a), key(b)];
+        if (x === "" || y === "") return (x === "") - (y === "");  // What is not known comes last.
+        const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
+        return falls ? -order : order;
+      };
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+      table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
+    });
+  });
+}

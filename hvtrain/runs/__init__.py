@@ -1,0 +1,1 @@
+"""`python -m hvtrain.runs`: the runs in a folder."""

@@ -1,0 +1,44 @@
+"""The starts of a run, noted in its folder."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from hvtrain.core.starts import read_starts
+from hvtrain.training import note_start as notes
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(notes, "checkout", lambda folder: {"commit": "c", "diff": "a change"})
+    monkeypatch.setattr("sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"])
+    plan = SimpleNamespace(size=2, num_steps=40, steps_per_epoch=10)
+    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=SimpleNamespace(sign=lambda name: -1))
+
+
+def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
+    monkeypatch.setattr(notes, "MOST_STARTS", 3)
+    for step in range(5):
+        notes.note_start(run, ["s1", "s1"], {"model": "mlp"}, step)
+    starts = read_starts(run.folder)
+    assert [start["first_step"] for start in starts] == [2, 3, 4]
+    assert [start["git"]["diff"] for start in starts] == ["", "", "a change"]
+    newest = starts[-1]
+    assert newest["command"] == "horovodrun -np 2 python -m hvtrain model=mlp '+dataset.password=***'"
+    assert (newest["hosts"], newest["best"], newest["sign"]) == ({"s1": 2}, "val_loss", -1)
+    assert newest["described"] == {"model": "mlp"}
+
+
+def test_a_run_does_not_fail_for_a_start_that_cannot_be_noted(run, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hvtrain"), "propagate", True)
+    run.folder = run.folder / "gone"
+    notes.note_start(run, ["s1"], {}, 0)
+    (message,) = caplog.messages
+    assert message.startswith("starts.json is not written: StorageError: ") and "\n" not in message
+
+
+def test_a_damaged_file_is_begun_anew(run):
+    (run.folder / "starts.json").write_text('[{"first_step": 0}, 3')
+    notes.note_start(run, ["s1"], {}, 7)
+    assert [start["first_step"] for start in read_starts(run.folder)] == [7]
