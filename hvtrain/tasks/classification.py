@@ -63,6 +63,17 @@ class Classification(Task):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
 
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """Each example's class, its name and probability, and the probabilities of all classes."""
+        names = [str(name) for name in source.class_names or range(outputs.shape[-1])]
+        probabilities, classes = keras.ops.convert_to_numpy(keras.ops.softmax(outputs)), self.decode(outputs)
+        return {
+            "class": classes,
+            "name": np.array(names, object)[classes],
+            "probability": probabilities.max(axis=-1),
+            **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
+        }
+
 
 class Multilabel(Task):
     """Any number of labels for each example: the model gives a logit for each, targets are 0 or 1 for each.
@@ -109,6 +120,13 @@ class Multilabel(Task):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)
 
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """For each label 0 or 1, and the probability of 1."""
+        names = source.facts().get("label_names") or [f"label.{index}" for index in range(outputs.shape[-1])]
+        probabilities, decoded = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs)), self.decode(outputs)
+        found = {str(name): decoded[:, index] for index, name in enumerate(names)}
+        return {**found, **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)}}
+
 
 class Binary(Multilabel):
     """Yes or no for each example: the model gives one logit, the target is 0 or 1.
@@ -128,3 +146,7 @@ class Binary(Multilabel):
         target: Any = source.element_spec[1]
         if not hasattr(target, "shape") or tuple(target.shape) not in ((), (1,)):
             raise refuse_targets("binary", "one number, 0 or 1", source)
+
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """0 or 1, and the probability of 1."""
+        return {"class": self.decode(outputs), "probability": keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))}

@@ -75,3 +75,6 @@ class Segmentation(Task):
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
+
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        return {"mask": self.decode(outputs)}
