@@ -76,9 +76,9 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
     if not (files := [file for file in found if file.suffix.lower() in IMAGES]):
         raise ConfigError(f"input={path} has no images ({', '.join(IMAGES)}); give {NEEDED}")
-    if not isinstance(spec, tuple) or len(spec) != 3:
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3) or not hasattr(run.source, "image_shape"):
         raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
-    return _of_images(run, path, files, topology, size)
+    return _of_images(run, path, files, has_channels=len(spec) == 3)
 
 
 def _parts(total: int, topology: Topology, size: int) -> Iterator[slice]:
@@ -87,7 +87,8 @@ def _parts(total: int, topology: Topology, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, total))
 
 
-def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], topology: Topology, size: int) -> Examples:
+def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels: bool) -> Examples:
+    topology, size = run.strategy.topology, run.config.train.evaluation_batch_size
     preprocessing, channels = run.source.preprocessing(), run.source.image_shape[-1]
     root = path if path.is_dir() else path.parent
 
@@ -95,7 +96,8 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], topology: To
         """They differ in size until they are preprocessed."""
         try:
             pixels = tf.io.decode_image(tf.io.read_file(str(file)), channels, expand_animations=False)
-            return keras.ops.convert_to_numpy(preprocessing(tf.cast(pixels, tf.float32)[tf.newaxis]))[0]
+            raw = tf.cast(pixels, tf.float32)[tf.newaxis]
+            return keras.ops.convert_to_numpy(preprocessing(raw if has_channels else raw[..., 0]))[0]
         except Exception as error:
             raise DataError(f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it") from error
 
