@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,7 +114,13 @@ def _saved_model(model: keras.Model, path: Path) -> None:
 
 
 def _onnx(model: keras.Model, path: Path) -> None:
-    model.export(str(path), format="onnx", verbose=False)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            # tf2onnx makes an input of each tensor that a function takes from outside; arrays become constants in it.
+            layer.mean, layer.variance = (np.asarray(one) for one in (layer.mean, layer.variance))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras looks for a name that NumPy has dropped.
+        model.export(str(path), format="onnx", verbose=False)
 
 
 def _tflite(model: keras.Model, path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
@@ -63,13 +64,24 @@ def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
     is_chosen = any(word.startswith("dataset=") for word in settings)
     of_data = [word for word in settings if is_chosen and word.startswith(("dataset=", "dataset."))]
     others = [word for word in settings if word not in (*of_data, *options)]
-    given = sys.argv[:]
-    try:
-        (tree,) = compose([f"--config-dir={folder}", *others])
-        if is_chosen:
-            (other,) = compose([*options, *of_data])
-            tree["dataset"] = other["dataset"]
-    finally:
-        sys.argv[:] = given
+    tree = tree_of([f"--config-dir={folder}", *others])
+    if is_chosen:
+        tree["dataset"] = tree_of([*options, *of_data])["dataset"]
     config = from_dict(tree)
     return replace(config, run=replace(config.run, dir=str(folder.absolute())))
+
+
+def composed(words: Sequence[str]) -> RunConfig:
+    """The settings of a run of these words. Raises ConfigError."""
+    return from_dict(tree_of(words))
+
+
+def tree_of(words: Sequence[str]) -> dict[str, Any]:
+    """The composed settings, with the command line as it was before. Raises ConfigError."""
+    given = sys.argv[:]
+    try:
+        if not (trees := compose(list(words))):
+            raise ConfigError(f"{' '.join(words)} composes no run; leave out options such as --cfg")
+        return trees[0]
+    finally:
+        sys.argv[:] = given

@@ -19,12 +19,13 @@ from hvtrain.evaluate.__main__ import evaluate
 from hvtrain.finished.pace import Pace
 from hvtrain.predict.__main__ import predict
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 TRAIN = ["dataset=digits", "dataset.num_validation=61", "dataset.num_test=361", "model=mlp", "train.epochs=3"]
 SHAPES = ["dataset=shapes", "dataset.image_shape=[24,24,3]", "dataset.num_train=64", "dataset.num_validation=0"]
 PIXELS = [*SHAPES, "dataset.num_test=7", "task=segmentation", "model._target_=own_pixels.model"]
 TABLE = ["dataset=table", "dataset.file=diabetes", "dataset.target=target", "task=regression", "model=mlp"]
+LAST = ["run=digits", "checkpoint=last"]
 SMALL = ["train.evaluation_batch_size=32"]
 PIXEL_MODEL = """
 import keras
@@ -39,14 +40,14 @@ TASKS = [
     ["pixels", "train", *PIXELS, "train.epochs=2", "run.dir=masks_run"],
     ["second epoch", "mark", "digits", "42"],
     ["best", "evaluate", "run=digits", "split=validation", *SMALL, "--output", "best.json"],
-    ["last", "evaluate", "run=digits", "checkpoint=last", "--output", "last.json"],
+    ["last", "evaluate", *LAST, "--output", "last.json"],
     ["alone", "alone:evaluate", "run=digits", "split=validation", "--output", "alone.json"],
     ["other", "evaluate", "run=digits", "dataset=digits", "dataset.num_test=100", "--output", "other.json"],
-    ["predicted", "predict", "run=digits", "checkpoint=last", *SMALL, "--output", "predicted.parquet"],
-    ["predicted alone", "alone:predict", "run=digits", "checkpoint=last", "--output", "alone.csv"],
-    ["skipping", "predict", "run=digits", "checkpoint=last", *SMALL, "data.on_error=skip", "--output", "skipping.csv"],
-    ["pictures", "predict", "run=digits", "checkpoint=last", "input=pictures", "train.evaluation_batch_size=3", "--output", "p.csv"],
-    ["array", "predict", "run=digits", "checkpoint=last", "input=digits.npy", *SMALL, "--output", "array.csv"],
+    ["predicted", "predict", *LAST, *SMALL, "--output", "predicted.parquet"],
+    ["predicted alone", "alone:predict", *LAST, "--output", "alone.csv"],
+    ["skipping", "predict", *LAST, *SMALL, "data.on_error=skip", "--output", "skipping.csv"],
+    ["pictures", "predict", *LAST, "input=pictures", "train.evaluation_batch_size=3", "--output", "p.csv"],
+    ["array", "predict", *LAST, "input=digits.npy", *SMALL, "--output", "array.csv"],
     ["rows", "predict", "run=table", "input=rows.csv", "train.evaluation_batch_size=3", "--output", "rows_out.csv"],
     ["rows of test", "predict", "run=table", "split=test", "--output", "rows_test.csv"],
     ["masks", "predict", "run=masks_run", "train.evaluation_batch_size=2", "--output", "masks"],

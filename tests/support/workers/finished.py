@@ -1,7 +1,8 @@
 """Runs on each rank: trainings and commands on the finished runs, one after the other, in one start of the ranks.
 
 argv[1]: a JSON file with [[NAME, COMMAND, WORD, ...], ...]. COMMAND is the name of one, such as evaluate, or train;
-"alone:evaluate" is run by rank 0 as a single process, and "mark RUN STEP" makes that checkpoint the best. Paths are relative to the file's folder.
+"alone:evaluate" is run by rank 0 as a single process, and "mark RUN STEP" makes that checkpoint the best. Paths
+are relative to the file's folder.
 argv[2]: where rank 0 writes {NAME: {"printed": ..., "error": ...}}.
 """
 
