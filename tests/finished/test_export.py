@@ -24,7 +24,8 @@ outputs = keras.models.load_model("model.keras")(np.load("raw.npy"))
 {NUMBERS}"""),
     "savedmodel": ("saved", f"""
 import numpy as np, tensorflow as tf
-outputs = tf.saved_model.load("saved").serve(tf.constant(np.load("raw.npy")))
+model = tf.saved_model.load("saved")
+outputs = model.serve(tf.constant(np.load("raw.npy")))
 {NUMBERS}"""),
     "onnx": ("model.onnx", f"""
 import numpy as np, onnxruntime
@@ -89,7 +90,9 @@ def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
 
 def test_missing_packages_are_named(folder, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"format=onnx needs tf2onnx and onnxruntime, .* run pip install"):
+    with pytest.raises(
+        ConfigError, match=r"format=onnx needs tf2onnx and onnxruntime, .* --no-deps -r scripts/lock/export.txt"
+    ):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "none.onnx")
 
 
