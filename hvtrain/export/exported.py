@@ -31,8 +31,8 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
     """
     if chosen == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise ConfigError(
-            f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: ./scripts/run uv pip install "
-            "--no-deps -r scripts/lock/export.txt"
+            f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "
+            "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
         )
     preprocessing = run.source.preprocessing()
     whole = with_preprocessing(run.in_float32(), run.task, preprocessing)

@@ -44,10 +44,15 @@ def predict() -> int:
         output = Path(options.output or ("masks" if run.task.targets_are_masks else "predictions.csv"))
         write = strategy.comm.all_or_raise(lambda: writer_for(output, run.task.targets_are_masks))
         number = 0
-        for rows in predictions(run, examples):
-            number += len(rows["example"])
-            strategy.comm.on_chief(lambda: write.add(rows))  # noqa: B023, called at once
-        strategy.comm.on_chief(write.close)
+        try:
+            for rows in predictions(run, examples):
+                number += len(rows["example"])
+                strategy.comm.on_chief(lambda: write.add(rows))  # noqa: B023, called at once
+            strategy.comm.on_chief(write.close)
+        except BaseException:
+            if run.is_chief:
+                write.discard()
+            raise
         if run.is_chief:
             print(f"{run.checkpoint}: {number:,} predictions of {examples.name} in {output}")
     return 0

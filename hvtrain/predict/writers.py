@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
-from hvtrain.core.records import TEMPORARY
+from hvtrain.core.records import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.predict.rows import Rows
 
@@ -28,6 +28,10 @@ class Writer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Completes the output."""
+
+    def discard(self) -> None:
+        """Removes what is of no use without the rest."""
+        remove(self.path.with_name(f"{TEMPORARY}{self.path.name}"))
 
 
 class TableWriter(Writer):
