@@ -35,8 +35,8 @@ def predict() -> int:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.predict.examples import of_input, of_split
-        from hvtrain.predict.rows import predictions
+        from hvtrain.predict.inputs import of_input, of_split
+        from hvtrain.predict.outputs import predictions
         from hvtrain.predict.writers import writer_for
     with on_ranks() as strategy:
         run = open_run(finished, strategy)

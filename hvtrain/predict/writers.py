@@ -12,7 +12,7 @@ from PIL import Image
 
 from hvtrain.core.records import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.predict.rows import Rows
+from hvtrain.predict.outputs import Rows
 
 
 class Writer(ABC):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvtrain.errors import ConfigError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.pace import Pace
-from hvtrain.predict.examples import Batch, Examples
+from hvtrain.predict.inputs import Batch, Examples
 
 Rows = dict[str, np.ndarray]
 """Columns of equal length by name."""
