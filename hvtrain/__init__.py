@@ -45,6 +45,6 @@ def load(run: str | Path, overrides: Sequence[str] = ()) -> FinishedRun:
     from hvtrain.finished.run_words import finished_config
     from hvtrain.strategies.base import Strategy
 
-    finished, strategy = finished_config([f"run={run}", *overrides], "checkpoint"), Strategy()
+    finished, strategy = finished_config([f"run={run}", *overrides]), Strategy()
     strategy.start()
     return open_run(finished, strategy)

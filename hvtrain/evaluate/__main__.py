@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.core.records import write_atomic
-from hvtrain.finished.run_words import CHECKPOINTS, SETTINGS, SPLITS, finished_config
+from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -28,13 +28,12 @@ def evaluate() -> int:
     )
     parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split", "checkpoint")
+    finished = finished_config(options.words, "split")
     split = finished.choice("split", SPLITS, "test")
-    finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
     with console.quiet_import(finished.config.verbose):
         from hvtrain.evaluate.metrics import metrics_of
         from hvtrain.finished.finished_run import on_ranks, open_run
-    with on_ranks() as strategy:
+    with on_ranks(finished.config) as strategy:
         run = open_run(finished, strategy)
         found = metrics_of(run, split)
         if run.is_chief:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import CHECKPOINTS, SETTINGS, finished_config
+from hvtrain.finished.run_words import SETTINGS, finished_config
 from hvtrain.system import console
 
 FORMATS = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
@@ -31,9 +31,8 @@ beside it. The exported model is run on examples of the run's data first.""",
     )
     parser.add_argument("--output", metavar="PATH", help="of the model; by default the name of the run, here")
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "format", "checkpoint")
+    finished = finished_config(options.words, "format")
     chosen = finished.choice("format", tuple(FORMATS), "")
-    finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
     if console.is_launched():
         raise ConfigError("an export takes one process; start python -m hvtrain.export without a launcher")
     path = Path(options.output or f"{finished.folder.name}{FORMATS[chosen]}")
@@ -47,7 +46,7 @@ beside it. The exported model is run on examples of the run's data first.""",
         from hvtrain.export.exported import export_checked
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
-    with on_ranks(Strategy()) as strategy:
+    with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy)
         print(f"{run.checkpoint} in {path}; {export_checked(run, chosen, path)}")
     return 0

@@ -53,17 +53,21 @@ class FinishedRun:
 
 
 @contextmanager
-def on_ranks(strategy: Strategy | None = None) -> Iterator[Strategy]:
+def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
     """Starts the ranks that the launcher gave, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
     try:
         topology = strategy.start()
         console.start_log(topology.is_chief)
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
         strategy.stop()
     except BaseException as error:
-        strategy.report_failure(error)
+        cause = strategy.cause_of(error)
+        strategy.report_failure(cause or error)
+        if cause:
+            raise cause from error
         raise
 
 

@@ -37,14 +37,14 @@ class FinishedConfig:
 
 
 def finished_config(words: Sequence[str], *names: str) -> FinishedConfig:
-    """Takes run=DIR and the words of these names, and composes the rest on the run's own settings.
+    """Takes run=DIR, checkpoint=NAME and the words of these names, and composes the rest on the run's own settings.
 
     Raises ConfigError.
     """
     own, settings = {}, []
     for word in words:
         name, is_given, value = word.partition("=")
-        if is_given and name in ("run", *names):
+        if is_given and name in ("run", "checkpoint", *names):
             own[name] = value
         elif is_given or word.startswith("-"):
             settings.append(word)
@@ -55,7 +55,9 @@ def finished_config(words: Sequence[str], *names: str) -> FinishedConfig:
     folder = Path(own.pop("run"))
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
         raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
-    return FinishedConfig(folder.absolute(), run_config(folder, settings), own)
+    found = FinishedConfig(folder.absolute(), run_config(folder, settings), own)
+    found.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
+    return found
 
 
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:

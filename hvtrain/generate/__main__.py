@@ -4,7 +4,7 @@ import sys
 
 from hvtrain.cli import Parser, at_least, enter, not_negative
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import CHECKPOINTS, SETTINGS, finished_config
+from hvtrain.finished.run_words import SETTINGS, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -27,8 +27,7 @@ def generate() -> int:
     parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="0: the likeliest (0.7)")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (0)")
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "prompt", "checkpoint")
-    finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
+    finished = finished_config(options.words, "prompt")
     if not (prompt := finished.words.get("prompt")):
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
     if console.is_launched():
@@ -37,7 +36,7 @@ def generate() -> int:
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
         from hvtrain.tasks.generation import continuation
-    with on_ranks(Strategy()) as strategy:
+    with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy)
         tokens, facts = run.source.tokens_of(prompt), run.source.facts()
         if not tokens or not facts.get("causal"):

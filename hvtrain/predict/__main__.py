@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import CHECKPOINTS, SETTINGS, SPLITS, finished_config
+from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -28,9 +28,8 @@ def predict() -> int:
     what = "FILE.csv or FILE.parquet; for masks a folder (predictions.csv or masks, here)"
     parser.add_argument("--output", metavar="FILE", help=what)
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split", "input", "checkpoint")
+    finished = finished_config(options.words, "split", "input")
     split, path = finished.choice("split", SPLITS, "test"), finished.words.get("input")
-    finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
     if path is not None and "split" in finished.words:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
@@ -38,7 +37,7 @@ def predict() -> int:
         from hvtrain.predict.inputs import of_input, of_split
         from hvtrain.predict.outputs import predictions
         from hvtrain.predict.writers import writer_for
-    with on_ranks() as strategy:
+    with on_ranks(finished.config) as strategy:
         run = open_run(finished, strategy)
         examples = strategy.comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
         output = Path(options.output or ("masks" if run.task.targets_are_masks else "predictions.csv"))
