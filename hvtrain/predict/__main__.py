@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from hvtrain.cli import Parser, enter
-from hvtrain.errors import ConfigError
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
 from hvtrain.system import console
 
@@ -40,6 +40,8 @@ def predict() -> int:
     with on_ranks(finished.config) as strategy:
         run = open_run(finished, strategy)
         examples = strategy.comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
+        if not examples.total:
+            raise DataError(f"input={path} holds no examples; give a file that has some")
         output = Path(options.output or ("masks" if run.task.targets_are_masks else "predictions.csv"))
         write = strategy.comm.all_or_raise(lambda: writer_for(output, run.task.targets_are_masks))
         number = 0

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from importlib.resources import files
 
+import numpy as np
 import pytest
 
 import hvtrain
 from hvtrain.data.formats.documents import embedded
-from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.generate.__main__ import generate
 from hvtrain.predict.__main__ import predict
 
@@ -94,6 +95,13 @@ def test_what_cannot_be_written_is_refused(tales, monkeypatch, words, message):
     monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *words])
     with pytest.raises(ConfigError, match=re.escape(message)):
         generate()
+
+
+def test_predict_needs_examples(tales, monkeypatch, tmp_path):
+    np.save(tmp_path / "none.npy", np.zeros((0, 16), np.int32))
+    monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"])
+    with pytest.raises(DataError, match=r"none.npy holds no examples; give a file that has some"):
+        predict()
 
 
 def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path):
