@@ -1,3 +1,50 @@
-"""hvtrain: Keras 3 training with Horovod. `python -m hvtrain` runs it, `hvtrain.keras` is the library."""
+"""hvtrain: Keras 3 training with Horovod. `python -m hvtrain` runs it, `hvtrain.keras` is the library.
+
+For scripts and notebooks: `hvtrain.train(hvtrain.compose(["model=mlp", "run.dir=runs/mine"]))`, and
+`hvtrain.load("runs/mine").model`. TensorFlow is imported when the first of them needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvtrain.config.schema import RunConfig
+    from hvtrain.core.records import RunRecord
+    from hvtrain.finished.finished_run import FinishedRun
 
 __version__ = "0.1.0"
+__all__ = ["compose", "load", "train"]
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """Returns the settings that `python -m hvtrain` would have with these words. Raises ConfigError."""
+    from hvtrain.finished.run_words import composed
+
+    return composed(overrides)
+
+
+def train(config: RunConfig) -> RunRecord:
+    """Trains, evaluates and writes the run folder, on this process or, under a launcher, on every rank.
+
+    Returns the numbers of result.json. Raises UserError for what the user can fix.
+    """
+    from hvtrain.runner import train as run
+
+    return run(config)
+
+
+def load(run: str | Path, overrides: Sequence[str] = ()) -> FinishedRun:
+    """Opens a finished run in this process: its model with the weights of the best checkpoint, its data and its task.
+
+    overrides: "checkpoint=last", and settings in which to differ from the run. Raises UserError.
+    """
+    from hvtrain.finished.finished_run import open_run
+    from hvtrain.finished.run_words import finished_config
+    from hvtrain.strategies.base import Strategy
+
+    finished, strategy = finished_config([f"run={run}", *overrides]), Strategy()
+    strategy.start()
+    return open_run(finished, strategy)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from hvtrain.doctor.rows import human_bytes
 from hvtrain.launch.environment import travels
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.ssh import Ssh
+from hvtrain.system.checkout import checkout
 
 SECONDS = 30.0
 # What changes how ranks meet, reduce and compute; the rest of an environment is nobody's business.
@@ -58,16 +58,11 @@ def commit_of(folder: str | None) -> str:
     """The commit of a checkout that holds the folder, and how many files differ from it; empty for an installed one."""
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
-    git = ["git", "-C", folder]
-    try:
-        head, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
+    found = checkout(Path(folder))
+    if found is None:
         return ""
-    number = len(changes.splitlines())
-    return f" ({head}{f', {number} changed' if number else ''})"
+    number = len(found["changed"])
+    return f" ({found['commit'][:7]}{f', {number} changed' if number else ''})"
 
 
 def _is_open(name: str, environ: Mapping[str, str] = os.environ) -> bool:

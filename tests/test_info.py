@@ -52,7 +52,7 @@ def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True).stdout
     assert commit_of(str(package)) == f" ({head.strip()})"
     (package / "a.py").write_text("2")
     assert commit_of(str(package)) == f" ({head.strip()}, 1 changed)"

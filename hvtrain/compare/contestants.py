@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvtrain.config.accumulation import whole
 from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.schema import RunConfig, from_dict, whole
+from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 

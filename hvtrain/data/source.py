@@ -92,6 +92,8 @@ class Source(ABC):
     raw_batches: bool = False
     """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
     way there are then a quarter as large. Set before streams are opened."""
+    end_token: int | None = None
+    """The token that ends a text, if there is one."""
     augmentation: Any = None
     """Set by the runner, with raw_batches, if layers are to change training images; see pipeline/augmentation.py."""
 
@@ -171,6 +173,10 @@ class Source(ABC):
 
     def text_of(self, tokens: Sequence[int]) -> str | None:
         """Tokens of an example as text; None, the default, for data that are no text or lack a tokenizer."""
+        return None
+
+    def tokens_of(self, text: str) -> list[int] | None:
+        """The reverse of text_of; None, the default, for data that are no text or lack a tokenizer."""
         return None
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, positive
+from hvtrain.config.accumulation import whole
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import ConfigError
@@ -40,7 +41,7 @@ def find() -> int:
 def as_range_test(config: RunConfig, folder: Path, num_steps: int, lowest: float, highest: float) -> RunConfig:
     """The run with another schedule, without checkpoints, and with nothing that would act on its losses."""
     times = config.train.accumulate
-    train = replace(config.train, steps=max(1, num_steps // times) * times, steps_per_execution=times, ema=None)
+    train = replace(config.train, steps=whole(num_steps, times), steps_per_execution=times, ema=None)
     schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
     return replace(
         config,

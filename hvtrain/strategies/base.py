@@ -154,7 +154,9 @@ class Strategy:
         _assign(model.metrics_variables, own)
         return results
 
-    def evaluate(self, model: keras.Model, dataset: tf.data.Dataset) -> dict[str, float]:
+    def evaluate(
+        self, model: keras.Model, dataset: tf.data.Dataset, callbacks: Sequence[keras.callbacks.Callback] = ()
+    ) -> dict[str, float]:
         """Returns the metrics over all ranks' shards, which may differ in size or be empty.
 
         The training metrics of an unfinished epoch keep their state.
@@ -166,7 +168,7 @@ class Strategy:
             with self.watchdog.phase(VALIDATION):
                 progress = self.watchdog.progress
                 beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
-                names = model.evaluate(dataset, verbose=0, callbacks=[beat], return_dict=True)
+                names = model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training)
         return {name: value for name, value in results.items() if name in names}

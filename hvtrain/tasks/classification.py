@@ -71,6 +71,17 @@ class Classification(Task):
         names = class_names(source, reviewed.outputs.shape[-1])
         return review_classes(reviewed, reviewed.targets, reviewed.outputs, names)
 
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """Each example's class, its name and probability, and the probabilities of all classes."""
+        names = class_names(source, outputs.shape[-1])
+        probabilities, classes = keras.ops.convert_to_numpy(keras.ops.softmax(outputs)), self.decode(outputs)
+        return {
+            "class": classes,
+            "name": np.array(names, object)[classes],
+            "probability": probabilities.max(axis=-1),
+            **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
+        }
+
 
 class Multilabel(Task):
     """Any number of labels for each example: the model gives a logit for each, targets are 0 or 1 for each.
@@ -121,6 +132,13 @@ class Multilabel(Task):
     def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
         return review_labels(reviewed, reviewed.targets, self.decode(reviewed.outputs))
 
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """For each label 0 or 1, and the probability of 1."""
+        names = source.facts().get("label_names") or [f"label.{index}" for index in range(outputs.shape[-1])]
+        probabilities, decoded = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs)), self.decode(outputs)
+        found = {str(name): decoded[:, index] for index, name in enumerate(names)}
+        return {**found, **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)}}
+
 
 class Binary(Multilabel):
     """Yes or no for each example: the model gives one logit, the target is 0 or 1.
@@ -145,6 +163,10 @@ class Binary(Multilabel):
         logits = np.concatenate([np.zeros_like(reviewed.outputs), reviewed.outputs], axis=1)
         targets = reviewed.targets.reshape(-1).astype(np.int64)
         return review_classes(reviewed, targets, logits, class_names(source, 2))
+
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """0 or 1, and the probability of 1."""
+        return {"class": self.decode(outputs), "probability": keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))}
 
 
 def class_names(source: Source, number: int) -> list[str]:

@@ -84,3 +84,6 @@ class Segmentation(Task):
     def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
         names = class_names(source, reviewed.outputs.shape[-1])
         return review_masks(reviewed, reviewed.targets, self.decode(reviewed.outputs), self.ignored_label, names)
+
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        return {"mask": self.decode(outputs)}

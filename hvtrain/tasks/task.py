@@ -81,6 +81,14 @@ class Task(ABC):
         """Predictions in the terms of the targets from a batch of the model's outputs."""
         return outputs
 
+    def columns(self, outputs: Any, source: Source) -> dict[str, np.ndarray]:
+        """A batch of outputs as a user wants them, by name: numbers or rows of numbers for each example."""
+        if isinstance(outputs, Mapping):
+            return dict(outputs)
+        if isinstance(outputs, list | tuple):
+            return {f"prediction.{index}": output for index, output in enumerate(outputs)}
+        return {"prediction": outputs}
+
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
         """Turns targets into floats, which layers such as MixUp may mix; None if they cannot be."""
         return None

@@ -2,11 +2,13 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from hvtrain.checkpoint import store, writer
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.proof import proof_in_words
 from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import UserError
@@ -83,17 +85,21 @@ def _load(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
     try:
         if "host" in best:
             raise UserError(f"it is on host {best['host']}")
-        path = run.folder / "checkpoints" / store.folder_name(best["step"])
-        saved = store.read(path)
-        if run.config.train.ema is None:
-            store.restore(saved, model, ("model",))
-        else:  # The averages are the optimizer's, which has no step left to do.
-            store.restore(saved, model)
-            take_averages(model)
+        load_weights(run.config, model, run.folder / "checkpoints" / store.folder_name(best["step"]))
     except UserError as error:
         log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
         return False
     return True
+
+
+def load_weights(config: RunConfig, model: keras.Model, path: Path) -> None:
+    """Sets the weights to those of a checkpoint, or to their averages (chief only). Raises UserError."""
+    saved = store.read(path)
+    if config.train.ema is None:
+        store.restore(saved, model, ("model",))
+    else:  # The averages are the optimizer's, which has no step left to do.
+        store.restore(saved, model)
+        take_averages(model)
 
 
 def _speed(record: RunRecord) -> str:

@@ -57,15 +57,19 @@ class Run:
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """This rank's shard of a split, of known length; None if the split is empty."""
-        if not self.source.num_examples(split):
-            return None
-        batch_size = self.config.train.evaluation_batch_size
-        shard_sizes = self.source.shard_sizes(split, self.topology.size, self.topology.weights)
-        num_batches = -(-shard_sizes[self.topology.rank] // batch_size)
-        dataset = self.source.evaluation(split, self.topology, batch_size)
-        if num_batches and self.source.on_error == "skip":
-            return dataset  # Its length is unknown: it may have fewer batches.
-        return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+        return evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
+
+
+def evaluation_batches(source: Source, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset | None:
+    """This rank's shard of a split, of known length; None if the split is empty."""
+    if not source.num_examples(split):
+        return None
+    shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
+    num_batches = -(-shard_sizes[topology.rank] // batch_size)
+    dataset = source.evaluation(split, topology, batch_size)
+    if num_batches and source.on_error == "skip":
+        return dataset  # Its length is unknown: it may have fewer batches.
+    return dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
 
 
 def training_batches(

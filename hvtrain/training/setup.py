@@ -45,8 +45,7 @@ def open_data(
     saved is the meta of the checkpoint to resume, if any, whose plan continues.
     """
     comm, size = strategy.comm, strategy.topology.size
-    source: Source = comm.all_or_raise(lambda: build(config, "dataset", Source))
-    source.on_error = config.data.on_error
+    source = comm.all_or_raise(lambda: open_source(config))
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
@@ -56,6 +55,13 @@ def open_data(
     if size != len(hosts):
         plan = plan.on(size)
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
+
+
+def open_source(config: RunConfig) -> Source:
+    """Opens the data set."""
+    source: Source = build(config, "dataset", Source)
+    source.on_error = config.data.on_error
+    return source
 
 
 def open_task(config: RunConfig, source: Source) -> Task:
@@ -68,15 +74,12 @@ def open_task(config: RunConfig, source: Source) -> Task:
 def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, strategy: Strategy) -> keras.Model:
     """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
     with strategy.scope():
-        facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
-        model = build(config, "model", keras.Model, facts, source.name)
-        check_model(model, f"model._target_={config.model['_target_']}", source, task)
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
             raise ConfigError(
                 f"train.sync_batch_norm=true normalizes over ranks, and this strategy has {strategy.num_replicas} "
                 "replicas in one process; leave the setting out"
             )
-        change_parts(model, config, strategy.topology.size)
+        model = build_network(config, source, task, strategy.topology.size)
         for layer in model._flatten_layers() if config.train.jit_compile else ():
             if not getattr(layer, "supports_jit", True):
                 raise ConfigError(
@@ -106,6 +109,15 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         class_weights=class_weights(config, source, task),
         harden=task.harden,
     )
+    return model
+
+
+def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
+    """Builds the model, for so many ranks, with what the settings change in it; it is not compiled."""
+    facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
+    model: keras.Model = build(config, "model", keras.Model, facts, source.name)
+    check_model(model, f"model._target_={config.model['_target_']}", source, task)
+    change_parts(model, config, size)
     return model
 
 
@@ -184,10 +196,18 @@ class LearningRate:
 def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
-    accumulate: Any = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
-    optimizer = build(config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate)
-    keep_averages(optimizer, config.train.ema)
+    optimizer = optimizer_at(rate, config)
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
+    return optimizer
+
+
+def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
+    """Builds the optimizer of one process with a callable learning rate."""
+    accumulate: Any = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
+    optimizer: keras.optimizers.Optimizer = build(
+        config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate
+    )
+    keep_averages(optimizer, config.train.ema)
     return optimizer
 
 

@@ -80,6 +80,13 @@ class Text(MemorySource):
     def text_of(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
+    def tokens_of(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @property
+    def end_token(self) -> int:  # type: ignore[override]
+        return self.tokenizer.end
+
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         return self._hide(elements[0], seed) if self._masked_share else elements
 

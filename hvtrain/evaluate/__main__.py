@@ -1,0 +1,48 @@
+"""`python -m hvtrain.evaluate`: the metrics of a finished run, on any number of ranks the same as on one."""
+
+import json
+import sys
+from pathlib import Path
+
+from hvtrain.cli import Parser, enter
+from hvtrain.core.records import write_atomic
+from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
+from hvtrain.system import console
+
+EPILOG = f"""\
+{SETTINGS}
+
+examples:
+  python -m hvtrain.evaluate run=runs/first
+  horovodrun -np 2 python -m hvtrain.evaluate run=runs/first split=validation checkpoint=last --output metrics.json
+"""
+
+
+def evaluate() -> int:
+    """Opens the run, evaluates it, prints the metrics, and writes them where asked."""
+    parser = Parser(
+        "python -m hvtrain.evaluate",
+        usage="%(prog)s run=DIR [split=test] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
+        description="Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
+    options = parser.parse_with_words(sys.argv[1:])
+    finished = finished_config(options.words, "split")
+    split = finished.choice("split", SPLITS, "test")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.evaluate.metrics import metrics_of
+        from hvtrain.finished.finished_run import on_ranks, open_run
+    with on_ranks(finished.config) as strategy:
+        run = open_run(finished, strategy)
+        found = metrics_of(run, split)
+        if run.is_chief:
+            words = ", ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items())
+            print(f"{found['checkpoint']}, {found['examples']:,} {split} examples of {found['dataset']}: {words}")
+            if options.output:
+                write_atomic(Path(options.output), json.dumps({"run": str(finished.folder), **found}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    enter(evaluate)

@@ -1,0 +1,56 @@
+"""`python -m hvtrain.export`: a finished run's model for another program, once its outputs are seen to be equal."""
+
+import sys
+from pathlib import Path
+
+from hvtrain.cli import Parser, enter
+from hvtrain.errors import ConfigError
+from hvtrain.finished.run_words import SETTINGS, finished_config
+from hvtrain.system import console
+
+FORMATS = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
+"""Endings of names by format; a SavedModel is a folder."""
+EPILOG = f"""\
+{SETTINGS}
+
+examples:
+  python -m hvtrain.export run=runs/first format=savedmodel
+  python -m hvtrain.export run=runs/first format=onnx checkpoint=last --output digits.onnx
+"""
+
+
+def export() -> int:
+    """Opens the run in this process, exports its model, and says how far its outputs differ."""
+    parser = Parser(
+        "python -m hvtrain.export",
+        usage=f"%(prog)s run=DIR format={'|'.join(FORMATS)} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
+        description="""\
+Writes the model of a finished run, in float32 and with its preprocessing inside, and its description as PATH.json
+beside it. The exported model is run on examples of the run's data first.""",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--output", metavar="PATH", help="of the model; by default the name of the run, here")
+    options = parser.parse_with_words(sys.argv[1:])
+    finished = finished_config(options.words, "format")
+    chosen = finished.choice("format", tuple(FORMATS), "")
+    if console.is_launched():
+        raise ConfigError("an export takes one process; start python -m hvtrain.export without a launcher")
+    path = Path(options.output or f"{finished.folder.name}{FORMATS[chosen]}")
+    if path.suffix != FORMATS[chosen] and (path.suffix or FORMATS[chosen]):
+        needed = f"PATH{FORMATS[chosen]}" if FORMATS[chosen] else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={chosen}; give {needed}")
+    if path.exists() or not path.absolute().parent.is_dir():
+        why = "is there already" if path.exists() else "is in a folder that is not there"
+        raise ConfigError(f"--output {path} {why}; choose another path")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.export.exported import export_checked
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.strategies.base import Strategy
+    with on_ranks(finished.config, Strategy()) as strategy:
+        run = open_run(finished, strategy)
+        print(f"{run.checkpoint} in {path}; {export_checked(run, chosen, path)}")
+    return 0
+
+
+if __name__ == "__main__":
+    enter(export)

@@ -1,0 +1,119 @@
+"""Opens a finished run: its data, task and model, with the weights of a checkpoint on every rank."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvtrain.checkpoint import store, writer
+from hvtrain.config.schema import RunConfig
+from hvtrain.data.source import Source
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.finished.run_words import FinishedConfig
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.system import console
+from hvtrain.tasks import Task
+from hvtrain.training.outcome import load_weights
+from hvtrain.training.setup import build_network, open_source, open_task, optimizer_at, seed_everything
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run with its trained model, the same on every rank. checkpoint is the name of the one that was read."""
+
+    config: RunConfig
+    strategy: Strategy
+    source: Source
+    task: Task
+    model: keras.Model
+    checkpoint: str
+
+    @property
+    def is_chief(self) -> bool:
+        return self.strategy.topology.is_chief
+
+    def in_float32(self) -> keras.Model:
+        """The trained model, or one of float32 with the same weights."""
+        if self.config.train.precision == "float32":
+            return self.model
+        config = replace(self.config, train=replace(self.config.train, precision="float32"))
+        seed_everything(config, self.strategy.topology.rank)
+        model = build_network(config, self.source, self.task, size=1)
+        model.set_weights(self.model.get_weights())
+        return model
+
+    def explain(self, error: Exception) -> Exception:
+        """TensorFlow's error about data that cannot be read as one that names the file, or the error itself."""
+        return self.source.explain(error) if isinstance(error, tf.errors.OpError) else error
+
+
+@contextmanager
+def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
+    """Starts the ranks that the launcher gave, on Horovod by default, and leaves them at the end (every rank)."""
+    strategy = strategy or HorovodStrategy()
+    try:
+        topology = strategy.start()
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        strategy.start_watchdog(config.watchdog.abort_seconds)
+        yield strategy
+        strategy.stop()
+    except BaseException as error:
+        cause = strategy.cause_of(error)
+        strategy.report_failure(cause or error)
+        if cause:
+            raise cause from error
+        raise
+
+
+def open_run(finished: FinishedConfig, strategy: Strategy) -> FinishedRun:
+    """Opens the run's data and task, builds its model, and gives it the checkpoint's weights (every rank).
+
+    Raises UserError, on all ranks at once.
+    """
+    config, comm = finished.config, strategy.comm
+    wanted = finished.words.get("checkpoint")
+    step = comm.on_chief(lambda: _step(finished, wanted))
+    # Names of layers are those of the checkpoint if Keras counts them as in the run.
+    seed_everything(config, strategy.topology.rank)
+    source = comm.all_or_raise(lambda: open_source(config))
+    task = comm.all_or_raise(lambda: open_task(config, source))
+    seed_everything(config, strategy.topology.rank)
+    model = comm.all_or_raise(lambda: _compiled(config, source, task, strategy))
+    path = finished.folder / "checkpoints" / store.folder_name(step)
+    comm.on_chief(lambda: load_weights(config, model, path))
+    comm.broadcast_model(model)
+    return FinishedRun(config, strategy, source, task, model, path.name)
+
+
+def _compiled(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
+    """The run's model with its loss and metrics. Only averages of the weights need the run's optimizer."""
+    model = build_network(config, source, task, strategy.topology.size)
+    keeps: Any = optimizer_at(lambda: 0.0, config) if config.train.ema else keras.optimizers.SGD()
+    weighted = len(source.element_spec) > 2
+    task.compile(model, keeps, weighted=weighted, distribute_loss=strategy.distribute_loss)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _step(finished: FinishedConfig, wanted: str | None) -> int:
+    """The step of the checkpoint: of the best one if the run has it and the last is not wanted (chief only)."""
+    folder = finished.folder / "checkpoints"
+    if wanted != "last":
+        best = writer.read_best(folder)
+        if best and "host" not in best:
+            return best["step"]
+        if best:
+            raise CheckpointError(
+                f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
+            )
+        if wanted == "best":
+            raise ConfigError(f"checkpoint=best, but {folder} has none, as without validation; give checkpoint=last")
+    if not (found := store.list_checkpoints(folder)):
+        raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
+    return store.step_of(found[-1])

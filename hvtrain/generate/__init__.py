@@ -1,0 +1,1 @@
+"""Text that a finished language run goes on with; `python -m hvtrain.generate` prints it."""

@@ -1,0 +1,155 @@
+"""The examples to predict for, of a split or of files, each on one rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import tensorflow as tf
+
+from hvtrain.core.topology import Topology
+from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.errors import ConfigError, DataError, in_one_line
+from hvtrain.finished.finished_run import FinishedRun
+
+Batch = tuple[Any, dict[str, np.ndarray]]
+"""Inputs as the model takes them, and what is known of each example, by the name of its column."""
+IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
+NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """This rank's batches. Of all ranks' first batches, second ones, ... the rows come in turn (rank 0's first, rank
+    1's first, ...; is_interleaved), or whole batches do."""
+
+    name: str
+    total: int
+    batches: Callable[[], Iterator[Batch]]
+    is_interleaved: bool = False
+
+
+def of_split(run: FinishedRun, split: str) -> Examples:
+    """Those of a split. Raises ConfigError if it has none.
+
+    Where each rank can open its own part by number, it does. Other data, such as files of records, are read whole by
+    every rank, which predicts for some of the batches.
+    """
+    source, topology, size = run.source, run.strategy.topology, run.config.train.evaluation_batch_size
+    if not (total := source.num_examples(split)):
+        raise ConfigError(f"split={split} of {source.name} has no examples; choose another split, or input=PATH")
+    by_number = isinstance(source, IndexedSource) and source.on_error == "stop"
+    if by_number:
+        data = source.evaluation(split, topology, size)
+    else:
+        data = source.evaluation(split, replace(topology, rank=0, size=1), size).shard(topology.size, topology.rank)
+
+    def batches() -> Iterator[Batch]:
+        for inputs, targets, *_ in data:
+            yield inputs, _plain(targets)
+
+    return Examples(f"{split} of {source.name}", total, batches, by_number)
+
+
+def _plain(targets: Any) -> dict[str, np.ndarray]:
+    """Targets that are one number for each example, as a column."""
+    if isinstance(targets, tf.Tensor) and targets.shape.rank == 1:
+        return {"target": targets.numpy()}
+    return {}
+
+
+def of_input(run: FinishedRun, path: Path) -> Examples:
+    """Those of files, as the saved model of the run takes them. Raises ConfigError and DataError."""
+    topology, size = run.strategy.topology, run.config.train.evaluation_batch_size
+    spec = run.source.preprocessing().shape
+    if not path.exists():
+        raise ConfigError(f"input={path} is not there; give {NEEDED}")
+    if path.suffix in (".csv", ".parquet"):
+        return _of_table(run, path, spec, topology, size)
+    if path.suffix == ".npy":
+        return _of_array(run, path, spec, topology, size)
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    if not (files := [file for file in found if file.suffix.lower() in IMAGES]):
+        raise ConfigError(f"input={path} has no images ({', '.join(IMAGES)}); give {NEEDED}")
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3) or not hasattr(run.source, "image_shape"):
+        raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
+    return _of_images(run, path, files, has_channels=len(spec) == 3)
+
+
+def _parts(total: int, topology: Topology, size: int) -> Iterator[slice]:
+    """This rank's batches of so many examples: every topology.size-th."""
+    for begin in range(topology.rank * size, total, topology.size * size):
+        yield slice(begin, min(begin + size, total))
+
+
+def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels: bool) -> Examples:
+    topology, size = run.strategy.topology, run.config.train.evaluation_batch_size
+    preprocessing, channels = run.source.preprocessing(), run.source.image_shape[-1]
+    root = path if path.is_dir() else path.parent
+
+    def one(file: Path) -> np.ndarray:
+        """They differ in size until they are preprocessed."""
+        try:
+            pixels = tf.io.decode_image(tf.io.read_file(str(file)), channels, expand_animations=False)
+            raw = tf.cast(pixels, tf.float32)[tf.newaxis]
+            return keras.ops.convert_to_numpy(preprocessing(raw if has_channels else raw[..., 0]))[0]
+        except Exception as error:
+            raise DataError(f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it") from error
+
+    def batches() -> Iterator[Batch]:
+        for part in _parts(len(files), topology, size):
+            names = [str(file.relative_to(root)) for file in files[part]]
+            yield np.stack([one(file) for file in files[part]]), {"file": np.array(names, object)}
+
+    return Examples(str(path), len(files), batches)
+
+
+def _of_array(run: FinishedRun, path: Path, spec: Any, topology: Topology, size: int) -> Examples:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"input={path} cannot be read as an array: {error}; write it with numpy.save") from error
+    shape = spec if isinstance(spec, tuple) else tuple(getattr(spec, "shape", ())) or None
+    if shape is None or array.ndim != len(shape) + 1 or any(w not in (None, h) for w, h in zip(shape, array.shape[1:])):
+        needed = f"[examples, {', '.join(map(str, shape))}]" if shape is not None else "columns by name"
+        raise DataError(f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it")
+    kind, preprocessing = "float32" if isinstance(spec, tuple) else spec.dtype.name, run.source.preprocessing()
+
+    def batches() -> Iterator[Batch]:
+        for part in _parts(len(array), topology, size):
+            yield preprocessing(tf.constant(np.asarray(array[part]).astype(kind))), {}
+
+    return Examples(str(path), len(array), batches)
+
+
+def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size: int) -> Examples:
+    if not isinstance(spec, dict):
+        raise ConfigError(f"input={path} is a table, and the model takes no columns by name; give {NEEDED}")
+    try:
+        table = pa.csv.read_csv(path) if path.suffix == ".csv" else pa.parquet.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"input={path} cannot be read: {in_one_line(error)}; fix the file") from error
+    if missing := [name for name in spec if name not in table.column_names]:
+        raise DataError(f"input={path} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    preprocessing = run.source.preprocessing()
+
+    def column(rows: pa.Table, name: str) -> tf.Tensor:
+        kind = spec[name].dtype
+        values = rows[name].to_pylist()
+        try:
+            array = np.array(values, object if kind == tf.string else kind.as_numpy_dtype)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"input={path}: column {name} is not all {kind.name}: {error}; fix the file") from error
+        return tf.constant(array.reshape(-1, *spec[name].shape), kind)
+
+    def batches() -> Iterator[Batch]:
+        for part in _parts(table.num_rows, topology, size):
+            rows = table.slice(part.start, part.stop - part.start)
+            yield preprocessing({name: column(rows, name) for name in spec}), {}
+
+    return Examples(str(path), table.num_rows, batches)

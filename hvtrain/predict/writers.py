@@ -1,0 +1,92 @@
+"""Writes predictions as they come: a CSV or Parquet file that appears when it is complete, or images of masks."""
+
+import csv
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from PIL import Image
+
+from hvtrain.core.records import TEMPORARY, remove
+from hvtrain.errors import ConfigError, StorageError
+from hvtrain.predict.outputs import Rows
+
+
+class Writer(ABC):
+    """Writes to a path; only the chief calls it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def add(self, rows: Rows) -> None:
+        """Writes some more rows. Raises StorageError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Completes the output."""
+
+    def discard(self) -> None:
+        """Removes what is of no use without the rest."""
+        remove(self.path.with_name(f"{TEMPORARY}{self.path.name}"))
+
+
+class TableWriter(Writer):
+    """A .csv or .parquet file; nothing of an unfinished one is left under its name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
+        self._file: Any = None
+
+    def add(self, rows: Rows) -> None:
+        try:
+            if self.path.suffix == ".parquet":
+                table = pa.table(rows)
+                self._file = self._file or pa.parquet.ParquetWriter(self._temporary, table.schema)
+                self._file.write_table(table)
+                return
+            if self._file is None:
+                self._file = self._temporary.open("w", newline="", encoding="utf-8")
+                csv.writer(self._file).writerow(rows)
+            csv.writer(self._file).writerows(zip(*(array.tolist() for array in rows.values())))
+        except OSError as error:
+            raise StorageError(f"{self.path} was not written: {error.strerror or error}; make room there") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._temporary.replace(self.path)
+
+
+class MaskWriter(Writer):
+    """A folder of PNG images whose values are classes, named after the image or the number of the example."""
+
+    def add(self, rows: Rows) -> None:
+        files = rows.get("file", [f"{number:08d}" for number in rows["example"]])
+        for name, mask in zip(files, rows["mask"]):
+            path = (self.path / str(name)).with_suffix(".png")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(mask.astype(np.uint8)).save(path)
+            except OSError as error:
+                raise StorageError(f"{path} was not written: {error.strerror or error}; make room there") from error
+
+    def close(self) -> None:
+        pass  # Each image is complete.
+
+
+def writer_for(output: Path, has_masks: bool) -> Writer:
+    """The writer for that path. Raises ConfigError if it is of no known kind, or its folder is not there."""
+    if has_masks:
+        if output.suffix or output.is_file():
+            raise ConfigError(f"--output {output} is a file; predictions of masks are images, so give a folder")
+        return MaskWriter(output)
+    if output.suffix not in (".csv", ".parquet"):
+        raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another")
+    return TableWriter(output)

@@ -1,0 +1,111 @@
+"""hvtrain.compose, train and load, and what a language run writes: one small run in this process."""
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+
+import numpy as np
+import pytest
+
+import hvtrain
+from hvtrain.data.formats.documents import embedded
+from hvtrain.errors import CheckpointError, ConfigError, DataError
+from hvtrain.generate.__main__ import generate
+from hvtrain.predict.__main__ import predict
+
+TEXT = ["dataset=text", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
+MODEL = ["model=transformer", "model.width=16", "model.blocks=1", "model.heads=2", "strategy=single", "train.steps=20"]
+
+
+@pytest.fixture(scope="module")
+def tales(tmp_path_factory):
+    """A run, its record and its settings."""
+    folder = tmp_path_factory.mktemp("tales")
+    (folder / "tales").mkdir()
+    for number, text in enumerate(embedded()[:12]):
+        (folder / f"tales/{number}.txt").write_text(text)
+    words = [*TEXT, f"dataset.file={folder / 'tales'}", *MODEL, "model.dropout=0", f"run.dir={folder / 'run'}"]
+    config = hvtrain.compose(words)
+    return folder / "run", hvtrain.train(config), config
+
+
+def test_a_script_composes_trains_and_loads(tales):
+    folder, record, config = tales
+    assert record.num_steps == 20 == config.train.steps
+    run = hvtrain.load(folder, ["checkpoint=last"])
+    loss = run.model.evaluate(run.source.evaluation("test", run.strategy.topology, 64), verbose=0)[0]
+    assert loss == pytest.approx(record.metrics["test_loss"], rel=1e-3)
+    assert run.checkpoint == "step-00000020" and run.is_chief
+
+
+def test_the_command_line_stays_as_it_was(monkeypatch):
+    words = ["script.py", "an argument"]
+    monkeypatch.setattr(sys, "argv", words[:])
+    assert hvtrain.compose(["train.epochs=3"]).train.epochs == 3
+    with pytest.raises(ConfigError, match=r"unknown setting 'trian.epochs'"):
+        hvtrain.compose(["trian.epochs=3"])
+    assert sys.argv == words
+
+
+def test_loading_says_what_is_wrong(tales, tmp_path):
+    with pytest.raises(ConfigError, match="run=nowhere is not the folder of a run"):
+        hvtrain.load("nowhere")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_bytes((tales[0] / "config.yaml").read_bytes())
+    with pytest.raises(CheckpointError, match="holds no checkpoint; train the run first"):
+        hvtrain.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"checkpoint=best, but .* has none"):
+        hvtrain.load(tmp_path, ["checkpoint=best"])
+    with pytest.raises(ConfigError, match="checkpoint=first is not one of best, last"):
+        hvtrain.load(tales[0], ["checkpoint=first"])
+    with pytest.raises(CheckpointError, match="is of another model"):
+        hvtrain.load(tales[0], ["model.width=8"])
+
+
+def test_importing_hvtrain_is_cheap_and_typed():
+    code = "import sys, hvtrain; sys.exit(str({'tensorflow', 'keras', 'hydra', 'numpy'} & set(sys.modules) or ''))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).stderr.strip() == b""
+    assert (files("hvtrain") / "py.typed").is_file()
+
+
+def written(monkeypatch, capsys, folder, *words):
+    monkeypatch.setattr(sys, "argv", ["generate", f"run={folder}", *words])
+    assert generate() == 0
+    return capsys.readouterr().out
+
+
+def test_a_text_goes_on(tales, monkeypatch, capsys):
+    words = ["prompt=The statement", "--tokens", "12", "--temperature", "0.8"]
+    text = written(monkeypatch, capsys, tales[0], *words)
+    assert text.startswith("The statement") and len(text) > len("The statement\n")
+    assert text == written(monkeypatch, capsys, tales[0], *words)
+    assert text != written(monkeypatch, capsys, tales[0], *words, "--seed", "3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "prompt=TEXT is missing"),
+        (["prompt=The", "--tokens", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["prompt=The", "dataset=digits", "model.width=8"], "a row of tokens"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tales, monkeypatch, words, message):
+    monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *words])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        generate()
+
+
+def test_predict_needs_examples(tales, monkeypatch, tmp_path):
+    np.save(tmp_path / "none.npy", np.zeros((0, 16), np.int32))
+    monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"])
+    with pytest.raises(DataError, match=r"none.npy holds no examples; give a file that has some"):
+        predict()
+
+
+def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")])
+    with pytest.raises(ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"):
+        predict()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,188 @@
+"""Two ranks give of a finished run what one gives: metrics, and each example's prediction once and in order."""
+
+import csv
+import json
+import re
+import sys
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+from PIL import Image
+
+from finished_runs import on_two_ranks
+from hvtrain.core.topology import Topology
+from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.table import Table
+from hvtrain.errors import ConfigError
+from hvtrain.evaluate.__main__ import evaluate
+from hvtrain.finished.pace import Pace
+from hvtrain.predict.__main__ import predict
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+TRAIN = ["dataset=digits", "dataset.num_validation=61", "dataset.num_test=361", "model=mlp", "train.epochs=3"]
+SHAPES = ["dataset=shapes", "dataset.image_shape=[24,24,3]", "dataset.num_train=64", "dataset.num_validation=0"]
+PIXELS = [*SHAPES, "dataset.num_test=7", "task=segmentation", "model._target_=own_pixels.model"]
+TABLE = ["dataset=table", "dataset.file=diabetes", "dataset.target=target", "task=regression", "model=mlp"]
+LAST = ["run=digits", "checkpoint=last"]
+SMALL = ["train.evaluation_batch_size=32"]
+PIXEL_MODEL = """
+import keras
+
+def model(image_shape, num_outputs, **_):
+    layers = [keras.Input(image_shape), keras.layers.Conv2D(8, 3, padding="same", activation="relu")]
+    return keras.Sequential([*layers, keras.layers.Conv2D(num_outputs, 1)])
+"""
+TASKS = [
+    ["digits", "train", *TRAIN, "train.ema=0.9", "run.dir=digits"],
+    ["table", "train", *TABLE, "train.epochs=2", "run.dir=table"],
+    ["pixels", "train", *PIXELS, "train.epochs=2", "run.dir=masks_run"],
+    ["second epoch", "mark", "digits", "42"],
+    ["best", "evaluate", "run=digits", "split=validation", *SMALL, "--output", "best.json"],
+    ["last", "evaluate", *LAST, "--output", "last.json"],
+    ["alone", "alone:evaluate", "run=digits", "split=validation", "--output", "alone.json"],
+    ["other", "evaluate", "run=digits", "dataset=digits", "dataset.num_test=100", "--output", "other.json"],
+    ["predicted", "predict", *LAST, *SMALL, "--output", "predicted.parquet"],
+    ["predicted alone", "alone:predict", *LAST, "--output", "alone.csv"],
+    ["skipping", "predict", *LAST, *SMALL, "data.on_error=skip", "--output", "skipping.csv"],
+    ["pictures", "predict", *LAST, "input=pictures", "train.evaluation_batch_size=3", "--output", "p.csv"],
+    ["array", "predict", *LAST, "input=digits.npy", *SMALL, "--output", "array.csv"],
+    ["rows", "predict", "run=table", "input=rows.csv", "train.evaluation_batch_size=3", "--output", "rows_out.csv"],
+    ["rows of test", "predict", "run=table", "split=test", "--output", "rows_test.csv"],
+    ["masks", "predict", "run=masks_run", "train.evaluation_batch_size=2", "--output", "masks"],
+    ["masks alone", "alone:predict", "run=masks_run", "--output", "masks_alone"],
+    ["missing", "predict", "run=digits", "input=missing"],
+    ["no kind", "predict", "run=digits", "--output", "predictions.txt"],
+    ["damaged", "predict", "run=digits", "input=damaged", "--output", "damaged.csv"],
+    ["other task", "predict", "run=table", "input=pictures", "--output", "other task.csv"],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    source = digits(361, 61)
+    raw = source.parts()["test"].elements[0][:7]
+    np.save(folder / "digits.npy", raw[..., 0])
+    for place in ("pictures", "damaged"):
+        (folder / place / "a").mkdir(parents=True)
+        for number, pixels in enumerate(raw):
+            Image.fromarray(pixels[..., 0].astype("uint8")).save(folder / place / f"a/{number}.png")
+    (folder / "damaged/a/5.png").write_bytes(b"no image")
+    (folder / "own_pixels.py").write_text(PIXEL_MODEL)
+    rows = Table().raw_examples("test", Topology(), 10)
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({name: value[0] for name, value in row.items()} for row in rows)
+    return folder, on_two_ranks(folder, *TASKS)
+
+
+def numbers(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_command_did_its_work(found):
+    refused = {"missing", "no kind", "damaged", "other task"}
+    assert {name for name, one in found[1].items() if one["error"]} == refused
+
+
+def test_metrics_of_two_ranks_are_those_of_one_and_of_the_run(found):
+    folder, printed = found
+    best, last, alone = (json.loads((folder / f"{name}.json").read_text()) for name in ("best", "last", "alone"))
+    result = json.loads((folder / "digits/result.json").read_text())
+    tested = {f"test_{name}": value for name, value in last["metrics"].items()}
+    assert tested == pytest.approx(result["metrics"], rel=1e-5), "with the averages of train.ema, from the checkpoint"
+    second = numbers(folder / "digits/history.csv")[1]
+    assert second["step"] == "42" and best["checkpoint"] == "step-00000042"
+    validated = {name: float(second[f"val_{name}"]) for name in best["metrics"]}
+    assert best["metrics"] == pytest.approx(validated, rel=1e-5)
+    assert alone["metrics"] == pytest.approx(validated, rel=1e-5), "61 examples, an odd one on the first rank"
+    assert last["examples"] == 361 and best["examples"] == alone["examples"] == 61
+    assert "361 test examples of digits: loss" in printed["last"]["printed"]
+    assert json.loads((folder / "other.json").read_text())["examples"] == 100
+
+
+def test_predictions_come_once_and_in_order(found):
+    folder, printed = found
+    table = parquet.read_table(folder / "predicted.parquet").to_pydict()
+    targets = digits(361, 61).whole_targets()["test"]
+    assert table["example"] == list(range(361)) and table["target"] == targets.tolist()
+    right = np.mean(np.array(table["class"]) == targets)
+    last = json.loads((folder / "last.json").read_text())["metrics"]
+    assert right == pytest.approx(last["accuracy"], abs=1e-6)
+    assert table["name"] == [str(number) for number in table["class"]]
+    rows = np.array([table[f"p.{digit}"] for digit in range(10)])
+    assert rows.sum(axis=0) == pytest.approx(1, abs=1e-5) and rows.max(axis=0).tolist() == table["probability"]
+    for other in ("alone.csv", "skipping.csv"):
+        same = numbers(folder / other)
+        assert [int(row["class"]) for row in same] == table["class"]
+        assert [float(row["p.3"]) for row in same] == pytest.approx(table["p.3"], abs=1e-5)
+    assert "361 predictions of test of digits" in printed["predicted"]["printed"]
+
+
+def test_files_are_predicted_like_the_examples_of_the_data_set(found):
+    folder, _ = found
+    expected = parquet.read_table(folder / "predicted.parquet").to_pydict()["p.3"][:7]
+    pictures, array = numbers(folder / "p.csv"), numbers(folder / "array.csv")
+    assert [row["file"] for row in pictures] == [f"a/{number}.png" for number in range(7)]
+    for rows in (pictures, array):
+        assert [float(row["p.3"]) for row in rows] == pytest.approx(expected, abs=1e-5)
+    rows, same = numbers(folder / "rows_out.csv"), numbers(folder / "rows_test.csv")
+    assert len(rows) == 10 and len(same) == 100 and float(same[0]["prediction"]) != float(same[1]["prediction"])
+    for row, other in zip(rows, same):
+        assert float(row["prediction"]) == pytest.approx(float(other["prediction"]), rel=1e-4)
+
+
+def test_masks_become_images(found):
+    folder, _ = found
+    masks = [np.asarray(Image.open(path)) for path in sorted((folder / "masks").iterdir())]
+    alone = [np.asarray(Image.open(path)) for path in sorted((folder / "masks_alone").iterdir())]
+    assert len(masks) == len(alone) and np.array_equal(masks, alone)
+    assert masks[0].ndim == 2 and len(np.unique(masks)) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "input=missing is not there; give a folder of images or an image, a .csv or .parquet"),
+        ("no kind", "--output predictions.txt is of no known kind; give FILE.csv or FILE.parquet"),
+        ("damaged", r"a/5.png cannot be read as an image"),
+        ("other task", "has images, and the model does not take images"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_one_line(found, name, message):
+    assert message in found[1][name]["error"]
+    assert not (found[0] / f"{name}.csv").exists()
+
+
+@pytest.mark.parametrize("command", [evaluate, predict])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "run=DIR is missing"),
+        (["run=nowhere"], "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/"),
+        (["run={run}", "split=tests"], "split=tests is not one of train, validation, test"),
+        (["run={run}", "checkpoint=first"], "checkpoint=first is not one of best, last"),
+        (["run={run}", "more"], "more is not a setting; write NAME=VALUE"),
+        (["run={run}", "--format", "x"], "unknown option --format"),
+        (["run={run}", "trian.epochs=2"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(found, monkeypatch, command, words, message):
+    monkeypatch.setattr(sys, "argv", ["command", *(word.replace("{run}", str(found[0] / "digits")) for word in words)])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        command()
+
+
+def test_waiting_users_see_progress(capsys):
+    now = iter([0.0, 5.0, 20.0, 21.0, 40.0])
+    pace = Pace("predicted", 1000, is_chief=True, clock=lambda: next(now))
+    for number in (100, 400, 420, 800):
+        pace.reach(number)
+    assert capsys.readouterr().out.splitlines() == [
+        "predicted 400 of 1,000 examples, 30 s left",
+        "predicted 800 of 1,000 examples, 10 s left",
+    ]

@@ -1,0 +1,79 @@
+"""Runs on each rank: trainings and commands on the finished runs, one after the other, in one start of the ranks.
+
+argv[1]: a JSON file with [[NAME, COMMAND, WORD, ...], ...]. COMMAND is the name of one, such as evaluate, or train;
+"alone:evaluate" is run by rank 0 as a single process, and "mark RUN STEP" makes that checkpoint the best. Paths
+are relative to the file's folder.
+argv[2]: where rank 0 writes {NAME: {"printed": ..., "error": ...}}.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import fast_keras  # noqa: F401
+
+import hvtrain.keras as hvd
+from hvtrain import runner
+from hvtrain.checkpoint.writer import mark_best
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
+from hvtrain.errors import UserError
+from hvtrain.finished import finished_run
+from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.horovod import HorovodStrategy
+
+
+class Staying(HorovodStrategy):
+    """Leaves the other ranks only when all work is done, and watches nobody: that would begin anew each time."""
+
+    def stop(self):
+        pass
+
+    def start_watchdog(self, abort_seconds):
+        pass
+
+
+def work(command, words):
+    if command == "train":
+        runner.run_to_end(from_dict(compose(words)[0]), Staying())
+        return
+    if command == "mark":
+        if hvd.rank() == 0:
+            mark_best(Path(words[0]) / "checkpoints", int(words[1]), "val_accuracy", 1.0)
+        return
+    sys.argv = [command, *words]
+    module = importlib.import_module(f"hvtrain.{command}.__main__")
+    getattr(module, command)()
+
+
+def main():
+    tasks = json.loads(Path(sys.argv[1]).read_text())
+    target = Path(sys.argv[2])
+    os.chdir(Path(sys.argv[1]).parent)
+    sys.path.insert(0, ".")  # Models of the tests' own.
+    hvd.init()
+    found = {}
+    for name, command, *words in tasks:
+        began, alone = time.monotonic(), command.startswith("alone:")
+        finished_run.HorovodStrategy = Strategy if alone else Staying
+        printed, error = io.StringIO(), None
+        if not alone or hvd.rank() == 0:
+            try:
+                with contextlib.redirect_stdout(printed):
+                    work(command.removeprefix("alone:"), words)
+            except UserError as failed:
+                error = f"{type(failed).__name__}: {failed}"
+        if hvd.rank() == 0:
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        found[name] = {"printed": printed.getvalue(), "error": error}
+    if hvd.rank() == 0:
+        target.write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+main()
