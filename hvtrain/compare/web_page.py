@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.figures import svgs
+from hvtrain.compare.pictures import svgs
 from hvtrain.compare.summary import rows
 
 TEMPLATE = "compare.html.j2"

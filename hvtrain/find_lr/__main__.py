@@ -1,6 +1,6 @@
 """`python -m hvtrain.find_lr`: trains some steps at a growing learning rate and suggests one (Smith 2015).
 
-The test is a run like any other, on all ranks, with another schedule; range_test trains, suggestion judges its losses.
+The test is a run like any other, on all ranks, with another schedule; trial trains, suggestion judges its losses.
 """
 
 import sys
@@ -33,8 +33,8 @@ def find() -> int:
         config = from_dict(tree)
         folder = Path(config.run.dir or f"find_lr/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name}")
         with console.quiet_import(config.verbose):
-            from hvtrain.find_lr.range_test import test
-        test(as_range_test(config, folder, options.steps, options.lowest, options.highest))
+            from hvtrain.find_lr.trial import try_rates
+        try_rates(as_range_test(config, folder, options.steps, options.lowest, options.highest))
     return 0
 
 

@@ -45,7 +45,7 @@ class Recorder(RunCallback):
             self.model.stop_training = True
 
 
-def test(config: RunConfig) -> Suggestion:
+def try_rates(config: RunConfig) -> Suggestion:
     """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
     result: Suggestion = runner.on_all_ranks(config, _attempt)
     return result
