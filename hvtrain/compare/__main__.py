@@ -17,8 +17,8 @@ from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter
 from hvtrain.compare import longer
 from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import JOINT, RANK, Contestant, contestants
-from hvtrain.compare.pictures import write_png
 from hvtrain.compare.one_run import Starting
+from hvtrain.compare.pictures import write_png
 from hvtrain.compare.summary import aligned, rows, summary
 from hvtrain.compare.web_page import html
 from hvtrain.core.records import write_atomic

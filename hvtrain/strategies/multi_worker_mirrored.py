@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +12,9 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.early_exchange import exchange
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Timeline
+from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
@@ -25,8 +24,6 @@ from hvtrain.strategies.replica_step import (
     replica_loss,
     step_of,
 )
-from hvtrain.system import interfaces
-from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
 _KINDS = tf.distribute.experimental.CommunicationImplementation
@@ -103,19 +100,12 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
 
     Once in a process, before TensorFlow has initialized a device. Raises ConfigError and RankError.
     """
-    if "TF_CONFIG" in os.environ:
-        raise ConfigError(f"TF_CONFIG is set, and strategy={NAME} makes its cluster of the launcher's ranks; unset it")
+    refuse_own_cluster(NAME)
     if size > 1:
-        address, listener = agree(rank, exchange, lambda value: exchange(value)[0])
-        if listener:
-            listener.close()
-        if address is None:
-            raise RankError(f"strategy={NAME}: the ranks reach no address of rank 0 that all of them share")
-        own = LOOPBACK if address[0] == LOOPBACK else interfaces.address_towards(address[0])
-        with socket.create_server((own, 0)) as free:
-            workers = exchange(f"{own}:{free.getsockname()[1]}")
-        cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        os.environ["TF_CONFIG"] = json.dumps(cluster)
+        workers = cluster_addresses(rank, NAME)
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        )
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATION[communication])
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)

@@ -6,7 +6,6 @@ and leave Horovod. From then on all of them talk through TensorFlow's servers, a
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain import watchdog
-from hvtrain.errors import ConfigError, FailedRankError, LostRankError, RankError, UserError
+from hvtrain.errors import FailedRankError, LostRankError, RankError, UserError
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.step_timing import StepMarks
+from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.ps_roles import CHIEF, Role, choose_places, num_workers, roles_of
-from hvtrain.system import console, interfaces
+from hvtrain.system import console
 from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog.judge import Verdict
 from hvtrain.watchdog.progress import EXCHANGE
-from hvtrain.watchdog.starting import LOOPBACK, agree
 
 # gRPC's threads need one while another waits for an answer.
 MIN_INTER_OP_THREADS = 2
@@ -84,10 +83,7 @@ def join_cluster(num_ps: int, name: str, share_gpus: bool, check_workers: Callab
     """
     global _cluster
     if _cluster is None:
-        if "TF_CONFIG" in os.environ:
-            raise ConfigError(
-                f"TF_CONFIG is set, and strategy={name} makes its cluster of the launcher's ranks; unset it"
-            )
+        refuse_own_cluster(name)
         hvd.init()
         roles = roles_of(hvd.size(), num_ps, name)
         check_workers(num_workers(roles))
@@ -104,8 +100,7 @@ def _join(roles: list[Role], name: str, share_gpus: bool) -> Cluster:
     devices = [
         f"{host} {'CPU' if gpu is None else f'GPU {gpu}'} ({role})" for host, gpu, role in zip(hosts, gpus, roles)
     ]
-    address, port = _own_address(rank, name)
-    addresses = exchange(f"{address}:{port}")
+    addresses = cluster_addresses(rank, name)
     jobs = {
         job: [at for at, role in zip(addresses, roles) if role.job == job]
         for job in dict.fromkeys(r.job for r in roles)
@@ -163,18 +158,6 @@ def _allow_threads() -> None:
                 f"{MIN_INTER_OP_THREADS} are used instead",
                 flush=True,
             )
-
-
-def _own_address(rank: int, name: str) -> tuple[str, int]:
-    """This process's address towards the others, with a port that is free now (every process)."""
-    found, listener = agree(rank, exchange, lambda value: exchange(value)[0])
-    if listener:
-        listener.close()
-    if found is None:
-        raise RankError(f"strategy={name}: the processes reach no address of rank 0 that all of them share")
-    own = LOOPBACK if found[0] == LOOPBACK else interfaces.address_towards(found[0])
-    with socket.create_server((own, 0)) as free:
-        return own, free.getsockname()[1]
 
 
 def _start_server(spec: tf.train.ClusterSpec, role: Role, gpu: int | None, num_here: int, address: str) -> None:

@@ -157,6 +157,12 @@ def test_a_short_word_is_the_module_of_its_name(word):
     assert f"python -m hvtrain.{word} " in output
 
 
+def test_every_command_has_a_short_word():
+    commands = {path.parent.name for path in (ROOT / "hvtrain").glob("*/__main__.py")} - {"horovodrun"} | {"info"}
+    words = re.search(r"^  (verify \|[^)]*)\)$", (ROOT / "scripts/docker-entrypoint").read_text(), re.MULTILINE)[1]
+    assert set(re.findall(r"\w+", words)) == commands
+
+
 @pytest.mark.parametrize("words", [(), ("help",), ("--help",)])
 def test_without_a_command_it_explains_itself(words):
     code, output, _ = entry(*words)
