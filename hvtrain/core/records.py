@@ -69,7 +69,7 @@ class RunRecord:
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
     differences: list[str] = field(default_factory=list)
-    """What makes the run unequal to the same run under another strategy, such as stale gradients."""
+    """How the run differs from the same run under another strategy, such as by stale gradients."""
 
 
 @contextmanager

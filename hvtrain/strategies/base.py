@@ -62,7 +62,7 @@ class Strategy:
     num_replicas: int = 1
     """Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start."""
     differences: Sequence[str] = ()
-    """What makes a run under this strategy unequal to the same run under others, for the summary and the record."""
+    """How a run under this strategy differs from the same run under others, for the summary and the record."""
 
     def __init__(self) -> None:
         self.comm = Comm()
@@ -138,7 +138,7 @@ class Strategy:
         train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
-        """Returns what takes this process's batch and returns the logs; None: the model's own. Not collective."""
+        """Returns a function of this process's batch that returns logs; None: the model's own. Not collective."""
         return None
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
@@ -214,7 +214,7 @@ def batched(spec: Any) -> Any:
 def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
     """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
 
-    Returns the names of those that an evaluation gives.
+    Returns the names of the metrics of an evaluation.
     """
     blank = tf.nest.map_structure(
         lambda one: tf.zeros([1, *(side or 1 for side in one.shape[1:])], one.dtype), batch_spec

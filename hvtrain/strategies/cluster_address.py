@@ -1,4 +1,4 @@
-"""Addresses at which the ranks become a cluster of TensorFlow. They meet through Horovod, whatever launcher it has."""
+"""Addresses of the ranks in a TensorFlow cluster. The ranks exchange them through Horovod, so any launcher will do."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ def refuse_own_cluster(strategy: str) -> None:
     """Raises ConfigError if the environment describes a cluster already."""
     if "TF_CONFIG" in os.environ:
         raise ConfigError(
-            f"TF_CONFIG is set, and strategy={strategy} makes its cluster of the launcher's ranks; unset it"
+            f"TF_CONFIG is set, and strategy={strategy} builds its cluster from the launcher's ranks; unset it"
         )
 
 
@@ -26,7 +26,7 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     if listener:
         listener.close()
     if found is None:
-        raise RankError(f"strategy={strategy}: the ranks reach no address of rank 0 that all of them share")
+        raise RankError(f"strategy={strategy}: no address of rank 0 can be reached from all ranks")
     own = LOOPBACK if found[0] == LOOPBACK else interfaces.address_towards(found[0])
     with socket.create_server((own, 0)) as free:
         return exchange(f"{own}:{free.getsockname()[1]}")

@@ -68,8 +68,8 @@ def train(
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. train_step: what
-    takes a batch in place of the model's. make: what takes the iterator of batches in place of make_steps.
+    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. train_step:
+    replaces the model's. make: replaces make_steps, and is called with the iterator of batches.
     """
     callback_list = keras.callbacks.CallbackList(
         callbacks,

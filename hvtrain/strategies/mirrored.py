@@ -1,4 +1,4 @@
-"""TensorFlow's MirroredStrategy: one process, whose replicas are on the GPUs of this host."""
+"""TensorFlow's MirroredStrategy: one process, with a replica on each GPU of this host."""
 
 import functools
 import socket
@@ -30,10 +30,10 @@ _Aggregation = tf.VariableAggregation
 
 
 class MirroredStrategy(Strategy):
-    """One process takes the batches of all ranks of the plan, and each replica on a device computes on one of them.
+    """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
-        num_replicas: GPUs to use, by their numbers; None: all of them. Without GPUs that many parts of the CPU.
+        num_replicas: one on each of the first GPUs, None: on all of them. Without GPUs: on the CPU, None: one.
     """
 
     def __init__(self, num_replicas: int | None = None) -> None:
@@ -62,7 +62,7 @@ class MirroredStrategy(Strategy):
             yield
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates moving statistics of the model so that all replicas hold the mean of theirs, in each step."""
+        """Creates the model's moving statistics so that each step sets them to their mean over the replicas."""
         if self._builds_model and not options.get("trainable") and options.get("aggregation") == _Aggregation.NONE:
             options["aggregation"] = _Aggregation.MEAN
         return next_creator(**options)
@@ -70,7 +70,7 @@ class MirroredStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
     ) -> keras.optimizers.Optimizer:
-        self._builds_model = False  # Slots of the optimizer are equal anyway.
+        self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
         reducer = ReplicaReducer(strategy=NAME, num_replicas=self.num_replicas, marks=self.marks)
         return reduce_first(optimizer, reducer, check_finite)
 
@@ -78,9 +78,10 @@ class MirroredStrategy(Strategy):
         return replica_loss(loss, self.num_replicas, self._mean)
 
     def _mean(self, number: tf.Tensor) -> tf.Tensor:
-        """The mean over the replicas, whose threads take turns here while their step is traced.
+        """The mean over the replicas. While the step is traced, their threads take turns here.
 
-        Layers keep the losses that they add, so each replica has to put its own back, before Keras adds them up.
+        The threads share the layers, which keep the losses that they add. So each replica puts its own losses back
+        before Keras adds them up.
         """
         kept = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
@@ -113,8 +114,8 @@ class MirroredStrategy(Strategy):
         number = self.num_replicas
         if not plan.is_full or plan.global_batch % number:
             raise ConfigError(
-                f"strategy={NAME} cuts the batch of each step into {number} equal parts, and steps of this run have "
-                f"{plan.global_batch} examples or less; choose data.uneven=trim and a batch size that {number} divides"
+                f"strategy={NAME} splits the batch of each step into {number} equal parts, and steps of this run have "
+                f"{plan.global_batch} examples or fewer; choose data.uneven=trim and a batch size that {number} divides"
             )
         super().fit(model, batches_from, plan, *args)
 
@@ -129,7 +130,7 @@ class MirroredStrategy(Strategy):
 
 @functools.cache
 def mirrored_over(number: int | None) -> tf.distribute.MirroredStrategy:
-    """TensorFlow's strategy over this many GPUs, or parts of the CPU if there are none; None: all GPUs, or one part.
+    """TensorFlow's strategy with this many replicas, on GPUs or else on the CPU; None: on all GPUs, or one on the CPU.
 
     Raises ConfigError if there are fewer GPUs, and RankError if TensorFlow has initialized its devices already.
     """
@@ -137,7 +138,7 @@ def mirrored_over(number: int | None) -> tf.distribute.MirroredStrategy:
     if gpus and (number or 0) > len(gpus):
         raise ConfigError(
             f"strategy.num_replicas={number} exceeds the {len(gpus)} visible GPU(s); lower it, make more visible, or "
-            "hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on parts of the CPU"
+            "hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the CPU"
         )
     number = number or max(1, len(gpus))
     try:

@@ -28,14 +28,14 @@ from hvtrain.strategies.replica_step import (
 NAME = "multi_worker_mirrored"
 _KINDS = tf.distribute.experimental.CommunicationImplementation
 COMMUNICATION = {"auto": _KINDS.AUTO, "ring": _KINDS.RING, "nccl": _KINDS.NCCL}
-# What TensorFlow's collectives raise on a rank whose peer is gone.
+# Errors of TensorFlow's collectives on a rank whose peer is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
 class MultiWorkerMirroredStrategy(HorovodStrategy):
-    """TensorFlow reduces the gradients, over a cluster of the ranks; everything else goes through Horovod.
+    """TensorFlow reduces the gradients, over a cluster of the ranks; Horovod does everything else.
 
-    So it starts with any launcher of Horovod, and its checks, watchdog and checkpoints are the same.
+    So any launcher of Horovod can start it, and its checks, watchdog and checkpoints are the same.
 
     Args:
         communication: "ring", "nccl", or "auto", which leaves the choice to TensorFlow.
@@ -47,7 +47,7 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         if communication not in COMMUNICATION:
             raise ConfigError(f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}")
         self.communication = communication
-        self.timeline = Timeline()  # Horovod's would have no gradients.
+        self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
         # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
@@ -96,9 +96,9 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
 
 @functools.cache
 def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Strategy:
-    """TensorFlow's strategy over all ranks, which know each other's address afterwards (every rank).
+    """Makes the ranks a TensorFlow cluster, and returns TensorFlow's strategy over it (every rank).
 
-    Once in a process, before TensorFlow has initialized a device. Raises ConfigError and RankError.
+    A process can do this once, before TensorFlow has initialized a device. Raises ConfigError and RankError.
     """
     refuse_own_cluster(NAME)
     if size > 1:
@@ -112,7 +112,7 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
     except RuntimeError as error:
         raise RankError(
             f"strategy={NAME} must start before TensorFlow has initialized its devices ({error}); "
-            "import nothing that makes a tensor or a model"
+            "import no module that creates a tensor or a model"
         ) from error
     finally:
         os.environ.pop("TF_CONFIG", None)

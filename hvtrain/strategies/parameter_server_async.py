@@ -1,4 +1,4 @@
-"""TensorFlow's parameter servers, asynchronous: each batch goes to a worker that is free, and no worker waits."""
+"""TensorFlow's parameter servers, asynchronous: each batch goes to a free worker, and no worker waits for another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,14 @@ from hvtrain.strategies.remote_step import Workers, compute, packed, reader
 from hvtrain.strategies.server_state import ServerState
 from hvtrain.watchdog.progress import EXCHANGE
 
-# What calls of TensorFlow raise when a process of the cluster is gone.
+# Errors of TensorFlow when a process of the cluster is gone.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
 class ParameterServerStrategy(Strategy):
-    """Rank 0 is the coordinator and runs the run; the next ranks hold the variables, and all others compute gradients.
+    """Rank 0, the coordinator, executes the run; the next num_ps ranks hold the variables; others compute gradients.
 
-    The plan is that of one rank: a step is one batch, by whichever worker is free.
+    The plan is that of one rank: a step is one batch, on whichever worker is free.
 
     Args:
         num_ps: parameter servers.
@@ -46,12 +46,12 @@ class ParameterServerStrategy(Strategy):
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
         return [
-            "a step is one batch of train.batch_size on one worker, so the learning rate is not multiplied",
-            "workers step with stale gradients, computed before steps of others",
+            "a step is one batch of train.batch_size on one worker, so the learning rate is not scaled",
+            "gradients can be stale: computed before the steps of other workers",
         ]
 
     def start(self) -> Topology:
-        """Starts all processes; only the coordinator returns."""
+        """Joins the cluster. Only the coordinator returns; the other processes serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)
@@ -114,7 +114,7 @@ class ParameterServerStrategy(Strategy):
         train(model, batches_from, plan, start_step, [before_others, *callbacks], call_steps, self.marks, make=steps)
 
     def steps_of(self, model: keras.Model, state: ServerState, workers: Workers, step: int) -> "Steps":
-        """What does the steps of the run from `step` on."""
+        """Returns the object that does the steps of the run, from `step` on."""
         return Steps(self, model, state, workers, step, self._check_finite)
 
     def cause_of(self, error: BaseException) -> UserError | None:
@@ -128,7 +128,7 @@ class ParameterServerStrategy(Strategy):
 
     def stop(self) -> None:
         self.watchdog.stop()
-        hvd.shutdown()  # If this fails before the processes have left Horovod.
+        hvd.shutdown()  # In case of a failure before the processes have left Horovod.
 
     def description(self) -> str:
         workers = self.cluster.num_workers
@@ -142,10 +142,10 @@ class ParameterServerStrategy(Strategy):
 
 
 class Steps:
-    """Does steps on the workers. Called with the iterator of batches it gives loop.train's function.
+    """Does steps on the workers. A call with the iterator of batches returns the function that loop.train needs.
 
-    Between steps that `is_due` names, workers go on while callbacks act, and the model on the coordinator stays as it
-    was. After such a step no worker is at work and the model is that of the servers.
+    After a step for which `is_due` is true, no worker is busy and the coordinator's model is that of the servers.
+    After other steps, workers go on while callbacks act, and the coordinator's weights stay as they were.
     """
 
     is_due: Callable[[int], bool]
@@ -187,13 +187,13 @@ class Steps:
         return several
 
     def trace(self, spec: Any) -> None:
-        """Traces what a worker does with a batch of that spec."""
+        """Traces the function that a worker runs on a batch of this spec."""
         number = tf.TensorSpec([], tf.int64)
         self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, number)
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor) -> tf.Tensor:
-        """Computes gradients, and changes the servers' variables by them. Sums are added where they are kept."""
+        """Computes gradients and applies them to the servers' variables. The servers add to sums and counters."""
         with self.state.traced():
             found = compute(self.model, batch, number, self.check_finite)
             self.model.optimizer.apply(found.gradients, found.variables)
@@ -205,7 +205,7 @@ class Steps:
         return packed(found.result)
 
     def one(self, parts: list[Any]) -> None:
-        """Gives the batch, which is in one part, to a worker, once one is free."""
+        """Gives the batch, which has only one part, to a worker once one is free."""
         if not self.workers.free:
             self.take(self.workers.finished())
         self.workers.call(self.workers.free[0], self.step, self._function, parts[0], tf.constant(self.step, tf.int64))
@@ -215,7 +215,7 @@ class Steps:
             pass
 
     def settle(self) -> None:
-        """Waits for all workers, and copies the servers' state to the model; does nothing if this was done."""
+        """Waits for all workers and copies the servers' state to the model, unless the model is up to date."""
         if self._is_settled:
             return
         with self.strategy.watchdog.phase(EXCHANGE):

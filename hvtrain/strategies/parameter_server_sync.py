@@ -1,4 +1,4 @@
-"""TensorFlow's parameter servers, synchronous: a step sums the gradients of workers, and drops those that come late."""
+"""TensorFlow's parameter servers, synchronous: a step averages the workers' gradients, and drops late ones."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     """Each worker takes the batches of one rank of the plan; the servers step on the mean of their gradients.
 
     Args:
-        replicas_to_aggregate: gradients for which a step waits; None: those of all workers. With fewer, the others are
-            backups: a gradient that comes after the step is dropped.
+        replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With fewer, the others are
+            backups: a gradient that arrives after its step is dropped.
         servers: the arguments of ParameterServerStrategy.
     """
 
@@ -44,7 +44,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @property
     def num_needed(self) -> int:
-        """Gradients for which a step waits."""
+        """Gradients that a step waits for."""
         return self._wanted or self.num_replicas
 
     def check_workers(self, number: int) -> None:
@@ -84,9 +84,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
 
 class SyncSteps(Steps):
-    """Each worker writes what it computed into its own place beside each variable, where the step takes it from.
+    """Each worker writes its results into its own row beside each variable, and the step reads these rows.
 
-    So a step takes the same workers for all variables, adds in the order of the workers, and no late gradient is in it.
+    So a step uses the same workers for all variables, adds in the order of the workers, and has no late gradient in it.
     """
 
     strategy: SyncParameterServerStrategy
@@ -102,7 +102,7 @@ class SyncSteps(Steps):
 
     @tf.autograph.experimental.do_not_convert
     def on_worker_number(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on the worker's part of the joint batch, and puts the results into its places."""
+        """Computes on the worker's part of the joint batch, and writes the results into the worker's rows."""
         with self.state.traced():
             found = compute(self.model, batch, number, self.check_finite)
             gradients = [(one, value) for one, value in zip(found.variables, found.gradients) if value is not None]
@@ -116,7 +116,7 @@ class SyncSteps(Steps):
         return packed(found.result)
 
     def _place(self, variable: keras.Variable) -> tf.Variable:
-        """A row for each worker, on the server of the variable. Embeddings' gradients are in it as dense ones."""
+        """A row for each worker, on the server that holds the variable. Gradients of embeddings become dense there."""
         if id(variable) not in self._places:
             with tf.init_scope(), tf.device(variable.value.device):
                 blank = tf.zeros([self.workers.number, *variable.shape], variable.dtype)
@@ -125,7 +125,7 @@ class SyncSteps(Steps):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, taken: tf.Tensor) -> None:
-        """One step with the results of the workers that are taken, bool [workers]."""
+        """Does one step with the results of some workers. taken: which ones, bool [workers]."""
         with self.state.traced():
             trained, counted, averaged = self._parts
             gradients = [self._sum(variable, taken, is_mean=True) for variable in trained]
@@ -139,7 +139,7 @@ class SyncSteps(Steps):
         place = self._place(variable)
         with tf.device(place.device):
             rows = place.read_value()
-            # A worker that is late may be writing its row, and whatever is in it must not count.
+            # A late worker may be writing its row, which must not count.
             mask = tf.reshape(taken, [-1, *[1] * (rows.shape.rank - 1)])
             total = tf.reduce_sum(tf.where(mask, rows, tf.zeros([], rows.dtype)), axis=0)
             if not is_mean:
@@ -152,7 +152,7 @@ class SyncSteps(Steps):
             )
 
     def one(self, parts: list[Any]) -> None:
-        """One step: every free worker begins its part, and so does a late one as soon as it is free."""
+        """Does one step: every free worker begins its part, and a late one as soon as it is free."""
         step = self.step
         arrived: set[int] = set()
         for worker in self.workers.free:

@@ -1,7 +1,7 @@
-"""How the processes of a run with parameter servers become a cluster of TensorFlow, and how they end.
+"""Joins the processes of a run with parameter servers into a TensorFlow cluster, and ends them.
 
-Horovod's launchers start them, so Horovod tells each its rank; they exchange addresses through it, start the watchdog,
-and leave Horovod. From then on all of them talk through TensorFlow's servers, and the watchdog ends them.
+Horovod's launchers start the processes, so each has a rank. They exchange addresses through Horovod, start the watchdog
+and leave Horovod. From then on they communicate through TensorFlow's servers, and the watchdog ends them.
 """
 
 import os
@@ -24,7 +24,7 @@ from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog.judge import Verdict
 from hvtrain.watchdog.progress import EXCHANGE
 
-# gRPC's threads need one while another waits for an answer.
+# With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
 # For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
@@ -52,7 +52,7 @@ class Cluster:
         return self.roles[self.rank]
 
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
-        """The watchdog over all processes, which the first call starts; then they leave Horovod (every process)."""
+        """Returns the watchdog over all processes. The first call starts it and leaves Horovod (every process)."""
         if self.watchdog:
             return self.watchdog
         self.watchdog = watchdog.start(
@@ -67,16 +67,16 @@ class Cluster:
         )
         hvd.shutdown()
         if type(self.watchdog) is Watchdog:
-            raise RankError("the watchdog did not start, which ends the parameter servers and workers of a run")
+            raise RankError("the watchdog did not start, and nothing else would end the parameter servers and workers")
         return self.watchdog
 
 
-# Of this process, which can join only one.
+# The one cluster that this process has joined.
 _cluster: Cluster | None = None
 
 
 def join_cluster(num_ps: int, name: str, share_gpus: bool, check_workers: Callable[[int], None]) -> Cluster:
-    """Makes all processes one cluster; the servers of TensorFlow run when it returns (every process).
+    """Joins all processes into one cluster; TensorFlow's servers run when it returns (every process).
 
     Call it before TensorFlow has initialized a device; a later call returns the same cluster. check_workers is called
     with the number of workers, and raises ConfigError if it does not fit. Raises ConfigError and RankError.
@@ -127,10 +127,11 @@ def serve(cluster: Cluster) -> None:
         console.note_signal()
         told.set()
 
-    for numbers in ((), (signal.SIGINT,)):  # Not to end: the coordinator saves and stops, and then this does.
+    # Signals do not end this process: the coordinator saves and stops, and then this ends.
+    for numbers in ((), (signal.SIGINT,)):
         console.take_signals(note, *numbers)
     dog.progress.end_step(0)
-    with dog.phase(EXCHANGE):  # It serves others, so it is never the one that holds them up.
+    with dog.phase(EXCHANGE):  # It only serves, so it never counts as the one that others wait for.
         verdict = dog.wait()
     if verdict is None:
         ending.end(0)  # Python would take seconds to tear down what this process has nothing left to do with.
@@ -149,7 +150,7 @@ def error_of(verdict: Verdict, dog: Watchdog) -> UserError:
 
 
 def _allow_threads() -> None:
-    """Raises a number of threads with which TensorFlow's servers would wait for each other forever."""
+    """Raises a number of threads at which TensorFlow's servers would deadlock."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() == "1":
         os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)
         if hvd.rank() == 0:
@@ -193,5 +194,5 @@ def _connect(spec: tf.train.ClusterSpec, name: str) -> tf.distribute.ParameterSe
     except RuntimeError as error:
         raise RankError(
             f"strategy={name} must start before TensorFlow has initialized its devices ({error}); "
-            "import nothing that makes a tensor or a model"
+            "import no module that creates a tensor or a model"
         ) from error

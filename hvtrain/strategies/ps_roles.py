@@ -1,4 +1,4 @@
-"""What each rank is in a run with parameter servers: coordinator, parameter server or worker; and which GPU it uses."""
+"""The role of each rank in a run with parameter servers (coordinator, parameter server or worker), and its GPU."""
 
 import os
 import socket

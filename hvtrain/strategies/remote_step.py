@@ -1,4 +1,4 @@
-"""Training steps on workers: what a step computes without changing anything, and the calls of workers."""
+"""Training steps on workers: computes a step without side effects, and keeps track of the workers' calls."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -30,7 +30,7 @@ class Computed(NamedTuple):
 def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: bool) -> Computed:
     """Calls the model's train step, and returns what it would have changed. Call it while a graph is traced.
 
-    number: differs from step to step and from worker to worker, for random numbers.
+    number: differs between steps and between workers; random numbers depend on it.
     """
     metrics = model.metrics_variables
     known = {id(variable) for variable in (*model.weights, *metrics)}
@@ -61,13 +61,13 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """The state of a generator of random numbers for this step: the model's own, which stays, plus the number."""
+    """The state of a random generator for this step: the number plus the model's own state, which stays."""
     step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
 
 
 def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """The numbers that a step returns, in one tensor, since each tensor of a worker is fetched by itself."""
+    """The numbers that a step returns in one tensor, since each tensor of a worker takes a fetch of its own."""
     return tf.stack([tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())] or [0.0])
 
 
@@ -136,7 +136,7 @@ class Workers:
         return ended
 
     def join(self) -> list[tuple[int, int, Any]]:
-        """Waits for all calls, and returns the same."""
+        """Waits for all calls; returns worker, step and result of each."""
         ended = []
         while self._calls:
             ended += self.finished()

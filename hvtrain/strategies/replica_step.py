@@ -1,8 +1,8 @@
-"""The step of one replica under a strategy of tf.distribute, on the same terms as a rank of Horovod.
+"""The step of one replica under tf.distribute, with the results of a rank of Horovod.
 
-Keras's optimizers sum gradients over the replicas of tf.distribute by themselves, but only after each replica has
-clipped its own and looked for an overflow in its own. Here the same sum is taken as the step is entered, and Keras's
-own is left out. Keras divides losses by the number of replicas, so the sum of their gradients is the mean.
+Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has clipped its own
+gradients and checked its own for an overflow. Here gradients are summed when the optimizer's step begins, and Keras's
+sum is turned off. Keras divides losses by the number of replicas, so the sum of their gradients is the mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_
 class ReplicaReducer(Reducer):
     """Sums gradients over the replicas, all in one call of tf.distribute's all-reduce. Called by each replica.
 
-    strategy: what makes the name of the strategy in messages. own_replica: the first one of this process, which counts
-    and sets marks. compares: other processes have replicas too, and are asked whether they reduce the same gradients.
+    strategy: its name in messages. own_replica: the first replica of this process, which counts and sets marks.
+    compares: other processes have replicas too; checks that they reduce the same gradients.
     """
 
     strategy: str = ""
@@ -48,7 +48,7 @@ class ReplicaReducer(Reducer):
             return reduced
         if any(map(overwrites, variables)):
             raise ConfigError(
-                f"strategy={self.strategy} adds up what float8 layers need the maximum of; choose strategy=horovod"
+                f"strategy={self.strategy} sums what float8 layers need the maximum of; choose strategy=horovod"
             )
         if self.compares:
             compare_structure(
@@ -76,7 +76,7 @@ class ReplicaReducer(Reducer):
 
 
 class ReplicaFiniteCheck(FiniteCheck):
-    """The same check for replicas of one process, which has no other to ask; it is at fault itself."""
+    """The same check for the replicas of one process: no other process can be at fault."""
 
     num_processes = 1
 
@@ -143,11 +143,11 @@ def replica_loss(
 
 
 def plain(next_creator: Callable[..., Any], **options: Any) -> Any:
-    """Creates what replicas need no copies of as one plain variable, which all replicas of this process change in turn.
+    """Creates variables that need no copy per replica as plain ones, which the replicas of this process change in turn.
 
-    For tf.variable_creator_scope. That is the state of metrics, of which tf.distribute would sum the copies where they
-    are read: over several processes that is a collective, and hangs where one of them reads. And it is the seeds of
-    dropout, whose copies would drop the same units on all replicas, and what is neither weight nor slot.
+    For tf.variable_creator_scope. These are: the state of metrics, because tf.distribute would sum its copies when they
+    are read, which over several processes is a collective and hangs if only one of them reads; the seeds of dropout,
+    whose copies would drop the same units on all replicas; and variables that are neither weights nor slots.
     """
     name = str(options.get("name"))
     if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:

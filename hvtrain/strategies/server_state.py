@@ -16,7 +16,7 @@ _MISSING = object()
 class ServerState:
     """Variables on the parameter servers for all that a step reads or changes.
 
-    TensorFlow places them, one server after the other. `push` and `pull` copy between them and the model, so that
+    TensorFlow places them on the servers in turn. `push` and `pull` copy between them and the model, so that
     callbacks, checkpoints and evaluation deal with an ordinary model.
 
     Args:
@@ -63,7 +63,7 @@ class ServerState:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """While it lasts, the model and its optimizer have the servers' variables. For tracing functions."""
+        """Makes the model and its optimizer use the servers' variables, for tracing functions."""
         optimizer = self.model.optimizer
         with ExitStack() as stack:
             for variable, remote in zip(self.variables, self.remote):
@@ -78,7 +78,7 @@ class ServerState:
 
 
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The update of one variable where the variable is, so that its slots do not travel."""
+    """update_step, run on the server that holds the variable, so that its slots do not travel."""
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         with tf.device(variable.device):
@@ -89,7 +89,7 @@ def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of the object for a while, past what Keras does when one is set."""
+    """Replaces an attribute of the object for a while, without what Keras does when one is set."""
     own = vars(thing)
     before = own.get(name, _MISSING)
     own[name] = value

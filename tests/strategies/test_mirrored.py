@@ -1,4 +1,4 @@
-"""strategy=mirrored with two replicas on parts of the CPU: exact, the same as Horovod's ranks, and resumed."""
+"""strategy=mirrored with two replicas on the CPU: exact, the same as Horovod's ranks, and resumed."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_unlike_batches_of_the_plan_are_cut_evenly(found):
     ("name", "message"),
     [
         ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
-        ("pads", "strategy=mirrored cuts the batch of each step into 2 equal parts, and .* choose data.uneven=trim"),
+        ("pads", "strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim"),
         ("synced", "train.sync_batch_norm=true normalizes over ranks, and this strategy has 2 replicas in one process"),
         (
             "accumulates",
@@ -157,5 +157,5 @@ def test_what_float8_layers_exchange_is_refused():
     class Scale:
         overwrite_with_gradient = True
 
-    with pytest.raises(ConfigError, match=r"strategy=mirrored adds up what float8 layers need the maximum of; choose"):
+    with pytest.raises(ConfigError, match=r"strategy=mirrored sums what float8 layers need the maximum of; choose"):
         ReplicaReducer(strategy="mirrored", num_replicas=2)([tf.ones(1)], [Scale()])

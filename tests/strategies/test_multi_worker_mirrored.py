@@ -128,7 +128,7 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
     with pytest.raises(ConfigError, match=r"comm.tune=true tunes Horovod's reductions, which strategy=multi_worker"):
         MultiWorkerMirroredStrategy().expect_restart()
     monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(ConfigError, match=r"TF_CONFIG is set, and .* makes its cluster of the launcher's ranks; unset"):
+    with pytest.raises(ConfigError, match=r"TF_CONFIG is set, and .* builds its cluster from the launcher's ranks"):
         join_cluster.__wrapped__(0, 2, "auto")
 
 
