@@ -1,6 +1,6 @@
 """`python -m hvtrain.launch`: starts a run on many hosts over ssh, or writes a cluster's files and submits them.
 
-Or it is one process of the run, where someone starts each of them by hand.
+With --job-name it starts one process of the run here, for users who start each process by hand.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def _run(words: list[str], options: argparse.Namespace, cluster: Cluster) -> _Ru
     """The run of the words after --; None when they only asked to see it composed."""
     if words and Path(words[0]).name.startswith("python"):
         if options.num_ps and cluster.kind != "ssh":
-            raise ConfigError(f"cluster={cluster.kind} takes --num-ps with settings of a run alone; leave it out")
+            raise ConfigError(f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out")
         return _Run(tuple(words), None, {"num_ps": options.num_ps} if options.num_ps else {})
     if words and "=" not in words[0] and not words[0].startswith("-"):
         raise ConfigError(f"{words[0]!r} is not a run setting; a command of your own begins with python")
@@ -77,8 +77,8 @@ def _run(words: list[str], options: argparse.Namespace, cluster: Cluster) -> _Ru
         return None
     config = from_dict(trees[0])
     run_dir = config.run.dir
-    # A restart must find the folder again. On Slurm the job's number, which a requeue keeps, names it; processes that
-    # are started by hand take rank 0's.
+    # A restart must find the folder again. On Slurm it is named by the job's number, which a requeue keeps; processes
+    # that are started by hand take rank 0's.
     if not run_dir and cluster.kind != "slurm" and not options.job_name:
         run_dir = default_run_dir(config)
         words = [*words, f"run.dir={run_dir}"]

@@ -1,7 +1,7 @@
-"""Starts one process of a run, here: for those who start each of them themselves, by --job-name and --task-index.
+"""Starts one process of a run on this host, for users who start each process by hand (--job-name and --task-index).
 
-All processes meet at rank 0's (rendezvous.py), learn who shares a host with whom, and set what Horovod's Gloo needs to
-join. Then each runs the command as its child, passes signals on to it, and ends with its exit code.
+All processes meet at rank 0's (rendezvous.py), learn which of them share a host, and set the variables of Horovod's
+Gloo. Then each runs the command as its child, passes signals on to it, and ends with its exit code.
 """
 
 import errno
@@ -42,9 +42,9 @@ class Own:
 
 
 def start(own: Own, command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Runs the command as this process; its exit code.
+    """Runs the command as this process of the run, and returns its exit code. Raises UserError.
 
-    variables: more of them for it; it also inherits all of this process's. Raises UserError.
+    variables: further environment variables of the command, which also inherits this process's.
     """
     rank, names = own.roles.rank_of(own.job, own.index), own.roles.names
     coordinator = host, address, port = _parsed(own.coordinator)
@@ -114,7 +114,7 @@ def _parsed(coordinator: str) -> tuple[str, str, int]:
 
 
 def _address_towards(host: str, address: str) -> str:
-    """This host's address on the way there. Raises RankError if there is no way."""
+    """This host's address on the route to that address. Raises RankError if there is no route."""
     try:
         return interfaces.address_towards(address)
     except OSError as error:
@@ -127,15 +127,15 @@ def _listening(host: str, address: str, port: int, names: Sequence[str]) -> Rend
         server = Rendezvous(address, port, names)
     except OSError as error:
         if isinstance(error, PermissionError):
-            why = f"port {port} is for root; choose one above 1023"
+            why = f"only root may use port {port}; choose one above 1023"
         elif error.errno == errno.EADDRNOTAVAIL:
             why = f"{address} is not an address of {socket.gethostname()}; start {names[0]} there, or give its own host"
         else:
             why = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
         raise ConfigError(f"--coordinator {host}:{port}: {why}") from error
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        note = f"{host} is {address} here, which other hosts cannot reach; if there are some, give --coordinator"
-        print(f"hvtrain: {note} an address that they reach, and all processes the same", file=sys.stderr)
+        note = f"{host} is {address} here, which other hosts cannot reach; if there are any, give all processes a"
+        print(f"hvtrain: {note} --coordinator that they can reach", file=sys.stderr)
     server.serve()
     return server
 
@@ -156,7 +156,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Under nohup SIGHUP is ignored, and stays so.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
-    # In a session of its own: in this terminal's group it would get a Ctrl-C twice.
+    # A session of its own: in this terminal's process group it would get a Ctrl-C twice.
     going = going_with(os.getpid())
     started.append(subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=going))
     return shell_code(started[0].wait())

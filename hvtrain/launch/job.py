@@ -32,7 +32,7 @@ class Job:
         environment: the variables that ranks get; no other variable of the launcher travels.
         min_ranks: fewest ranks of an elastic job; None: the number of ranks is fixed.
         max_ranks: most ranks of an elastic job.
-        num_ps: parameter servers; they and a coordinator are started too, on the first host; 0: none of both.
+        num_ps: parameter servers, started with a coordinator on the first host; 0: neither.
     """
 
     command: tuple[str, ...]
@@ -96,7 +96,7 @@ def used_hosts(places: Iterable[str]) -> tuple[Host, ...]:
 
 
 def rank_places(job: Job) -> tuple[str, ...]:
-    """Each process's host. Those that train fill hosts one after the other; the first has the others besides its slots.
+    """Each process's host. Those that train fill the slots in order; the others are on the first host in addition.
 
     Raises ConfigError.
     """

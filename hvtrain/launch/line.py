@@ -52,7 +52,7 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
 
 
 def _hosts(job: Job) -> tuple[Host, ...]:
-    """The hosts with a slot for each process there; ranks of an elastic job may come to any slot."""
+    """The hosts, with a slot for each of their processes; ranks of an elastic job may take any slot."""
     return job.hosts if job.is_elastic else used_hosts(rank_places(job))
 
 

@@ -17,11 +17,11 @@ examples:
   python -m hvtrain.launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
   python -m hvtrain.launch -np 2 -H s1,s2 -- python my_script.py"""
 BY_HAND = """\
-Without ssh: the same command for every process, on its host, with its own --job-name and --task-index."""
+Without ssh: run the same command for every process, on its host, each with its own --job-name and --task-index."""
 CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
-  cluster=ssh        hosts that are reached by ssh"""
+  cluster=ssh        hosts that are reached over ssh"""
 
 
 def parser() -> Parser:
@@ -30,8 +30,8 @@ def parser() -> Parser:
         "python -m hvtrain.launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
         description="""\
-Starts a training on many hosts. What stands after -- is for python -m hvtrain and is checked here before any rank
-starts; or it is a command of your own, which begins with `python`.
+Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
+starts, or a command of your own, which begins with `python`.
 
 Over ssh (cluster=ssh, the default) it finds the interface that joins the hosts, gives every rank the environment that
 it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds it writes files and submits them.""",
@@ -40,14 +40,14 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     )
     found.add_argument("settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below")
     ranks = found.add_argument_group("ranks and hosts")
-    trains = "ranks, or what else trains: workers, replicas; default: all slots of -H, or 1"
+    trains = "ranks, workers or replicas that train; default: all slots of -H, or 1"
     ranks.add_argument("-np", type=at_least(1), metavar="N", help=trains)
-    servers = "parameter servers besides them, for a strategy that has some; they and a coordinator need no slots"
+    servers = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
     ranks.add_argument("--num-ps", type=at_least(1), metavar="P", help=servers)
     hosts = ranks.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
     hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4")
-    script = "prints the hosts of an elastic job whenever it is asked"
+    script = "script that prints the current hosts of an elastic job"
     hosts.add_argument("--host-discovery-script", metavar="FILE", help=script)
     fewest = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
     ranks.add_argument("--min-np", type=at_least(1), metavar="N", help=fewest)
@@ -59,17 +59,17 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     for name, about in {"mpi": "Horovod's launcher on MPI (default)", "gloo": "Horovod's launcher on Gloo"}.items():
         kinds.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=about)
     kinds.add_argument("--mpirun", dest="how", action="store_const", const="mpirun", help="MPI's own launcher")
-    how.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh's; users and the rest go in ~/.ssh/config")
-    how.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh's key")
+    how.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config")
+    how.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     how.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
-    more = "one more variable for the ranks; repeatable. They get those of Python, TensorFlow, MPI, Horovod, NCCL "
-    more += "and CUDA, and none whose name suggests a secret"
+    more = "another variable for the ranks; repeatable. Ranks get those of Python, TensorFlow, MPI, Horovod, NCCL "
+    more += "and CUDA, but none whose name suggests a secret"
     how.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=more)
     hand = found.add_argument_group("one process by hand", BY_HAND)
     jobs = "worker; with parameter servers also ps, and coordinator or chief"
     hand.add_argument("--job-name", metavar="JOB", help=jobs)
-    hand.add_argument("--task-index", type=at_least(0), metavar="N", help="its number in that job, from 0 on")
-    meet = "where all meet: the host of rank 0, which is coordinator 0 or worker 0, and a free port there"
+    hand.add_argument("--task-index", type=at_least(0), metavar="N", help="number of this process in its job, from 0")
+    meet = "where all processes meet: the host of rank 0 (coordinator 0, or else worker 0) and a free port there"
     hand.add_argument("--coordinator", metavar="HOST:PORT", help=meet)
     limit = "how long to wait for the others; default: 120"
     hand.add_argument("--start-timeout", type=positive, metavar="SECONDS", help=limit)
@@ -88,7 +88,7 @@ def _clusters_help() -> str:
 
 
 def check(options: argparse.Namespace, cluster: Cluster, roles: Roles) -> None:
-    """Raises ConfigError for options that exclude each other, and for processes that nothing can start there."""
+    """Raises ConfigError for options that exclude each other, and for processes that the cluster cannot start."""
     elastic = {"--min-np": options.min_np, "--max-np": options.max_np}
     elastic["--host-discovery-script"] = options.host_discovery_script
     by_ssh = {"-p": options.port, "-i": options.identity_file, "--logs": options.logs}

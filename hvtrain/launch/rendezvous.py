@@ -1,8 +1,9 @@
-"""Where processes that were started by hand meet, on rank 0's host, and where Gloo's ranks then find each other.
+"""The server on rank 0's host at which processes started by hand meet, and later the store of Horovod's Gloo.
 
-Each process claims its rank and is answered when all have come: with everyone's place, or with why not. While it waits
-it holds its connection; if that breaks, the rank is free again. Afterwards this is the HTTP store of Horovod's Gloo
-(PUT, GET and DELETE /SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is trusted as a rank.
+Each process claims its rank. Once all have come, each gets everyone's place, or the reason why not. A process keeps its
+connection open while it waits; if the connection breaks, the rank is free again. Afterwards the server is the HTTP
+store of Horovod's Gloo (PUT, GET and DELETE /SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is trusted
+as a rank.
 """
 
 import http.client
@@ -24,7 +25,7 @@ _CLAIMS = "/claim"
 
 
 class Rendezvous(ThreadingHTTPServer):
-    """Listens on the address from the start on; serve() answers. names: the process of each rank."""
+    """Listens once it is created; serve() answers. names: the process of each rank."""
 
     request_queue_size = 1024  # All processes may come at once.
     daemon_threads = False  # So that close() waits until all are answered.
@@ -54,7 +55,7 @@ class Rendezvous(ThreadingHTTPServer):
         """A caller that hangs up or sends what no rank would is left without an answer."""
 
     def meet(self, claim: dict[str, Any], connection: socket.socket) -> tuple[int, Any] | None:
-        """The answer to a process that claims a rank: its status, and the place of each rank or why not."""
+        """Returns the answer to a claim: a status, and each rank's place or a reason. None: the caller hung up."""
         deadline = time.monotonic() + float(claim["seconds"])
         with self._changed:
             if claim["names"] != self._names:
@@ -89,9 +90,9 @@ class Rendezvous(ThreadingHTTPServer):
             return self._store.get(scope, {}).get(rank)
 
     def leave(self, scope: str, rank: str) -> None:
-        """A rank has met all others of the scope. After the last one's word their addresses are forgotten.
+        """Notes that a rank has met all others of the scope. After the last one, their addresses are dropped.
 
-        So ranks that start again (comm.tune) find no address of before.
+        So ranks that start again (comm.tune) do not find the earlier addresses.
         """
         with self._changed:
             left = self._left.setdefault(scope, set())
@@ -125,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(_OK)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: ranks ask for what is not there yet many times."""
+        """Logs nothing: ranks ask many times for what is not there yet."""
 
     def _key(self) -> tuple[str, str]:
         _, scope, rank = self.path.split("/")
@@ -142,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], place: Sequence[str], seconds: float) -> Any:
-    """Claims a rank and waits for all others. Returns the place of each rank.
+    """Claims a rank, waits for all others, and returns the place of each rank.
 
     coordinator: address and port. Raises ConfigError if the rank is taken, LostRankError if a process does not come.
     """
@@ -150,7 +151,7 @@ def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], place: 
     while True:
         left = max(0.0, deadline - time.monotonic())
         request = {"rank": rank, "names": list(names), "place": list(place), "seconds": left}
-        # The rendezvous answers in time itself; a network that is cut does not.
+        # The server answers in time; this limit is for a network that is cut.
         connection = http.client.HTTPConnection(*coordinator, timeout=left + 5)
         try:
             connection.connect()
@@ -174,7 +175,7 @@ def _answer_to(
         status, body = response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         name = type(error).__name__
-        raise LostRankError(f"the rendezvous at {where} broke off ({name}); look at what {names[0]} says") from error
+        raise LostRankError(f"the connection to {where} broke ({name}); look at the output of {names[0]}") from error
     finally:
         connection.close()
     if status not in (_OK, _TOO_LATE, _REFUSED):

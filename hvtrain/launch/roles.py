@@ -1,7 +1,7 @@
-"""The processes of a run and what each of them does, from its strategy's settings alone. Pure.
+"""The processes of a run and their roles, from the settings of its strategy alone. Pure.
 
-A strategy with the setting `num_ps` needs so many parameter servers and a coordinator, besides the workers that train.
-One with `num_replicas` is one process that trains them all. Under any other strategy every rank is a worker.
+A strategy with the setting `num_ps` needs that many parameter servers and a coordinator, besides the workers that
+train. One with `num_replicas` is one process that trains all replicas. Under other strategies every rank is a worker.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Roles:
         return f"{self.names[rank]} (rank {rank})" if self.num_ps and rank < len(self.names) else f"rank {rank}"
 
     def rank_of(self, job: str, index: int) -> int:
-        """The rank of a process by its job's name and its index there. Raises ConfigError for one that is not there."""
+        """The rank of a process, by its job and its index there. Raises ConfigError if there is no such process."""
         job = _ALSO.get(job, job)
         known = {name.split()[0]: 0 for name in self.names}
         for name in self.names:

@@ -210,7 +210,7 @@ class Launch:
 
 
 def going_with(parent: int) -> Callable[[], None]:
-    """For a child's preexec_fn: else `kill -9` of the parent would leave the child, and what it started, behind."""
+    """A preexec_fn that ends the child with its parent. Else `kill -9` of the parent would leave the ranks behind."""
 
     def go() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

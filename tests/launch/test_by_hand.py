@@ -164,7 +164,7 @@ def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, messa
 
 
 def test_a_rank_0_that_is_killed_while_others_wait():
-    broke_off = r"the rendezvous at 127.0.0.1:\d+ broke off \(RemoteDisconnected\); look at what worker 0 says"
+    broke_off = r"the connection to 127.0.0.1:\d+ broke \(RemoteDisconnected\); look at the output of worker 0"
     with another_service(b"") as port, pytest.raises(LostRankError, match=broke_off):
         claim(("127.0.0.1", port), 1, TWO.names, ["s1", "10.0.0.1"], 5)
 
@@ -174,7 +174,7 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(LostRankError, match=r"^worker 1 did not come"):
         start(Own(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
-    assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are some" in capsys.readouterr().err
+    assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any" in capsys.readouterr().err
 
 
 @contextmanager
