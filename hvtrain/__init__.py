@@ -20,16 +20,16 @@ __all__ = ["compose", "load", "train"]
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the settings that `python -m hvtrain` would have with these words. Raises ConfigError."""
+    """Returns the settings that `python -m hvtrain` would have with these overrides. Raises ConfigError."""
     from hvtrain.finished.run_words import composed
 
     return composed(overrides)
 
 
 def train(config: RunConfig) -> RunRecord:
-    """Trains, evaluates and writes the run folder, on this process or, under a launcher, on every rank.
+    """Trains, evaluates and writes the run folder, in this process or, under a launcher, on every rank.
 
-    Returns the numbers of result.json. Raises UserError for what the user can fix.
+    Returns the content of result.json. Raises UserError for what the user can fix.
     """
     from hvtrain.runner import train as run
 
@@ -39,7 +39,7 @@ def train(config: RunConfig) -> RunRecord:
 def load(run: str | Path, overrides: Sequence[str] = ()) -> FinishedRun:
     """Opens a finished run in this process: its model with the weights of the best checkpoint, its data and its task.
 
-    overrides: "checkpoint=last", and settings in which to differ from the run. Raises UserError.
+    overrides: "checkpoint=last", and changes of the run's settings. Raises UserError.
     """
     from hvtrain.finished.finished_run import open_run
     from hvtrain.finished.run_words import finished_config

@@ -16,12 +16,12 @@ from hvtrain.launch.ssh import Ssh
 from hvtrain.system.checkout import checkout
 
 SECONDS = 30.0
-# What changes how ranks meet, reduce and compute; the rest of an environment is nobody's business.
+# Variables that change how ranks meet, reduce and compute; the rest of an environment is private.
 _TELLING = re.compile(r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH")
 
 
 def show() -> int:
-    """Prints the block. Raises ConfigError for options that are none."""
+    """Prints the block. Raises ConfigError for unknown options."""
     options = _parser().parse_args(sys.argv[1:])
     names = [host.name for host in parse_hosts(options.hosts or "localhost")]
     answers = ask(dict.fromkeys(names, facts_request(names)), Ssh(options.port, options.identity_file), SECONDS)
@@ -55,7 +55,7 @@ def _host(host: str, answer: Answer, is_named: bool) -> Iterator[tuple[str, str]
 
 
 def commit_of(folder: str | None) -> str:
-    """The commit of a checkout that holds the folder, and how many files differ from it; empty for an installed one."""
+    """The commit of the folder's checkout, and how many files differ from it; empty for an installed package."""
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
     found = checkout(Path(folder))
@@ -75,11 +75,11 @@ def _parser() -> Any:
         usage="%(prog)s [-H s1,s2]",
         description="""\
 Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
-Variables whose name or value looks like a secret are left out. python -m hvtrain.doctor finds what is wrong.""",
+Variables whose name or value looks like a secret are left out. python -m hvtrain.doctor looks for problems.""",
     )
-    parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts, which are asked over ssh; default: this host")
-    parser.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh's; the rest goes in ~/.ssh/config")
-    parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh's key")
+    parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts to ask over ssh; default: this host")
+    parser.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; other options go in ~/.ssh/config")
+    parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     return parser
 
 

@@ -38,7 +38,7 @@ from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open
 log = logging.getLogger(__name__)
 
 Attempt = Callable[[RunConfig, Strategy, RunState], Any]
-"""One attempt at a run, which returns its result, or None if another attempt is to continue."""
+"""One attempt at a run. Returns its result, or None if another attempt must continue."""
 
 
 def train(config: RunConfig) -> RunRecord:
@@ -51,7 +51,7 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
-    """Repeats attempts, of a whole run or of a command that needs but a part of one; returns the last one's result.
+    """Repeats attempts at a run, or at a command that needs part of one; returns the last one's result.
 
     If this rank fails, the others learn why.
     """

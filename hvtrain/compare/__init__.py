@@ -1,1 +1,1 @@
-"""The same training under several strategies: how fast each is, how it learns, and what one may conclude."""
+"""Compares strategies on the same training: speed, learning, and the conclusions."""

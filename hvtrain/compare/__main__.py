@@ -1,4 +1,4 @@
-"""`python -m hvtrain.compare`: the same training under several strategies, and what one may conclude."""
+"""`python -m hvtrain.compare`: runs the same training under several strategies and draws conclusions."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ docs/compare.md has the method, and measured comparisons.
 
 
 def compare() -> int:
-    """Checks all runs, then starts them one after the other; 1 if one of them failed."""
+    """Checks all runs, then starts them one after the other. Returns 1 if one of them failed."""
     options = _parser().parse_with_words(sys.argv[1:])
     target = _target(options.target) if options.target else None
     taking_part = contestants(options.words, options.np, options.single_batch)
@@ -47,7 +47,7 @@ def compare() -> int:
     contest = _contest(options, taking_part)
     facts = _facts(options)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # So that the run that it started ends too.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # Then the run that it started ends too.
     print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {contest.folder}", flush=True)
     stopped: BaseException | None = None
     try:
@@ -82,7 +82,7 @@ def _contest(options: argparse.Namespace, taking_part: list[Contestant]) -> Cont
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader of the results has to know about this start."""
+    """Facts about this start, for the results."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     return {
         "command": shlex.join(["python", "-m", "hvtrain.compare", *sys.argv[1:]]),
@@ -148,8 +148,8 @@ def _parser() -> Parser:
         "python -m hvtrain.compare",
         usage="%(prog)s strategy=A,B,... [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="""\
-Runs the same training under each strategy: short runs in turns for the speed, then a whole one each. Prints a table and
-what one may conclude from it, and writes compare.html, compare.json and compare.png.""",
+Runs the same training under each strategy: short runs that take turns, for the speed, then one whole run of each.
+Prints a table and the conclusions, and writes compare.html, compare.json and compare.png.""",
         epilog=EPILOG,
     )
     option = parser.add_argument
@@ -157,12 +157,12 @@ what one may conclude from it, and writes compare.html, compare.json and compare
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain.launch")
     hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
-    option("--num-ps", type=at_least(1), metavar="P", help="parameter servers of strategies that have some")
-    rounds = "rounds of short runs; 6 give an interval of 97%% confidence; default: 6"
+    option("--num-ps", type=at_least(1), metavar="P", help="parameter servers, for strategies that have some")
+    rounds = "rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6"
     option("--rounds", type=at_least(1), default=6, metavar="N", help=rounds)
     option("--speed-steps", type=at_least(2), default=100, metavar="N", help="steps of a short run; default: 100")
     option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
-    target = "time to this value is measured; default: the best that all reach"
+    target = "measure the time to this value; default: the best value that all strategies reach"
     option("--target", metavar="METRIC=VALUE", help=target)
     batch = f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})"
     option("--single-batch", choices=(JOINT, RANK), default=JOINT, help=batch)

@@ -1,4 +1,4 @@
-"""What one may conclude from a comparison, in words. Pure."""
+"""The conclusions of a comparison, in words. Pure."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -69,7 +69,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
             lines.append(f"{name} on {num_ranks} ranks: {words}; not distinguishable from it.")
         elif found[0].low > 1:
             efficiency = found[0].median / num_ranks
-            lines.append(f"{name} pays here from {num_ranks} ranks on: {words}, {efficiency:.0%} of {num_ranks} times.")
+            lines.append(f"{name} pays here on {num_ranks} ranks: {words}, an efficiency of {efficiency:.0%}.")
         else:
             lines.append(f"{name} does not pay on {num_ranks} ranks here: {words}.")
     return lines
@@ -99,7 +99,7 @@ def on_test(name: str, values: Mapping[str, float]) -> str:
 
 
 def on_examples(examples: Mapping[str, int]) -> list[str]:
-    """A warning if the whole runs did not train on as many examples, but for those that fill no batch.
+    """A warning if the whole runs trained on different numbers of examples, beyond what does not fill a batch.
 
     >>> on_examples({"single": 1000, "horovod": 990}), on_examples({"single": 1000, "horovod": 2000})
     ([], ['Not the same training: not the same number of examples (single 1,000, horovod 2,000); give train.epochs.'])

@@ -12,7 +12,7 @@ from hvtrain.compare.one_run import Starting, Training, train
 from hvtrain.errors import LostRankError
 
 WHOLE = 0
-# Of a run that is only timed; a whole run keeps them.
+# Removed from short runs; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")
 
 
@@ -37,7 +37,7 @@ class Contest:
         return rounds if self.speed_only else [*rounds, *((one, WHOLE) for one in self.contestants)]
 
     def run(self) -> None:
-        """Starts one run after the other. A contestant that fails takes no part in what follows."""
+        """Starts one run after the other. A contestant that fails takes no part in later runs."""
         schedule = self.schedule()
         for at, (one, number) in enumerate(schedule):
             if one.name in self.errors:
@@ -67,7 +67,7 @@ class Contest:
         return found
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
-        """A guess from the runs so far, which knows nothing of whole runs before the first has ended."""
+        """Estimates the time left from the runs so far. Whole runs count as unknown until one has ended."""
         kinds = [bool(number) for one, number in schedule if one.name not in self.errors]
         known = [mean(self._lasted[kind]) for kind in kinds if kind in self._lasted]
         parts = [f"about {duration(sum(known))}"] if known else []

@@ -14,7 +14,7 @@ from hvtrain.errors import ConfigError
 SINGLE = "single"
 JOINT, RANK = "joint", "rank"
 ORDER = "takes the examples in another order, since its data is one shard"
-# A run that is timed neither validates nor saves.
+# Short runs, which are timed, neither validate nor save.
 _ONLY_STEPS = (
     "train.divide_steps_by_size=false",
     "train.validate_every_epochs=null",
@@ -29,7 +29,7 @@ _ONLY_STEPS = (
 class Contestant:
     """One strategy. name is what the user wrote; words are all settings of its run.
 
-    differences: what compare itself makes unequal; the strategy's own are in the run's record.
+    differences: those that the comparison itself makes; the strategy's own are in the run's record.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Contestant:
         return self.strategy == SINGLE
 
     def speed_words(self, num_steps: int) -> list[str]:
-        """Settings of a short run that is timed."""
+        """Settings of a short run, which is timed."""
         return [*self.words, f"train.steps={whole(num_steps, self.accumulate)}", *_ONLY_STEPS]
 
 
@@ -92,7 +92,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
 
 
 def single_words(config: RunConfig, num_ranks: int, single_batch: str) -> tuple[list[str], tuple[str, ...]]:
-    """Settings with which one process trains as num_ranks ranks would, and what is unequal nevertheless.
+    """Settings with which one process trains as num_ranks ranks would, and the differences that remain.
 
     JOINT: it takes the batch of all ranks and their peak learning rate. RANK: the batch and rate of one rank.
     """
@@ -105,4 +105,4 @@ def single_words(config: RunConfig, num_ranks: int, single_batch: str) -> tuple[
     if train.steps and train.divide_steps_by_size:
         words.append(f"train.steps={max(1, train.steps // num_ranks)}")
     has_warmup = factor != 1 and config.schedule.get("warmup_epochs")
-    return words, (ORDER, *(("has no warm-up of the learning rate, which is the peak at once",) if has_warmup else ()))
+    return words, (ORDER, *(("has no warm-up: its learning rate begins at the peak",) if has_warmup else ()))

@@ -1,4 +1,4 @@
-"""From how many ranks on it pays: hvtrain.plan extends the measured step to more ranks."""
+"""Extends the measured step to more ranks with hvtrain.plan: from how many ranks on does it pay?"""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ PAYS = 1.05  # times the speed of one rank
 
 
 def plan_line(found: Mapping[str, Any], num_ranks: int) -> list[str] | None:
-    """The plan's words for the horovod of a comparison, from a rank's own work in a step; None if that is unknown."""
+    """The arguments of hvtrain.plan for the comparison's horovod, from a rank's own work in a step; None if unknown."""
     one = next((one for one in found["strategies"] if one["name"].partition("@")[0] == PLANNED), None)
     splits = [run["split"] for run in one["rounds"] if run["split"]] if one else []
     if one is None or not splits:
@@ -26,7 +26,7 @@ def plan_line(found: Mapping[str, Any], num_ranks: int) -> list[str] | None:
 
 
 def extend(line: Sequence[str], folder: Path) -> list[str]:
-    """What the plan says, in words, and the line that repeats it; its files go into the folder."""
+    """Runs hvtrain.plan, which writes into the folder; returns its conclusion and the command that repeats it."""
     done = subprocess.run(
         [sys.executable, "-m", "hvtrain.plan", "--output", str(folder), *line],
         capture_output=True,
@@ -39,7 +39,7 @@ def extend(line: Sequence[str], folder: Path) -> list[str]:
         return [f"More ranks: hvtrain.plan cannot say ({why})."]
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
     again = shlex.join(["python", "-m", "hvtrain.plan", *line])
-    return [pays_from(costs), f"That supposes cores or a GPU for each rank, and the links that this states: {again}"]
+    return [pays_from(costs), f"This assumes cores or a GPU for each rank, and the links of this command: {again}"]
 
 
 def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""One training in processes of its own: how it is started, watched and ended, and what it left."""
+"""Starts one training in processes of its own, watches and ends it, and reads its results."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from hvtrain.compare.contestants import Contestant
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 
-SECONDS_BETWEEN_SAMPLES = 1.0  # Looking takes several milliseconds, from the run too.
+SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from the run.
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -31,8 +31,8 @@ _PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line afte
 class Training:
     """One finished run: its record (result.json), its epochs, and what its processes on this host used.
 
-    seconds count from the command to its end, cpu_seconds are those of all its processes. peak_bytes is the largest sum
-    of their resident memory, gpu_bytes the most by which the used memory of all GPUs grew; None: not known.
+    seconds: from the start of the command to its end. cpu_seconds: of all its processes. peak_bytes: the largest sum of
+    their resident memory. gpu_bytes: the largest growth of the used memory of all GPUs together. None: not known.
     """
 
     result: dict[str, Any]
@@ -121,7 +121,7 @@ def failure(output: str, code: int) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks a run to stop, as Ctrl-C would, and ends it and its launcher by force when it does not.
+    """Asks a run to stop, as Ctrl-C would, and kills it and its launcher if it does not.
 
     Another Ctrl-C does not wait.
     """

@@ -20,7 +20,7 @@ def colour(place: int) -> str:
 
 
 def panels(found: Mapping[str, Any]) -> dict[str, Panel]:
-    """The panels that there is something to show in, by title."""
+    """The panels that have something to show, by title."""
     metric = found["target"]["metric"] if found["target"] else "loss"
     loss = "val_loss" if any("val_loss" in point for one in found["strategies"] for point in one["curve"]) else "loss"
     shown: dict[str, Panel] = {}
@@ -51,7 +51,7 @@ def _curves(metric: str, over: str) -> Panel:
     def draw(axes: Any, found: Mapping[str, Any]) -> None:
         for place, one in enumerate(found["strategies"]):
             points = [(point[over], point[metric]) for point in one["curve"] if metric in point]
-            # Curves that coincide stay visible below each other.
+            # Widths differ so that curves that coincide stay visible.
             look = {"color": colour(place), "linewidth": 2.6 - 0.3 * place, "alpha": 0.9}
             axes.plot(*zip(*points), "o-", markersize=3, label=one["name"], **look) if points else None
         if found["target"] and found["target"]["metric"] == metric:

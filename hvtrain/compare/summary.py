@@ -1,4 +1,4 @@
-"""A comparison as plain values, which compare.json holds, and the table, the page and the picture show. Pure."""
+"""A comparison as plain values: the content of compare.json, which table, page and picture show. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ def _most(values: Any) -> int | None:
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """The table, its header first; of a strategy that failed, what is known."""
+    """The table, header first; a strategy that failed has what is known."""
     target = found["target"]
     tests = list(dict.fromkeys(name for one in found["strategies"] for name in one["tests"]))
     has_gpus = any(one["gpu_bytes"] for one in found["strategies"])
@@ -170,7 +170,7 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text, whose columns after the first stand at the right.
+    """Lines of text, with all columns but the first right-aligned.
 
     >>> aligned([["a", "speed"], ["long", "7"]])
     ['a     speed', 'long      7']

@@ -1,4 +1,4 @@
-"""Parts of a report that a task makes from predictions: plain values, which the page renders by their kind. Pure."""
+"""Figures that a task makes from predictions for the report: plain values, rendered by their kind. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -39,7 +39,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs of texts: what was given, and what the model made of it, which may go on where the other ends."""
+    """Pairs of texts: the input and the model's output. goes_on: the output continues the input."""
 
     title: str
     note: str

@@ -69,7 +69,7 @@ def make_plan(
 
 
 def scale_factor(scale: str, num_batches: int) -> float:
-    """Factor of the learning rate for steps on so many batches, of ranks and accumulated ones.
+    """Factor of the learning rate for steps on this number of batches, over ranks and accumulation.
 
     >>> scale_factor("linear", 4), scale_factor("sqrt", 4), scale_factor("none", 4)
     (4.0, 2.0, 1.0)

@@ -10,7 +10,7 @@ RANKS_FILE = "ranks.csv"
 
 
 def write_rank_seconds(folder: Path, rows: dict[int, list[float]]) -> None:
-    """Writes the rows by epoch; they may have unlike numbers of ranks, since a run may resume on more or fewer."""
+    """Writes the rows by epoch. They may differ in length, since a run may resume on another number of ranks."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["epoch", *(f"rank_{rank}" for rank in range(max(map(len, rows.values()), default=0)))])
@@ -20,7 +20,7 @@ def write_rank_seconds(folder: Path, rows: dict[int, list[float]]) -> None:
 
 
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
-    """The rows by epoch; none if there is no such file, or if it is damaged: nothing but a curve depends on it."""
+    """The rows by epoch; none if the file is missing or damaged, since only a curve depends on it."""
     try:
         _, *rows = csv.reader((folder / RANKS_FILE).read_text(encoding="utf-8").splitlines())
         return {int(epoch): [float(cell) for cell in cells if cell] for epoch, *cells in rows}

@@ -97,7 +97,7 @@ class Polynomial(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest(Schedule):
-    """From `lowest` to `highest`, in equal factors, whatever the peak rate (Smith 2015, arXiv:1506.01186).
+    """Exponential growth from `lowest` to `highest`, whatever the peak rate (Smith 2015, arXiv:1506.01186).
 
     Both are rates as the optimizer gets them, of all ranks together.
     """

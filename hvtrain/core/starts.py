@@ -1,4 +1,4 @@
-"""starts.json in a run folder: the starts of a run, in their order; training/note_start.py writes it. Pure."""
+"""starts.json in a run folder: the starts of a run, in order; training/note_start.py writes it. Pure."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ STARTS_FILE = "starts.json"
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts so far; none if there is no such file, or if it is damaged."""
+    """The starts so far; none if the file is missing or damaged."""
     try:
         found = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

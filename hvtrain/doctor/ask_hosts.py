@@ -39,7 +39,7 @@ class Answer:
 
 
 def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> dict[str, Any]:
-    """The request for the facts of a host, in the environment and the folder of this process.
+    """The request for a host's facts, in this process's environment and folder.
 
     names: all hosts, whose addresses each looks up. run_dir and dataset: what it looks at, relative to the folder.
     """

@@ -1,4 +1,4 @@
-"""`python -m hvtrain.evaluate`: the metrics of a finished run, on any number of ranks the same as on one."""
+"""`python -m hvtrain.evaluate`: the metrics of a finished run, the same on any number of ranks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The metrics of a finished run, exact over ranks: sums over all examples, never a mean of means."""
+"""The metrics of a finished run, exact over the ranks: sums over all examples, never a mean of means."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hvtrain.training.run import evaluation_batches
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
-    """Metrics by name, and what they are of (every rank). Raises ConfigError if the split is empty."""
+    """The metrics, with checkpoint, data set and split (every rank). Raises ConfigError if the split is empty."""
     topology, source, size = run.strategy.topology, run.source, run.config.train.evaluation_batch_size
     data = run.strategy.comm.all_or_raise(lambda: evaluation_batches(source, split, topology, size))
     total = source.num_examples(split)
@@ -19,7 +19,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         known = [f"{name} ({number:,})" for name in source.SPLITS if (number := source.num_examples(name))]
         raise ConfigError(f"split={split} of {source.name} has no examples; it has {', '.join(known)}")
     pace = Pace("evaluated", total, topology.is_chief)
-    # Shards differ by few examples, so this rank's batches tell how far all are.
+    # Shards differ by few examples, so this rank's progress stands for that of all.
     tell = keras.callbacks.LambdaCallback(
         on_test_batch_end=lambda batch, logs: pace.reach(min(total, (batch + 1) * size * topology.size))
     )

@@ -1,1 +1,1 @@
-"""A finished run's model in the format of another program, with its preprocessing; `python -m hvtrain.export`."""
+"""`python -m hvtrain.export`: a finished run's model in another format, with its preprocessing."""

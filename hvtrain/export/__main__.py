@@ -1,4 +1,4 @@
-"""`python -m hvtrain.export`: a finished run's model for another program, once its outputs are seen to be equal."""
+"""`python -m hvtrain.export`: writes a finished run's model in another format, and checks its outputs."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from hvtrain.finished.run_words import SETTINGS, finished_config
 from hvtrain.system import console
 
 FORMATS = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
-"""Endings of names by format; a SavedModel is a folder."""
+"""Suffixes by format; a SavedModel is a folder."""
 EPILOG = f"""\
 {SETTINGS}
 
@@ -25,11 +25,11 @@ def export() -> int:
         "python -m hvtrain.export",
         usage=f"%(prog)s run=DIR format={'|'.join(FORMATS)} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
         description="""\
-Writes the model of a finished run, in float32 and with its preprocessing inside, and its description as PATH.json
-beside it. The exported model is run on examples of the run's data first.""",
+Writes the model of a finished run, in float32 and with its preprocessing, and a description (PATH.json) beside it. The
+exported model is first compared with the run's own on examples of its data.""",
         epilog=EPILOG,
     )
-    parser.add_argument("--output", metavar="PATH", help="of the model; by default the name of the run, here")
+    parser.add_argument("--output", metavar="PATH", help="of the model; default: the run's name, in this folder")
     options = parser.parse_with_words(sys.argv[1:])
     finished = finished_config(options.words, "format")
     chosen = finished.choice("format", tuple(FORMATS), "")
@@ -40,7 +40,7 @@ beside it. The exported model is run on examples of the run's data first.""",
         needed = f"PATH{FORMATS[chosen]}" if FORMATS[chosen] else "a folder"
         raise ConfigError(f"--output {path} does not fit format={chosen}; give {needed}")
     if path.exists() or not path.absolute().parent.is_dir():
-        why = "is there already" if path.exists() else "is in a folder that is not there"
+        why = "exists already" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"--output {path} {why}; choose another path")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.export.exported import export_checked

@@ -1,4 +1,4 @@
-"""Writes a model in another format, and compares what it gives with what the trained model gives."""
+"""Writes a model in another format, and compares its outputs with those of the trained model."""
 
 import json
 import shutil
@@ -20,12 +20,12 @@ from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.training.saved_model import description, with_preprocessing
 
 NUM_EXAMPLES = 8
-LARGEST_DIFFERENCE = 1e-3  # Of the largest output; other kernels of other programs round differently.
+LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
 
 def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
-    """Exports to a path where nothing is yet; returns how far the outputs differ, in words.
+    """Exports to a new path; returns how far the outputs differ, in words.
 
     Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs.
     """
@@ -79,12 +79,12 @@ def real_examples(run: FinishedRun) -> list[Any]:
 
 
 def as_arrays(outputs: Any) -> list[np.ndarray]:
-    """All outputs in Keras's order, that of the names in a dict."""
+    """All outputs in Keras's order; those of a dict in the order of their names."""
     return [np.asarray(keras.ops.convert_to_numpy(output)) for output in keras.tree.flatten(outputs)]
 
 
 def _difference(actual: list[list[np.ndarray]], expected: list[list[np.ndarray]], chosen: str) -> str:
-    """The largest difference in words. Raises ConfigError if it is no rounding."""
+    """The largest difference in words. Raises ConfigError if it is beyond rounding."""
     if not expected:
         return "not checked, since the data set gives no raw examples"
     gap, largest = 0.0, 1.0
@@ -105,7 +105,7 @@ def _difference(actual: list[list[np.ndarray]], expected: list[list[np.ndarray]]
 
 
 def _keras(model: keras.Model, path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # Keras wants its own ending.
+    with tempfile.TemporaryDirectory() as folder:  # Keras demands its own suffix.
         model.save(Path(folder) / "model.keras")
         shutil.copy(Path(folder) / "model.keras", path)
 

@@ -1,4 +1,4 @@
-"""Runs exported models as other programs do: a batch in, all outputs out, those with names in order of the names."""
+"""Runs exported models as other programs do: a batch in, all outputs out; named outputs in the order of their names."""
 
 import shutil
 import tempfile
@@ -37,7 +37,7 @@ def _onnx(path: Path) -> Run:
 
 def _tflite(path: Path) -> Run:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow would rather have it in a package of its own.
+        warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a package of its own.
         interpreter = tf.lite.Interpreter(str(path))
     runner = interpreter.get_signature_runner()
     names = list(runner.get_input_details())

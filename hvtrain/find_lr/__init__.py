@@ -1,1 +1,1 @@
-"""`python -m hvtrain.find_lr`: which learning rates a run can use."""
+"""`python -m hvtrain.find_lr`: a learning-rate range test."""

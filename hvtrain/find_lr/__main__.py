@@ -1,6 +1,6 @@
-"""`python -m hvtrain.find_lr`: trains some steps at a growing learning rate and suggests one (Smith 2015).
+"""`python -m hvtrain.find_lr`: trains some steps at a growing learning rate, and suggests a rate (Smith 2015).
 
-The test is a run like any other, on all ranks, with another schedule; trial trains, suggestion judges its losses.
+The test is a run like any other, on all ranks, with another schedule. trial trains; suggestion judges the losses.
 """
 
 import sys
@@ -39,7 +39,7 @@ def find() -> int:
 
 
 def as_range_test(config: RunConfig, folder: Path, num_steps: int, lowest: float, highest: float) -> RunConfig:
-    """The run with another schedule, without checkpoints, and with nothing that would act on its losses."""
+    """The run with another schedule, without checkpoints, and without anything that acts on its losses."""
     times = config.train.accumulate
     train = replace(config.train, steps=whole(num_steps, times), steps_per_execution=times, ema=None)
     schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
@@ -61,8 +61,8 @@ def _parser() -> Parser:
         description="""\
 Trains some steps on all ranks while the learning rate grows from --lowest to --highest, until the loss rises to
 several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and prints the
-optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer. Warm-up and
-decay of a schedule come on top.""",
+optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer. A schedule's
+warm-up and decay are applied to this rate.""",
         epilog=EPILOG,
     )
     parser.add_argument("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMOOTHING = 0.9
-"""Part of the moving average that stays at each step."""
+"""Decay of the moving average per step."""
 DIVERGED = 4.0
-"""The test ends when the smoothed loss is so many times its lowest value."""
+"""The test ends when the smoothed loss exceeds its lowest value by this factor."""
 LEFT_OUT = 5
-"""First steps, in which the moving average has seen too little."""
+"""Number of first steps to leave out, in which the moving average has seen too little."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Suggestion:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """The moving average, as if nothing were before the first loss.
+    """The moving average, corrected for its start at zero.
 
     >>> smoothed([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]

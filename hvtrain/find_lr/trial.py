@@ -1,4 +1,4 @@
-"""The range test itself: a run that records its loss at each step, and what is made of it."""
+"""The range test: a run that records its loss at each step, then the suggestion and its files."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder(RunCallback):
-    """Keeps rate and loss of each step, over all ranks, and stops when the loss has diverged (every rank)."""
+    """Records the rate and the loss over all ranks of each step, and stops when the loss diverges (every rank)."""
 
     def __init__(self, *place: Any) -> None:
         super().__init__(*place)
@@ -70,7 +70,7 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
     strategy.stop()
     if found.rate is None:
         raise TrainingError(
-            f"the loss fell nowhere in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
+            f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
             "take more --steps, or another range"
         )
     scale = f" (x {factor:g} = {found.rate:.3g} for all ranks together)" if factor != 1 else ""
@@ -91,6 +91,6 @@ def write(folder: Path, rates: Sequence[float], losses: Sequence[float], found: 
         if found.rate:
             axes.axvline(found.rate, color="tab:orange", linestyle="--", label=f"falls fastest: {found.rate:.2g}")
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
-        # Not up to where it diverged, which would flatten all the rest.
+        # Cut where it diverges, which would flatten all the rest.
         axes.set_ylim(min(0.0, *line), 1.1 * max(line[: len(line) // 2]))
         axes.legend()

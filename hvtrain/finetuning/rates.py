@@ -40,7 +40,7 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
             f"train.rates and {kind}, which overrides {names}, exclude each other; choose an optimizer that updates "
             "each variable in update_step"
         )
-    index = inner._get_variable_index  # Not by the variable itself, of which parameter servers hold another.
+    index = inner._get_variable_index  # Not by the variable itself: parameter servers hold another one.
     factors = {index(variable): factor for variable, factor in zip(variables, by)}
     update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
 

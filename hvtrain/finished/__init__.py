@@ -1,1 +1,1 @@
-"""A finished run opened again, for the commands that use it: its settings, data, task, and model with weights."""
+"""Opens a finished run for the commands that use it: settings, data, task, and model with weights."""

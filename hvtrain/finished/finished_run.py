@@ -24,7 +24,7 @@ from hvtrain.training.setup import build_network, open_source, open_task, optimi
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run with its trained model, the same on every rank. checkpoint is the name of the one that was read."""
+    """A run with its trained model, the same on every rank. checkpoint: the name of the one that was read."""
 
     config: RunConfig
     strategy: Strategy
@@ -38,7 +38,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> keras.Model:
-        """The trained model, or one of float32 with the same weights."""
+        """The trained model, or a float32 copy with the same weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -48,13 +48,13 @@ class FinishedRun:
         return model
 
     def explain(self, error: Exception) -> Exception:
-        """TensorFlow's error about data that cannot be read as one that names the file, or the error itself."""
+        """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""
         return self.source.explain(error) if isinstance(error, tf.errors.OpError) else error
 
 
 @contextmanager
 def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
-    """Starts the ranks that the launcher gave, on Horovod by default, and leaves them at the end (every rank)."""
+    """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
     try:
         topology = strategy.start()
@@ -79,7 +79,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy) -> FinishedRun:
     config, comm = finished.config, strategy.comm
     wanted = finished.words.get("checkpoint")
     step = comm.on_chief(lambda: _step(finished, wanted))
-    # Names of layers are those of the checkpoint if Keras counts them as in the run.
+    # Seeding also resets Keras's counters of layers, so that their names are those of the checkpoint.
     seed_everything(config, strategy.topology.rank)
     source = comm.all_or_raise(lambda: open_source(config))
     task = comm.all_or_raise(lambda: open_task(config, source))
@@ -92,7 +92,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy) -> FinishedRun:
 
 
 def _compiled(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
-    """The run's model with its loss and metrics. Only averages of the weights need the run's optimizer."""
+    """The run's model with loss and metrics. It needs the run's optimizer only for averages of the weights."""
     model = build_network(config, source, task, strategy.topology.size)
     keeps: Any = optimizer_at(lambda: 0.0, config) if config.train.ema else keras.optimizers.SGD()
     weighted = len(source.element_spec) > 2
@@ -102,7 +102,7 @@ def _compiled(config: RunConfig, source: Source, task: Task, strategy: Strategy)
 
 
 def _step(finished: FinishedConfig, wanted: str | None) -> int:
-    """The step of the checkpoint: of the best one if the run has it and the last is not wanted (chief only)."""
+    """The step of the checkpoint to read: the best, or the last if asked for or if there is no best (chief only)."""
     folder = finished.folder / "checkpoints"
     if wanted != "last":
         best = writer.read_best(folder)
@@ -113,7 +113,7 @@ def _step(finished: FinishedConfig, wanted: str | None) -> int:
                 f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
             )
         if wanted == "best":
-            raise ConfigError(f"checkpoint=best, but {folder} has none, as without validation; give checkpoint=last")
+            raise ConfigError(f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last")
     if not (found := store.list_checkpoints(folder)):
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
     return store.step_of(found[-1])

@@ -1,4 +1,4 @@
-"""Progress of work on many examples, for whoever waits: a line every few seconds on rank 0."""
+"""Progress of work on many examples: a line every few seconds on rank 0."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Pace:
         self._began = self._said = clock()
 
     def reach(self, number: int) -> None:
-        """Notes that so many examples are done, over all ranks."""
+        """Notes the number of examples that all ranks have done."""
         now = self._clock()
         if not self.is_chief or now - self._said < SECONDS_BETWEEN or not number:
             return

@@ -1,6 +1,6 @@
-"""The words of a command that uses a finished run: run=DIR and its own, then settings in which to differ from the run.
+"""The arguments of a command that uses a finished run: run=DIR, the command's own, and changes of the run's settings.
 
-Known before TensorFlow is imported.
+Nothing here needs TensorFlow.
 """
 
 import sys
@@ -17,19 +17,19 @@ from hvtrain.training.run_folder import CONFIG_FILE
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
 SETTINGS = """\
-SETTING=VALUE changes a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
+SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
 
 
 @dataclass(frozen=True)
 class FinishedConfig:
-    """Which run, its settings with the changes of the command line, and the command's own words by name."""
+    """The run's folder, its settings with the changes of the command line, and the command's own arguments."""
 
     folder: Path
     config: RunConfig
     words: dict[str, str]
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
-        """The word of that name. Raises ConfigError if it is not one of those allowed."""
+        """The argument of that name. Raises ConfigError if its value is not allowed."""
         given = self.words.get(name, default)
         if given not in allowed:
             raise ConfigError(f"{name}={given} is not one of {', '.join(allowed)}")
@@ -37,7 +37,7 @@ class FinishedConfig:
 
 
 def finished_config(words: Sequence[str], *names: str) -> FinishedConfig:
-    """Takes run=DIR, checkpoint=NAME and the words of these names, and composes the rest on the run's own settings.
+    """Takes run=DIR, checkpoint=NAME and arguments of these names; composes the rest on the run's settings.
 
     Raises ConfigError.
     """
@@ -61,7 +61,7 @@ def finished_config(words: Sequence[str], *names: str) -> FinishedConfig:
 
 
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
-    """The settings of the run in a folder with changes. A group chosen anew replaces the run's. Raises ConfigError."""
+    """The run's settings with changes; a newly chosen data set replaces the run's. Raises ConfigError."""
     options = [word for word in settings if word.startswith("-")]
     is_chosen = any(word.startswith("dataset=") for word in settings)
     of_data = [word for word in settings if is_chosen and word.startswith(("dataset=", "dataset."))]
@@ -74,12 +74,12 @@ def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
 
 
 def composed(words: Sequence[str]) -> RunConfig:
-    """The settings of a run of these words. Raises ConfigError."""
+    """The settings that these overrides give. Raises ConfigError."""
     return from_dict(tree_of(words))
 
 
 def tree_of(words: Sequence[str]) -> dict[str, Any]:
-    """The composed settings, with the command line as it was before. Raises ConfigError."""
+    """The composed settings; sys.argv stays as it was. Raises ConfigError."""
     given = sys.argv[:]
     try:
         if not (trees := compose(list(words))):

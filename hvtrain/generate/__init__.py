@@ -1,1 +1,1 @@
-"""Text that a finished language run goes on with; `python -m hvtrain.generate` prints it."""
+"""`python -m hvtrain.generate`: a text, continued by a finished language run."""

@@ -1,4 +1,4 @@
-"""`python -m hvtrain.generate`: how a finished run of task=language continues a text."""
+"""`python -m hvtrain.generate`: continues a text with a finished run of task=language."""
 
 import sys
 
@@ -20,18 +20,18 @@ def generate() -> int:
     parser = Parser(
         "python -m hvtrain.generate",
         usage="%(prog)s run=DIR prompt=TEXT [checkpoint=best|last] [OPTION ...] [SETTING=VALUE ...]",
-        description="Prints the prompt and what the trained model writes after it. The same seed gives the same text.",
+        description="Prints the prompt and the trained model's continuation. The same seed gives the same text.",
         epilog=EPILOG,
     )
-    parser.add_argument("--tokens", type=at_least(1), default=64, metavar="N", help="to write at most (64)")
-    parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="0: the likeliest (0.7)")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (0)")
+    parser.add_argument("--tokens", type=at_least(1), default=64, metavar="N", help="most tokens to write; default: 64")
+    parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
     options = parser.parse_with_words(sys.argv[1:])
     finished = finished_config(options.words, "prompt")
     if not (prompt := finished.words.get("prompt")):
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
     if console.is_launched():
-        raise ConfigError("a text is written by one process; start python -m hvtrain.generate without a launcher")
+        raise ConfigError("generate runs in one process; start python -m hvtrain.generate without a launcher")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy

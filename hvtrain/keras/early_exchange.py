@@ -1,4 +1,4 @@
-"""An exchange between ranks before TensorFlow has initialized a device, as choices of devices and clusters need it."""
+"""An exchange between ranks before TensorFlow initializes a device, for choosing devices and forming clusters."""
 
 from typing import TypeVar
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
     """All ranks' values, by rank (every rank). Call it after init; TensorFlow's devices can be chosen afterwards.
 
-    An eager collective would initialize TensorFlow's context with all GPUs and no cluster, and that is final. A session
-    that knows of no GPU leaves nothing initialized.
+    An eager collective would initialize TensorFlow's context with all GPUs and without a cluster, which is final. A
+    session without GPUs initializes nothing.
     """
     if hvd.size() == 1:
         return [value]

@@ -22,7 +22,7 @@ def predict() -> int:
     parser = Parser(
         "python -m hvtrain.predict",
         usage="%(prog)s run=DIR [split=test | input=PATH] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
-        description="Writes what a finished run predicts for each example, in order, and changes nothing in it.",
+        description="Writes what a finished run predicts for each example, in order, and changes nothing in the run.",
         epilog=EPILOG,
     )
     what = "FILE.csv or FILE.parquet; for masks a folder (predictions.csv or masks, here)"

@@ -1,4 +1,4 @@
-"""The examples to predict for, of a split or of files, each on one rank."""
+"""The examples to predict for, from a split or from files. Each example is on one rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,17 @@ from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 
 Batch = tuple[Any, dict[str, np.ndarray]]
-"""Inputs as the model takes them, and what is known of each example, by the name of its column."""
+"""Inputs as the model takes them, and further columns of the output by name, such as targets."""
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
 NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 
 
 @dataclass(frozen=True)
 class Examples:
-    """This rank's batches. Of all ranks' first batches, second ones, ... the rows come in turn (rank 0's first, rank
-    1's first, ...; is_interleaved), or whole batches do."""
+    """This rank's batches. The examples come in the order of all ranks' first batches, then their second ones, ...
+
+    is_interleaved: one row of each rank in turn (rank 0's first row, rank 1's first row, ...); otherwise whole batches.
+    """
 
     name: str
     total: int
@@ -35,10 +37,10 @@ class Examples:
 
 
 def of_split(run: FinishedRun, split: str) -> Examples:
-    """Those of a split. Raises ConfigError if it has none.
+    """The examples of a split. Raises ConfigError if it has none.
 
-    Where each rank can open its own part by number, it does. Other data, such as files of records, are read whole by
-    every rank, which predicts for some of the batches.
+    If the source can open single examples, each rank opens only its own. Other data, such as record files, are read
+    whole by every rank, which predicts some of the batches.
     """
     source, topology, size = run.source, run.strategy.topology, run.config.train.evaluation_batch_size
     if not (total := source.num_examples(split)):
@@ -57,14 +59,14 @@ def of_split(run: FinishedRun, split: str) -> Examples:
 
 
 def _plain(targets: Any) -> dict[str, np.ndarray]:
-    """Targets that are one number for each example, as a column."""
+    """The targets as a column, if they are one number for each example."""
     if isinstance(targets, tf.Tensor) and targets.shape.rank == 1:
         return {"target": targets.numpy()}
     return {}
 
 
 def of_input(run: FinishedRun, path: Path) -> Examples:
-    """Those of files, as the saved model of the run takes them. Raises ConfigError and DataError."""
+    """The examples in files, in the form that the run's saved model takes. Raises ConfigError and DataError."""
     topology, size = run.strategy.topology, run.config.train.evaluation_batch_size
     spec = run.source.preprocessing().shape
     if not path.exists():
@@ -82,7 +84,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
 
 
 def _parts(total: int, topology: Topology, size: int) -> Iterator[slice]:
-    """This rank's batches of so many examples: every topology.size-th."""
+    """This rank's batches of `total` examples: every topology.size-th."""
     for begin in range(topology.rank * size, total, topology.size * size):
         yield slice(begin, min(begin + size, total))
 
@@ -93,7 +95,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
     root = path if path.is_dir() else path.parent
 
     def one(file: Path) -> np.ndarray:
-        """They differ in size until they are preprocessed."""
+        """One image, preprocessed by itself, since images may differ in size."""
         try:
             pixels = tf.io.decode_image(tf.io.read_file(str(file)), channels, expand_animations=False)
             raw = tf.cast(pixels, tf.float32)[tf.newaxis]

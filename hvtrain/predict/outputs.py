@@ -1,4 +1,4 @@
-"""Predictions as rows, in the order of the examples, gathered on the ranks batch by batch."""
+"""Predictions as rows, in the order of the examples, gathered from the ranks batch by batch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ Rows = dict[str, np.ndarray]
 
 
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
-    """Some rows after the others, the same on every rank (every rank). At most a batch of each rank is in memory."""
+    """Yields rows in order, the same on every rank (every rank). At most one batch per rank is in memory."""
     comm, batches = run.strategy.comm, examples.batches()
     forward = tf.function(lambda inputs: run.model(inputs, training=False), reduce_retracing=True)
     pace = Pace("predicted", examples.total, run.is_chief)
@@ -38,7 +38,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 
 
 def rows_of(run: FinishedRun, batch: Batch, forward: object) -> Rows:
-    """The columns of a batch: what is known of its examples, then what the task makes of the outputs."""
+    """The columns of a batch: those of the input, then those that the task makes of the outputs."""
     inputs, known = batch
     outputs = keras.tree.map_structure(
         lambda output: np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))),
@@ -48,7 +48,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: object) -> Rows:
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
-    """Rows of numbers as a column for each. Raises ConfigError for what is no row.
+    """Splits arrays [examples, n] into n columns. Raises ConfigError for more dimensions.
 
     >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']

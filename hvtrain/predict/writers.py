@@ -1,4 +1,4 @@
-"""Writes predictions as they come: a CSV or Parquet file that appears when it is complete, or images of masks."""
+"""Writes predictions as they arrive: a CSV or Parquet file that appears when it is complete, or images of masks."""
 
 import csv
 from abc import ABC, abstractmethod
@@ -30,12 +30,12 @@ class Writer(ABC):
         """Completes the output."""
 
     def discard(self) -> None:
-        """Removes what is of no use without the rest."""
+        """Removes an unfinished output."""
         remove(self.path.with_name(f"{TEMPORARY}{self.path.name}"))
 
 
 class TableWriter(Writer):
-    """A .csv or .parquet file; nothing of an unfinished one is left under its name."""
+    """A .csv or .parquet file, which has its name only once it is complete."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -80,7 +80,7 @@ class MaskWriter(Writer):
 
 
 def writer_for(output: Path, has_masks: bool) -> Writer:
-    """The writer for that path. Raises ConfigError if it is of no known kind, or its folder is not there."""
+    """The writer for that path. Raises ConfigError if its suffix is unknown or its folder does not exist."""
     if has_masks:
         if output.suffix or output.is_file():
             raise ConfigError(f"--output {output} is a file; predictions of masks are images, so give a folder")

@@ -1,1 +1,1 @@
-"""What people look at when a run has ended: a page of it, or of several beside each other."""
+"""The report of a run: a page about it, or a page that compares several runs."""

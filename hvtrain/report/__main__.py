@@ -1,4 +1,4 @@
-"""`python -m hvtrain.report RUN...`: makes the report of a run again, or compares several."""
+"""`python -m hvtrain.report RUN...`: writes the report of a run again, or compares several runs."""
 
 import sys
 from pathlib import Path
@@ -40,8 +40,8 @@ def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain.report",
         description="""\
-Makes the page of a run again, report.html and curves.png in its folder, from what the folder holds; also of a run that
-goes on or has failed. Several runs are compared on one page: figures in a table that sorts, curves over each other, and
+Writes the report of a run again, report.html and curves.png, from the files in its folder; also of a run that is still
+going or has failed. Several runs are compared on one page: a sortable table of figures, curves in common charts, and
 the settings that differ.""",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; python -m hvtrain.runs lists them")

@@ -1,4 +1,4 @@
-"""Several runs beside each other: figures in a table that sorts, curves over each other, settings that differ."""
+"""Compares several runs: figures in a sortable table, curves in common charts, and the settings that differ."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from hvtrain.report.curves import NUM_COLORS, charts_of_several, svg
 from hvtrain.report.page import duration, in_words, render, text_of
 from hvtrain.report.run_files import RunFiles
 
-_PLACES = ("run.dir", "run.name", "run.report")  # Unlike in any two runs, or of no interest.
+_PLACES = ("run.dir", "run.name", "run.report")  # Different in any two runs, or of no interest.
 
 
 def html(runs: Sequence[RunFiles]) -> str:
@@ -32,7 +32,7 @@ def html(runs: Sequence[RunFiles]) -> str:
 
 
 def labelled(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of the folders, with as many of those above as tell them apart."""
+    """Names of the folders, with as many parent folders as it takes to tell them apart."""
     parts = [run.folder.parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(own[-depth:]) for own in parts]

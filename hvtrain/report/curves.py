@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NUM_COLORS = 6
-MOST_RANKS = 6  # With a curve each; of more ranks the slowest, median and fastest.
-# What Matplotlib draws with, and the page's variables in place of it.
+MOST_RANKS = 6  # Each with its own curve; for more ranks the slowest, median and fastest.
+# The colors that Matplotlib draws with, each replaced by a variable of the page.
 _SERIES = [f"#0a0b0{index + 1}" for index in range(NUM_COLORS)]
 _INK, _MUTED, _LINE = "#0a0c01", "#0a0c02", "#0a0c03"
 _VARIABLES = {
@@ -213,7 +213,7 @@ def _as_svg(title: str, draw: Any) -> str:
 
 
 def _for_a_page(text: str, title: str) -> str:
-    """Leaves out what a page has already, or more than once: the XML head, names of groups, sizes and fonts."""
+    """Removes what the page has already or would have twice: the XML head, names of groups, sizes and fonts."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[\w.-]*"', "<g", text)

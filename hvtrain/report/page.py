@@ -1,4 +1,4 @@
-"""report.html of a run, and curves.png: everything in its folder, for people. From files alone."""
+"""report.html and curves.png of a run, made from the files in its folder alone."""
 
 import logging
 import shlex
@@ -20,12 +20,12 @@ from hvtrain.report.run_files import RunFiles, read_run
 log = logging.getLogger(__name__)
 
 REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
-# What a page has elsewhere already.
+# Lines of the summary that the page shows elsewhere.
 _SHOWN = ("versions", "devices", "differs", "run folder", "resumed", "changed")
 
 
 def write_report(folder: Path) -> None:
-    """Writes both files into the run folder. A finished run does not fail for them: an error is a warning."""
+    """Writes both files into the run folder. An error is only a warning, since the run itself has finished."""
     try:
         run = replace(read_run(folder), state="finished")  # This process still holds the lock.
         write_atomic(folder / REPORT_FILE, html(run))
@@ -96,13 +96,13 @@ def _environment_of_templates() -> Any:
 
 
 def in_words(run: RunFiles) -> str:
-    """Its state: "finished", "stopped at 40%, resumable"."""
+    """The state of a run: "finished", "stopped at 40%, resumable"."""
     part = f" at {run.progress:.0%}" if run.progress is not None and run.state != "finished" else ""
     return f"{run.state}{part}{', resumable' if run.is_resumable else ''}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in two units at most.
+    """Seconds, in at most two units.
 
     >>> duration(4.21), duration(312), duration(7380)
     ('4.2 s', '5 min 12 s', '2 h 3 min')
@@ -137,7 +137,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _split(split: dict[str, Any]) -> list[tuple[str, float, str, int]]:
-    """Purposes of a step's time: name, part, milliseconds, color."""
+    """The parts of a step's time: name, share, milliseconds, color."""
     parts = {name: split[f"{name}_seconds"] for name in ("data", "compute", "communication")}
     whole = sum(parts.values()) or 1.0
     return [
@@ -153,13 +153,13 @@ def _slowest(result: dict[str, Any]) -> str:
         return ""
     return (
         f"Means over {result['num_ranks']} ranks. Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, "
-        f"with {1000 * split['slowest_seconds']:.2f} ms of work of its own in a step; the median is "
+        f"with {1000 * split['slowest_seconds']:.2f} ms of its own work in a step; the median is "
         f"{1000 * split['median_seconds']:.2f} ms."
     )
 
 
 def _again(run: RunFiles, start: dict[str, Any]) -> str:
-    """The line that does the same in a new folder."""
+    """The command that repeats the run in a new folder."""
     ranks = start.get("num_ranks", 1)
     launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
     return shlex.join([*launcher, "python", "-m", "hvtrain", "--config-dir", str(run.folder)])

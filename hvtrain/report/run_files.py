@@ -1,4 +1,4 @@
-"""A run as its folder tells it: settings, numbers, starts, messages, and whether it goes on. Without TensorFlow."""
+"""A run as its folder describes it: settings, numbers, starts, messages and state. Without TensorFlow."""
 
 import json
 import re
@@ -30,9 +30,9 @@ class Message:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run folder holds.
+    """The contents of a run folder.
 
-    state is "running", "finished", "stopped" (it was asked to), or "failed" (it was not, or an error ended it).
+    state is "running", "finished", "stopped" (it was asked to save and stop), or "failed" (it ended in any other way).
     """
 
     folder: Path
@@ -67,12 +67,12 @@ class RunFiles:
 
     @property
     def began(self) -> str:
-        """Date and time of the first start, or else of the folder's settings; empty if neither is known."""
+        """Date and time of the first start; empty if it is not known."""
         return str(self.starts[0].get("began", "")).replace("T", " ")[:16] if self.starts else ""
 
     @property
     def progress(self) -> float | None:
-        """Part of the steps that are done and saved, or recorded, 0 to 1."""
+        """Fraction of the steps that are done and saved or recorded, 0 to 1."""
         planned = self.starts[-1].get("num_steps") if self.starts else None
         done = max(
             [self.checkpoint_step or 0, self.result.get("num_steps", 0), *(row.step for row in self.history[-1:])]
@@ -86,7 +86,7 @@ class RunFiles:
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """The task's metric, by name: that of the test data, or else the best one of validation or training."""
+        """The task's metric and its name: on the test data, or else the best value in validation or training."""
         best = self.result.get("best") or {}
         name = self.starts[-1].get("best") if self.starts else best.get("metric")
         tested = self.result.get("metrics") or {}
@@ -140,7 +140,7 @@ def _state(folder: Path, result: dict[str, Any], steps: int | None, messages: li
 def _result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT_FILE
     if path.exists() and not (found := _json(path, dict)):
-        raise ConfigError(f"{path} is damaged; move it away, and the run can be tested again by the same command")
+        raise ConfigError(f"{path} is damaged; move it away, and the same command tests the run again")
     return found if path.exists() else {}
 
 
@@ -165,7 +165,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _messages(folder: Path) -> list[Message]:
-    """Messages of the ranks on this host, by rank and in their order: the ends of long logs."""
+    """Messages of the ranks on this host, by rank and in order; only the ends of long logs."""
     found = []
     for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
         rank = path.stem.removeprefix("rank-")

@@ -1,4 +1,4 @@
-"""What a run has recorded about its epochs and starts, to go on elsewhere: on a host that has none of it. Pure."""
+"""The records of a run's epochs and starts, for a host that continues the run and lacks them. Pure."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from hvtrain.core.starts import read_starts, write_starts
 
 
 class RunRecords(NamedTuple):
-    """The contents of history.csv, ranks.csv and starts.json; empty where there is no such file."""
+    """The contents of history.csv, ranks.csv and starts.json; empty if a file is missing."""
 
     history: list[EpochRecord]
     rank_seconds: dict[int, list[float]]
@@ -22,7 +22,7 @@ def read_records(folder: Path) -> RunRecords:
 
 
 def write_records(folder: Path, records: RunRecords) -> None:
-    """Replaces the files of a run folder by these, except where they are empty."""
+    """Writes the records that are not empty to the run folder."""
     for content, write in zip(records, (write_history, write_rank_seconds, write_starts)):
         if content:
             write(folder, content)  # type: ignore[operator]

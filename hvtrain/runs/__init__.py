@@ -1,1 +1,1 @@
-"""`python -m hvtrain.runs`: the runs in a folder."""
+"""`python -m hvtrain.runs`: lists the runs in a folder."""

@@ -1,4 +1,4 @@
-"""`python -m hvtrain.runs [DIR]`: the runs below a folder, with their state, score and speed."""
+"""`python -m hvtrain.runs [DIR]`: lists the runs below a folder, with their state, score and speed."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ SORTED_BY: dict[str, Callable[[dict[str, Any]], Any]] = {
     "state": lambda row: row["state"],
     "name": lambda row: row["run"],
 }
-DEPTH = 3  # Folders below DIR that are looked into.
+DEPTH = 3  # How many levels below DIR are searched.
 WIDTH = 80
 
 
@@ -27,10 +27,10 @@ def list_runs() -> int:
     options = _parser().parse_args(sys.argv[1:])
     folder = Path(options.dir)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; give the one in which runs have their folders")
+        raise ConfigError(f"{folder} is not a folder; give the folder that holds the runs")
     rows = [described(path, folder) for path in find_runs(folder)]
     key = SORTED_BY[options.sort]
-    # Scores, by metric, and speeds from the best on. What is not known comes last.
+    # Scores (by metric) and speeds are sorted best first. Unknown values come last.
     known, unknown = ([row for row in rows if (key(row) in (None, "")) is missing] for missing in (False, True))
     rows = [*sorted(known, key=key), *unknown]
     if options.json:
@@ -50,13 +50,13 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
         return []
     try:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:  # Of another user.
+    except OSError:  # Another user's.
         return []
     return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
 
 
 def described(path: Path, folder: Path) -> dict[str, Any]:
-    """A run as a row; a damaged one has the state "damaged" and why."""
+    """A run as a row; a damaged one has the state "damaged" and the error."""
     name = str(path.relative_to(folder)) if path != folder else path.absolute().name
     empty: dict[str, Any] = dict.fromkeys(("metric", "score", "sign", "examples_per_second", "num_ranks", "progress"))
     row = {"run": name, "state": "damaged", "resumable": False, **empty, "began": "", "error": None}
@@ -71,7 +71,7 @@ def described(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of at most WIDTH characters, unless names leave no room for less."""
+    """Lines of at most WIDTH characters, unless names need more."""
     lines = [["began", "state", "ranks", "ex/s", "score", "run"]]
     for row in rows:
         part = f" {row['progress']:.0%}" if row["progress"] is not None and row["state"] != "finished" else ""
@@ -87,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines)]
-    # The name of the metric gives way first, then the beginning of the run's, which often is a date.
+    # The name of the metric is cut first, then the beginning of the run's name, which is often a date.
     room = WIDTH - sum(widths[:4]) - 2 * 5
     widths[4] = min(widths[4], max(16, room - widths[5]))
     widths[5] = min(widths[5], max(12, room - widths[4]))
@@ -97,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         short = f"{began:<{widths[0]}}  {state:<{widths[1]}}  {numbers}  {_cut(score, widths[4]):<{widths[4]}}"
         text.append(f"{short}  {run if len(run) <= widths[5] else '…' + run[1 - widths[5] :]}".rstrip())
     if any(row["resumable"] for row in rows):
-        text += ["", "* the same command with run.dir=RUN goes on from its newest checkpoint"]
+        text += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
     return text
 
 
@@ -109,15 +109,15 @@ def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain.runs",
         description="""\
-Lists the runs in a folder: running, finished, stopped (it was asked to) or failed; the task's metric on the test data,
-or else the best one so far; examples per second over all ranks.""",
-        epilog="python -m hvtrain.report RUN... makes a page of one, or compares several.",
+Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
+metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
+        epilog="python -m hvtrain.report RUN... makes a page about one run, or compares several.",
     )
     parser.add_argument(
-        "dir", nargs="?", default=DEFAULT_FOLDER, metavar="DIR", help=f"looked through; default: {DEFAULT_FOLDER}"
+        "dir", nargs="?", default=DEFAULT_FOLDER, metavar="DIR", help=f"folder to search; default: {DEFAULT_FOLDER}"
     )
-    parser.add_argument("--sort", choices=SORTED_BY, default="date", help="default: date")
-    parser.add_argument("--json", action="store_true", help="as JSON, with all digits")
+    parser.add_argument("--sort", choices=SORTED_BY, default="date", help="order of the runs; default: date")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
     return parser
 
 

@@ -86,7 +86,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: Path) -> bool:
-    """True while a run uses the folder. Takes no lock for longer than the question, and leaves no file."""
+    """True while a run uses the folder. Holds a lock only for the check, and creates no file."""
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a report shows of a classifier: its confusions, and the examples that it was most wrong about."""
+"""A classifier's figures in the report: its confusions and its worst errors."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.tasks.reviewed import Reviewed, as_bytes, png
 
-MOST_CLASSES = 20  # In a matrix; more than that are a list of the most frequent confusions.
+MOST_CLASSES = 20  # In a matrix; with more classes, the most frequent confusions are listed.
 NUM_WORST = 12
 
 

@@ -1,4 +1,4 @@
-"""What a report shows of a segmentation: masks over their images, and the overlap of each class."""
+"""A segmentation's figures in the report: masks over their images, and the overlap of each class."""
 
 from collections.abc import Sequence
 

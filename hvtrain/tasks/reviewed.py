@@ -1,4 +1,4 @@
-"""Examples that a trained model has been tried on, for the report of a run, and pictures of images among them."""
+"""Examples with a trained model's outputs, for the report, and pictures of those that are images."""
 
 import base64
 import io
@@ -54,7 +54,7 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
 
 
 def png(pixels: np.ndarray, panels: int = 1) -> str:
-    """uint8 [height, width, 3] as PNG in base64; with panels side by side, each at most LARGEST_SIDE wide and high."""
+    """uint8 [height, width, 3] as PNG in base64. panels: images side by side, each at most LARGEST_SIDE large."""
     image, file = Image.fromarray(np.ascontiguousarray(pixels)), io.BytesIO()
     image.thumbnail((LARGEST_SIDE * panels, LARGEST_SIDE))
     image.save(file, "PNG", optimize=True)

@@ -46,7 +46,7 @@ class Task(ABC):
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
     num_reviewed: ClassVar[int] = 0
-    """Examples that `review` takes at most; 0: it shows nothing."""
+    """The most examples that `review` takes; 0: the task has no figures."""
     targets_are_masks: ClassVar[bool] = False
     """True if targets have a class for each pixel, which moves with its image."""
 
@@ -82,7 +82,7 @@ class Task(ABC):
         return outputs
 
     def columns(self, outputs: Any, source: Source) -> dict[str, np.ndarray]:
-        """A batch of outputs as a user wants them, by name: numbers or rows of numbers for each example."""
+        """A batch of outputs as columns of predictions, by name: numbers or rows of numbers for each example."""
         if isinstance(outputs, Mapping):
             return dict(outputs)
         if isinstance(outputs, list | tuple):
@@ -110,7 +110,7 @@ class Task(ABC):
         return None
 
     def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
-        """What the report of a run shows of the trained model's outputs for some examples."""
+        """Figures for the report, from the trained model's outputs for some examples."""
         return []
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ MOST_STARTS = 100
 
 
 def note_start(run: Run, hosts: Sequence[str], described: dict[str, str], step: int) -> None:
-    """Adds this start, which begins at a step, to the file (chief only). A run does not fail for it.
+    """Adds this start, from a step on, to the file (chief only). An error is only a warning.
 
     hosts: of the ranks, by rank. described: the summary's lines.
     """
@@ -59,7 +59,7 @@ def _facts(run: Run, hosts: Sequence[str], described: dict[str, str], step: int)
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
-    """The line that starts the same ranks again, without secrets.
+    """The command that starts the same ranks again, without secrets.
 
     >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"

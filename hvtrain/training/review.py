@@ -1,4 +1,4 @@
-"""review.json: what the trained model makes of some test examples, for the report; the chief alone computes it."""
+"""review.json: the trained model's predictions for some test examples, for the report; only the chief computes them."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ MAX_BYTES = 256 << 20  # Of examples and outputs together.
 
 
 def write_review(run: Run, model: keras.Model) -> None:
-    """Writes the task's figures (chief only). A finished run does not fail for it."""
+    """Writes the task's figures (chief only). An error is only a warning, since the run itself has finished."""
     if not run.config.run.report or not run.task.num_reviewed:
         return
     try:

@@ -85,7 +85,7 @@ class Member(Watchdog):
         return self._verdict
 
     def wait(self) -> Verdict | None:
-        # In short pieces, between which Python handles signals.
+        # In short intervals, between which Python handles signals.
         while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
             pass
         while self._is_ending and self._thread.is_alive():

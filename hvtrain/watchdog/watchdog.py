@@ -29,7 +29,7 @@ class Watchdog:
         return None
 
     def wait(self) -> Verdict | None:
-        """Waits for the end of the run: why the others are gone, or None once rank 0 has stopped its watchdog."""
+        """Waits for the end of the run. Returns why it failed, or None once rank 0 has stopped its watchdog."""
         return None
 
     @property

@@ -56,7 +56,7 @@ def test_a_clear_difference_is_stated_with_its_confidence() -> None:
         "confidence) as fast as horovod.",
     ]
     pays, does_not = on_scaling(speeds, 2)
-    assert pays.startswith("horovod pays here from 2 ranks on: 1.34 times") and pays.endswith("67% of 2 times.")
+    assert pays.startswith("horovod pays here on 2 ranks: 1.34 times") and pays.endswith("an efficiency of 67%.")
     assert does_not.startswith("mirrored does not pay on 2 ranks here: 0.89 times (0.89 to 0.89 with 97%")
 
 

@@ -72,7 +72,7 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
     assert outputs == pytest.approx(np.asarray(expected), abs=0.1), "bfloat16 rounds, float32 does not"
     told = json.loads((folder / name).with_suffix(".json").read_text())
     assert told["class_names"] == list("0123456789") and told["format"] == chosen
-    with pytest.raises(ConfigError, match="is there already; choose another path"):
+    with pytest.raises(ConfigError, match="exists already; choose another path"):
         export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
 
 
@@ -103,7 +103,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
         (["format=torch"], "format=torch is not one of keras"),
         (["format=onnx", "--output", "model.keras"], "--output model.keras does not fit format=onnx; give PATH.onnx"),
         (["format=savedmodel", "--output", "a.b"], "--output a.b does not fit format=savedmodel; give a folder"),
-        (["format=onnx", "--output", "no/m.onnx"], "--output no/m.onnx is in a folder that is not there"),
+        (["format=onnx", "--output", "no/m.onnx"], "--output no/m.onnx is in a folder that does not exist"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, words, message):

@@ -39,7 +39,7 @@ def test_all_runs_below_the_folder_are_listed_by_date(folder, monkeypatch, capsy
     assert first.startswith("2026-11-23 09:00  failed 50%*") and "there_is_room" in first
     assert "0.95 test_" in text and "a_better" in text and "no_run" not in text
     assert "9,000" in text and "damaged" in text
-    assert "* the same command with run.dir=RUN goes on from its newest checkpoint" in text
+    assert "* the same command with run.dir=RUN resumes from its newest checkpoint" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -68,5 +68,5 @@ def test_the_default_folder_and_a_run_itself(folder, monkeypatch, capsys):
 
 def test_a_folder_without_runs(tmp_path, monkeypatch, capsys):
     assert listed(monkeypatch, capsys, tmp_path) == f"no runs in {tmp_path}\n"
-    with pytest.raises(ConfigError, match="gone is not a folder; give the one in which runs have their folders"):
+    with pytest.raises(ConfigError, match="gone is not a folder; give the folder that holds the runs"):
         listed(monkeypatch, capsys, tmp_path / "gone")

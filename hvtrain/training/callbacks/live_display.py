@@ -1,4 +1,4 @@
-"""Bars at the foot of a terminal while a run trains; what is logged meanwhile scrolls by above them."""
+"""Progress bars at the bottom of a terminal while a run trains; log lines scroll by above them."""
 
 import atexit
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the display: its name, what is done of how much, and words behind it."""
+    """A progress bar: its name, how much is done of the total, and the text behind it."""
 
     name: str
     done: float
@@ -26,14 +26,14 @@ class Bar:
 
 
 class LiveDisplay:
-    """Redraws when told to, in no thread of its own. stop clears it."""
+    """Redraws only when told to, without a thread of its own. stop clears it."""
 
     def __init__(self) -> None:
         self._live = Live(auto_refresh=False, transient=True)
 
     def start(self) -> None:
         self._live.start()
-        # A run that ends by force must not leave a terminal without its cursor.
+        # A run that is killed must not leave the terminal without a cursor.
         self._live.console.show_cursor(True)
         atexit.register(self.stop)
 
@@ -69,7 +69,7 @@ def shares(times: StepTimes, num_ranks: int) -> str:
 
 
 def gpu_memory() -> str:
-    """Memory of this process's GPU in use and its peak, in words; empty without a GPU."""
+    """Used and peak memory of this process's GPU, in words; empty without a GPU."""
     if not tf.config.list_logical_devices("GPU"):
         return ""
     used = tf.config.experimental.get_memory_info("GPU:0")
