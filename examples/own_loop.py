@@ -1,9 +1,9 @@
-"""A training loop of one's own on all ranks: sharded data, one reduction a step, metrics over all ranks, checkpoints.
+"""A custom training loop on all ranks: sharded data, one reduction per step, metrics over all ranks, checkpoints.
 
     horovodrun -np 2 python examples/own_loop.py
 
-Takes about 10 s on 2 cores and comes to an accuracy of 0.97 on the digits of scikit-learn, which need no download. The
-same command again goes on from the checkpoint; --epochs says how far.
+Takes about 10 s on 2 cores and reaches an accuracy of 0.97 on scikit-learn's digits, which need no download. Run again,
+the same command resumes from the checkpoint; --epochs sets the last epoch.
 """
 
 import argparse
@@ -25,13 +25,13 @@ options = parser.parse_args()
 hvd.init()
 hvd.pin_gpu()
 
-# Each rank takes every size-th example, so that no two see the same one, and shuffles its own.
+# Each rank takes every size-th example, so that no two ranks see the same one, and shuffles its own.
 images, labels = load_digits(return_X_y=True)
 images, labels = (images / 16).astype("float32"), labels.astype("int32")
 is_test = np.arange(len(images)) % 5 == 0
 x, y = (array[~is_test][hvd.rank() :: hvd.size()] for array in (images, labels))
 x_test, y_test = (array[is_test][hvd.rank() :: hvd.size()] for array in (images, labels))
-# All ranks take equally many steps: a rank that takes one more waits for the others forever.
+# All ranks take the same number of steps: a rank that took one more would wait for the others forever.
 steps = hvd.steps_per_epoch(len(x) // options.batch_size)
 
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
@@ -58,24 +58,24 @@ def num_correct(x, y):
 
 
 def over_all_ranks(total: float, count: float) -> float:
-    """Sum over sum: a mean of the ranks' means would be wrong where their shares differ."""
+    """Sum divided by sum: a mean of the ranks' means would be wrong if their shares differ."""
     totals = hvd.allreduce(tf.constant([total, count]), op=hvd.Sum)
     return float(totals[0] / totals[1])
 
 
-# Rank 0 reads, and then all ranks have what it has; before the first step they have nothing else in common.
+# Rank 0 reads the checkpoint, and the broadcast gives all ranks its state. Without it, ranks would start differently.
 if hvd.rank() == 0 and manager.latest_checkpoint:
     checkpoint.restore(manager.latest_checkpoint).expect_partial()
 hvd.broadcast_variables([*model.weights, *optimizer.variables, epoch], root_rank=0)
 
 while epoch < options.epochs:
-    # The order is a function of epoch and rank, so that it is the same after a restart.
+    # The order depends only on epoch and rank, so it is the same after a restart.
     order = np.random.default_rng([int(epoch), hvd.rank()]).permutation(len(x))[: steps * options.batch_size]
     total = sum(float(train_step(x[rows], y[rows])) for rows in np.split(order, steps))
     epoch.assign_add(1)
     loss = over_all_ranks(total, steps)
     accuracy = over_all_ranks(float(num_correct(x_test, y_test)), len(x_test))
-    # Every rank enters the reductions above; rank 0 alone prints and writes.
+    # Every rank enters the reductions above; only rank 0 prints and writes.
     if hvd.rank() == 0:
         manager.save()
         print(f"epoch {int(epoch)}: loss {loss:.4f}, test accuracy {accuracy:.4f}", flush=True)

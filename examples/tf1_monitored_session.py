@@ -1,16 +1,16 @@
-"""The loop of TensorFlow 1 on today's TensorFlow: a graph, MonitoredTrainingSession, hooks, and Horovod's low level.
+"""A TensorFlow 1 loop on today's TensorFlow: a graph, MonitoredTrainingSession, hooks, and low-level Horovod.
 
     horovodrun -np 2 python examples/tf1_monitored_session.py
 
-For old code that is to go on as it is. Takes about 10 s on 2 cores and comes to an accuracy of 0.95 on the digits of
-scikit-learn. The same command again goes on from the checkpoint folder; --steps says how far.
+For old code that should stay as it is. Takes about 10 s on 2 cores and reaches an accuracy of 0.95 on scikit-learn's
+digits. Run again, the same command resumes from the checkpoint folder; --steps sets the last step.
 
 What has to change in an old script is marked with "was:". In short:
 
-- tf.X of TensorFlow 1 is tf.compat.v1.X. tf.contrib, tf.estimator and tf.layers are gone: variables are made by
-  get_variable, and matmul and its like do the rest.
-- Everything stands under `with tf.Graph().as_default()`, for TensorFlow 2 runs operations at once outside of it.
-- hvd.BroadcastGlobalVariablesHook is missing, because it is built on tf.estimator; these few lines take its place.
+- tf.X of TensorFlow 1 is tf.compat.v1.X. tf.contrib, tf.estimator and tf.layers are gone: create variables with
+  get_variable, and use matmul and similar operations.
+- Everything is under `with tf.Graph().as_default()`; outside of it TensorFlow 2 runs operations eagerly.
+- hvd.BroadcastGlobalVariablesHook is missing, because it was built on tf.estimator; the class below replaces it.
 - hvd.DistributedOptimizer of horovod.tensorflow still wraps the optimizers of tf.compat.v1.train, and only those:
   Keras's need hvtrain.keras.
 """
@@ -26,7 +26,7 @@ v1 = tf.compat.v1
 
 
 class BroadcastGlobalVariablesHook(v1.train.SessionRunHook):
-    """Gives all ranks the variables of the root, after it has made or restored them. was: hvd's own."""
+    """Gives all ranks the root's variables after it has created or restored them. was: hvd's own."""
 
     def __init__(self, root_rank: int) -> None:
         self.root_rank = root_rank
@@ -40,7 +40,7 @@ class BroadcastGlobalVariablesHook(v1.train.SessionRunHook):
 
 
 class EvaluationHook(v1.train.SessionRunHook):
-    """Keeps the weights of this rank and its number of right answers at the end, for the checks below."""
+    """Keeps this rank's final weights and its number of correct answers, for the checks below."""
 
     def __init__(self, variables: list[tf.Variable], correct: tf.Tensor, feed: dict) -> None:
         self.fetches, self.feed = (variables, correct), feed
@@ -50,14 +50,14 @@ class EvaluationHook(v1.train.SessionRunHook):
 
 
 def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
-    """was: tf.layers.dense, which Keras 3 took away."""
+    """was: tf.layers.dense, which was removed with Keras 3."""
     with v1.variable_scope(name):
         kernel = v1.get_variable("kernel", [int(x.shape[-1]), units], initializer=v1.glorot_uniform_initializer())
         return tf.matmul(x, kernel) + v1.get_variable("bias", [units], initializer=v1.zeros_initializer())
 
 
 def batches(x: np.ndarray, y: np.ndarray, size: int):
-    """This rank's batches, without end."""
+    """This rank's endless stream of batches."""
     rng = np.random.default_rng(hvd.rank())
     while True:
         rows = rng.choice(len(x), size, replace=False)
@@ -65,13 +65,13 @@ def batches(x: np.ndarray, y: np.ndarray, size: int):
 
 
 def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
-    """This rank's weights at the end, and the accuracy over all ranks."""
+    """This rank's final weights, and its test accuracy (all ranks have the same weights and test data)."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype("float32"), labels.astype("int64")
     is_test = np.arange(len(images)) % 5 == 0
-    x, y = (array[~is_test][hvd.rank() :: hvd.size()] for array in (images, labels))  # each rank its own
+    x, y = (array[~is_test][hvd.rank() :: hvd.size()] for array in (images, labels))  # each rank its own shard
     with tf.Graph().as_default():  # was: nothing
-        v1.set_random_seed(hvd.rank())  # Ranks begin apart, and the broadcast makes them equal.
+        v1.set_random_seed(hvd.rank())  # Ranks start with different weights; the broadcast makes them equal.
         image = v1.placeholder(tf.float32, [None, 64])
         label = v1.placeholder(tf.int64, [None])
         logits = dense(tf.nn.relu(dense(image, 64, "hidden")), 10, "out")
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
         config = v1.ConfigProto()
         config.gpu_options.allow_growth = True
         config.gpu_options.visible_device_list = str(hvd.local_rank())
-        # Rank 0 alone has a checkpoint folder. What it restores, the hook broadcasts.
+        # Only rank 0 has a checkpoint folder. The hook broadcasts what it restores.
         folder = options.folder if hvd.rank() == 0 else None
         feed = batches(x, y, 32)
         with v1.train.MonitoredTrainingSession(checkpoint_dir=folder, hooks=hooks, config=config) as session:

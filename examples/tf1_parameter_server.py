@@ -1,14 +1,14 @@
-"""Synchronous training with a parameter server as in TensorFlow 1, on today's TensorFlow, each process started by hand.
+"""Synchronous TensorFlow 1 training with a parameter server on today's TensorFlow; each process is started by hand.
 
     python examples/tf1_parameter_server.py --job-name ps
     python examples/tf1_parameter_server.py --job-name worker --task-index 0
     python examples/tf1_parameter_server.py --job-name worker --task-index 1
 
-Takes about 20 s on 2 cores and comes to an accuracy of 0.95 on the digits of scikit-learn. All processes end by
-themselves. Over several hosts, name them in --ps-hosts and --worker-hosts, alike on all.
+Takes about 20 s on 2 cores and reaches an accuracy of 0.95 on scikit-learn's digits. All processes end by themselves.
+For several hosts, give every process the same --ps-hosts and --worker-hosts.
 
-For old code that is to go on as it is; no Horovod here. SyncReplicasOptimizer still runs, but without the lines marked
-with "waits:" most runs hang at the beginning or at the end.
+For old code that should stay as it is; it does not use Horovod. SyncReplicasOptimizer still works, but without the
+lines marked "waits:" most runs hang at the start or at the end.
 """
 
 import argparse
@@ -22,7 +22,7 @@ v1 = tf.compat.v1
 
 
 class AllReadyHook(v1.train.SessionRunHook):
-    """Lets no worker begin before all are there. waits: one that comes late finds no token."""
+    """Lets no worker start before all are there. waits: a worker that comes late finds no token."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -38,19 +38,19 @@ class AllReadyHook(v1.train.SessionRunHook):
 
 
 class EndHook(v1.train.SessionRunHook):
-    """At the end of the chief: says how good the model is, and lets the others go."""
+    """At the chief's end: prints the accuracy, and lets the other workers finish."""
 
     def __init__(self, accuracy: tf.Tensor, feed: dict, tokens: tf.Operation) -> None:
         self.accuracy, self.feed, self.tokens = accuracy, feed, tokens
 
     def end(self, session: v1.Session) -> None:
-        # waits: a worker that is in its last step waits for a token, which the chief no longer hands out.
+        # waits: a worker in its last step waits for a token, which the chief no longer hands out.
         session.run(self.tokens)
         print(f"test accuracy {session.run(self.accuracy, self.feed):.4f}", flush=True)
 
 
 class WorkerCreator(v1.train.SessionCreator):
-    """Waits until the chief has made the variables. waits: MonitoredTrainingSession looks only every 30 s."""
+    """Waits until the chief has created the variables. waits: MonitoredTrainingSession checks only every 30 s."""
 
     def __init__(self, master: str, scaffold: v1.train.Scaffold, config: v1.ConfigProto) -> None:
         self.master, self.scaffold, self.config = master, scaffold, config
@@ -70,13 +70,13 @@ def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
 
 
 def done_queue(num_workers: int) -> tf.queue.QueueBase:
-    """Where workers say to the server that they have ended."""
+    """The queue in which workers tell the server that they have ended."""
     with v1.device("/job:ps/task:0"):
         return v1.FIFOQueue(num_workers, tf.int32, shapes=[[]], shared_name="done")
 
 
 def seen(*devices: str) -> v1.ConfigProto:
-    """A session of these devices. waits: one of all devices begins only while all workers live."""
+    """The config of a session on these devices. waits: a session on all devices starts only while all workers live."""
     return v1.ConfigProto(device_filters=devices)
 
 

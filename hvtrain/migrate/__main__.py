@@ -1,4 +1,4 @@
-"""`python -m hvtrain.migrate`: shows what a script for Horovod on Keras 2 becomes on Keras 3, or writes it."""
+"""`python -m hvtrain.migrate`: shows how a script for Horovod on Keras 2 changes for Keras 3, or writes it."""
 
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 EPILOG = """\
 exit codes:
   0   nothing is left to decide
-  1   the lines that are named are left to you
-  2   a file that is missing or is not Python
+  1   the reported lines are left to you
+  2   a file is missing or is not Python
 
 examples:
   python -m hvtrain.migrate train.py            show the changes
@@ -29,13 +29,13 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
 
 
 def show_or_write() -> int:
-    """Migrates the files of the line; all of them are read before any is written."""
+    """Migrates the files of the command line; all of them are read before any is written."""
     parser = Parser(
         "python -m hvtrain.migrate",
         usage="%(prog)s [--write] FILE|FOLDER ...",
         description="""\
-Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and names each line that it cannot
-decide. Shows the changes as a diff; writes nothing without --write.""",
+Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it cannot
+decide. Shows the changes as a diff, and writes nothing without --write.""",
         epilog=EPILOG,
     )
     parser.add_argument("places", nargs="+", metavar="FILE|FOLDER", help="Python files, and folders of them")

@@ -5,7 +5,7 @@ import libcst.matchers as m
 
 from hvtrain.migrate.parsing import HVTRAIN, Pass, argument, code_of, expression, keyword, with_args
 
-# By the beginning of the full name: arguments that are called otherwise, or (None) that are gone without loss.
+# By the beginning of the full name: arguments with a new name, or (None) that can be dropped without loss.
 RENAMED: dict[str, dict[str, str | None]] = {
     "keras.optimizers.": {"lr": "learning_rate"},
     "keras.layers.LeakyReLU": {"alpha": "negative_slope"},
@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, str | None]] = {
     "evaluate": {"workers": None, "use_multiprocessing": None, "max_queue_size": None},
     "predict": {"workers": None, "use_multiprocessing": None, "max_queue_size": None},
 }
-# What took a generator: the method that takes it now, and the order of the arguments.
+# Methods that took a generator: the method that takes it now, and the order of the arguments.
 GENERATORS = {
     "fit_generator": (
         "fit", "generator", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data", "validation_steps",
@@ -47,7 +47,7 @@ class Arguments(Pass):
         self.sets_rates = any(word in text for word in SETS_RATES)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        """optimizer.lr."""
+        """Renames optimizer.lr."""
         ends_in_optimizer = m.Name("optimizer") | m.Name("opt") | m.Attribute(attr=m.Name("optimizer"))
         if m.matches(updated_node, m.Attribute(value=ends_in_optimizer, attr=m.Name("lr"))):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
@@ -71,7 +71,7 @@ class Arguments(Pass):
         return call
 
     def _optimizer(self, call: cst.Call) -> cst.Call:
-        """epsilon=None meant the default; decay lowered the rate after each step."""
+        """Drops epsilon=None, which meant the default, and turns decay=, which acted on each step, into a schedule."""
         args = [arg for arg in call.args if not m.matches(arg, m.Arg(keyword=m.Name("epsilon"), value=m.Name("None")))]
         decay, rate = argument(call, "decay"), argument(call, "learning_rate", 0)
         if decay is None:
@@ -129,7 +129,7 @@ def _with_names(call: cst.Call, names: dict[str, str | None]) -> cst.Call:
 
 
 def _schedule(call: cst.Call) -> cst.Call:
-    """Before Horovod 0.20 the multiplier came first, and there was no initial_lr."""
+    """Adds initial_lr, which Horovod before 0.20 did not have; the multiplier came first."""
     first = call.args[0] if call.args else None
     if argument(call, "initial_lr") or first is None:
         return call

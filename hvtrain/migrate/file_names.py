@@ -13,7 +13,7 @@ _READ = ("load_weights", "load_model", "exists", "isfile")
 
 
 class Literals(Pass):
-    """Finds the strings in which names of files are written, also behind a name or an option of the command line."""
+    """Finds the string literals of file names, also those behind a variable or a command-line option."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Literals(Pass):
             self.read.append(node.args[0].value)
 
     def literals(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """The strings that a path ends in; none if they are not in the script."""
+        """The string literals that a path ends in; empty if they are not in the script."""
         if isinstance(node, cst.SimpleString):
             return [node]
         if isinstance(node, cst.FormattedString) and isinstance(node.parts[-1], cst.FormattedStringText):
@@ -58,7 +58,7 @@ class Literals(Pass):
 
 
 class FileNames(Pass):
-    """Renames what `found` has found, and other strings that are the same name."""
+    """Renames the literals that `found` holds, and other strings that are the same name."""
 
     def __init__(self, found: Literals) -> None:
         super().__init__()

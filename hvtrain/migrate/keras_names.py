@@ -1,4 +1,4 @@
-"""Names that the installed Keras and hvtrain.keras have, read from their files, without importing TensorFlow."""
+"""The names in the installed Keras and in hvtrain.keras, read from their files without importing TensorFlow."""
 
 import ast
 import difflib
@@ -6,7 +6,7 @@ import functools
 from importlib.util import find_spec
 from pathlib import Path
 
-# tf.keras of today's TensorFlow is Keras 3 and some names of Keras 2, which it keeps here.
+# Today's tf.keras is Keras 3 with some names of Keras 2, which are in this folder.
 KERAS, TF_KERAS = "keras", "keras/_tf_keras/keras"
 
 
@@ -19,7 +19,7 @@ def _site() -> Path:
 
 @functools.cache
 def members(place: str) -> frozenset[str]:
-    """What a module that is a folder of the installed Keras imports by name; nothing for a place that is none."""
+    """The names that a package of the installed Keras imports; empty if there is no such package."""
     file = _site() / place / "__init__.py"
     if not file.exists():
         return frozenset()
@@ -44,7 +44,7 @@ def exists(name: str, root: str = KERAS) -> bool:
 
 
 def nearest(name: str) -> str:
-    """The name of Keras 3 in the same module that is spelled most alike; empty if none is.
+    """The most similar name of Keras 3 in the same module; empty if none is similar.
 
     >>> nearest("keras.layers.Desne")
     'keras.layers.Dense'

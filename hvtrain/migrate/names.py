@@ -1,4 +1,4 @@
-"""The pass that gives imports and imported names what they are called on Keras 3."""
+"""The pass that renames imports and imported names for Keras 3."""
 
 import ast
 from collections import defaultdict
@@ -9,7 +9,7 @@ import libcst as cst
 from hvtrain.migrate.parsing import HVTRAIN, Pass, apply, code_of, dotted, expression, names_used
 from hvtrain.migrate.renamed import new_name
 
-# How a name is written where no import of the script fits; the module must be imported then.
+# How to write a name that no import of the script provides, and the import that this needs.
 _WRITTEN = {"tensorflow": ("tf", "import tensorflow as tf"), "keras": ("keras", "import keras")}
 
 
@@ -35,7 +35,7 @@ class _Names(Pass):
         return self._renamed(original_node) or updated_node
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        """A class or function that was imported under its own name, which is another now."""
+        """Renames a class or function that was imported under its own name."""
         name = self.imported(original_node)
         if not name or name == original_node.value or name.rpartition(".")[2] != original_node.value:
             return updated_node
@@ -72,7 +72,7 @@ class _Names(Pass):
         return name if is_low and self.keeps_horovod else new_name(name)
 
     def _renamed(self, node: cst.Attribute) -> cst.BaseExpression | None:
-        """The chain under its new name; None if its import, once renamed, makes it what it should be."""
+        """The chain under its new name; None if renaming its import is enough."""
         name = self.imported(node)
         base: cst.BaseExpression = node
         while isinstance(base, cst.Attribute):
@@ -94,7 +94,7 @@ class _Names(Pass):
 
 
 def _imports(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str, str]]:
-    """Full name, name in the script ("" if it is the full one's first part), and module of each imported name."""
+    """For each imported name: full name, name in the script ("" for the full name's first part), and module."""
     module = (
         f"{'.' * len(statement.relative)}{dotted(statement.module)}" if isinstance(statement, cst.ImportFrom) else ""
     )
@@ -108,7 +108,7 @@ def _imports(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str,
 
 
 def _lines(found: list[tuple[str, str, str]], new: list[str], is_plain: bool) -> Iterator[str]:
-    """Import lines that bind the same names to what they are called now."""
+    """Import lines that bind the same names from their new places."""
     groups: dict[str, list[str]] = defaultdict(list)
     for (old, given, _), name in zip(found, new):
         if is_plain and not given:
@@ -127,14 +127,14 @@ def _lines(found: list[tuple[str, str, str]], new: list[str], is_plain: bool) ->
 
 
 def _same_layout(old: cst.ImportFrom, line: cst.BaseStatement) -> cst.ImportFrom:
-    """The old statement, in its brackets and with its comments, from the new module and with the new names."""
+    """The old statement with its brackets and comments, but with the new module and names."""
     new = line.body[0]
     names = [alias.with_changes(name=other.name, asname=other.asname) for alias, other in zip(old.names, new.names)]
     return old.with_changes(module=new.module, names=names)
 
 
 def _with_import(text: str, line: str) -> str:
-    """The script with this import above the others of its kind, unless it is there."""
+    """The script with this import above related ones, unless it has it already."""
     tree = ast.parse(text)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if any(ast.unparse(node) == line for node in imports):
@@ -148,7 +148,7 @@ def _with_import(text: str, line: str) -> str:
 
 
 def _without_imports(text: str, unused: set[str]) -> str:
-    """The script without imports of names that it used until now."""
+    """The script without imports of these names."""
     return apply(text, _Unimport(unused)) if unused else text
 
 
@@ -176,5 +176,5 @@ class _Unimport(Pass):
 
 
 def without_unused(old: str, new: str) -> str:
-    """The new script without imports of what only the old one used."""
+    """The new script without imports that only the old one used."""
     return _without_imports(new, set(names_used(old)) - set(names_used(new)))

@@ -1,4 +1,4 @@
-"""What all passes over a script need: imported names, and calls."""
+"""The base of all passes over a script: imported names, and calls."""
 
 import ast
 from collections import Counter
@@ -11,12 +11,12 @@ HVTRAIN = "hvtrain.keras"
 
 
 class Pass(cst.CSTTransformer):
-    """One pass over a script; knows under which full names its imports are used."""
+    """One pass over a script; knows the full names of its imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
     def imported(self, node: cst.CSTNode) -> str:
-        """The full name of what a dotted name stands for; empty if it does not come from an import."""
+        """The full name behind a dotted name; empty if it does not come from an import."""
         if not dotted(node):
             return ""
         names = self.get_metadata(QualifiedNameProvider, node, frozenset())
@@ -29,7 +29,7 @@ def apply(text: str, transformer: Pass) -> str:
 
 
 def dotted(node: cst.CSTNode | None) -> str:
-    """`a.b.c` as it is written; empty for anything but names and dots."""
+    """`a.b.c` as written; empty for anything but names and dots."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute) and (before := dotted(node.value)):

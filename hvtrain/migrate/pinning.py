@@ -1,4 +1,4 @@
-"""The pass that puts hvd.pin_gpu() in place of the statements that gave each rank its GPU."""
+"""The pass that replaces the statements that gave each rank its GPU by hvd.pin_gpu()."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.
 
 
 class Pinning(Pass):
-    """alias: what the script calls Horovod."""
+    """alias: the script's name for Horovod."""
 
     def __init__(self, text: str, alias: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Pinning(Pass):
 
 
 def _pins(statement: cst.BaseStatement) -> bool:
-    """Whether all that the statement does is to choose GPUs."""
+    """True if the statement does nothing but choose GPUs."""
     if isinstance(statement, cst.SimpleStatementLine):
         return all(_is_part(part) for part in statement.body)
     if not isinstance(statement, cst.For | cst.If | cst.Try) or isinstance(getattr(statement, "orelse", None), cst.If):

@@ -1,8 +1,8 @@
-"""Tables of what Keras 3 and hvtrain.keras call otherwise, or no longer have. Pure."""
+"""Tables of names that Keras 3 and hvtrain.keras have renamed or removed. Pure."""
 
 from hvtrain.migrate.keras_names import TF_KERAS, exists
 
-# The longest prefix first; the rest of the name follows.
+# The longest prefix that fits is replaced; the rest of the name stays.
 _PREFIXES = {
     "tensorflow.compat.v1.keras": "keras",
     "tensorflow.compat.v2.keras": "keras",
@@ -20,7 +20,7 @@ _OLD_LAYER_MODULES = (
     "advanced_activations", "convolutional", "core", "embeddings", "experimental", "experimental.preprocessing",
     "local", "merge", "noise", "normalization", "pooling", "recurrent", "wrappers",
 )  # fmt: skip
-# A part of a module's name that is gone; what is in it lies one above.
+# Modules that no longer exist, and the module that has their content now.
 _DISSOLVED = {
     **{f"keras.layers.{name}": "keras.layers" for name in _OLD_LAYER_MODULES},
     "keras.optimizers.legacy": "keras.optimizers",
@@ -60,7 +60,7 @@ _EXACT = {
     "tensorflow.random.set_random_seed": "tensorflow.random.set_seed",
     "hvtrain.keras.elastic.TensorFlowKerasState": "hvtrain.keras.elastic.KerasState",
 }
-# What a user is to do instead, by the beginning of the name.
+# Advice to the user, by the beginning of the name.
 ADVICE = {
     "keras.backend.set_session": "Keras 3 has no sessions; remove the line (hvd.pin_gpu() chooses the GPU)",
     "keras.backend.get_session": "Keras 3 has no sessions; variables have .numpy() and .assign()",
@@ -69,14 +69,14 @@ ADVICE = {
     "keras.backend.learning_phase": "pass training=True or False to the call of the model",
     "keras.layers.SyncBatchNormalization": "use hvd.SyncBatchNormalization()",
     "keras.mixed_precision.loss_scale": "hvd.DistributedOptimizer scales losses under mixed_float16 by itself",
-    "keras.utils.multi_gpu_model": "one process for each GPU takes its place; remove it",
+    "keras.utils.multi_gpu_model": "one process for each GPU replaces it; remove it",
     "keras.wrappers.scikit_learn": "use keras.wrappers.SKLearnClassifier or SKLearnRegressor",
-    "keras.estimator": "TensorFlow has no estimators any more; docs/migration.md says where their parts are",
-    "tensorflow.estimator": "TensorFlow has no estimators any more; docs/migration.md says where their parts are",
-    "tensorflow.contrib": "tf.contrib went with TensorFlow 1",
+    "keras.estimator": "TensorFlow has no estimators any more; docs/migration.md lists what replaces them",
+    "tensorflow.estimator": "TensorFlow has no estimators any more; docs/migration.md lists what replaces them",
+    "tensorflow.contrib": "tf.contrib ended with TensorFlow 1",
     "tensorflow.python": "a private module; use the public name",
-    "tensorflow.distribute": "ranks of Horovod take its place; remove it, with its scope",
-    "horovod.tensorflow.BroadcastGlobalVariablesHook": "is not there, as it was built on tf.estimator; "
+    "tensorflow.distribute": "Horovod's ranks replace it; remove it, with its scope",
+    "horovod.tensorflow.BroadcastGlobalVariablesHook": "was removed, because it was built on tf.estimator; "
     "examples/tf1_monitored_session.py has one",
     "hvtrain.keras.BroadcastGlobalVariablesHook": "a hook of tf.estimator; use hvd.BroadcastGlobalVariablesCallback(0)",
     "hvtrain.keras.broadcast_global_variables": "use hvd.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_model",
@@ -91,7 +91,7 @@ ADVICE |= {f"tensorflow.{name}": _GRAPH for name in _OLD_NAMES if name != "train
 _OPTIMIZERS = ("Adam", "Adagrad", "Adadelta", "Momentum", "GradientDescent", "RMSProp", "Ftrl")
 ADVICE |= {f"tensorflow.train.{name}Optimizer": _GRAPH for name in _OPTIMIZERS}
 ADVICE |= {f"tensorflow.train.{name}": _GRAPH for name in ("MonitoredTrainingSession", "get_or_create_global_step")}
-# Methods of models and optimizers that are gone.
+# Removed methods of models and optimizers.
 METHODS = {
     "predict_classes": "was removed; use np.argmax(model.predict(x), axis=-1)",
     "get_gradients": "was removed; use tf.GradientTape",
@@ -107,7 +107,7 @@ def _starts(name: str, beginning: str) -> bool:
 
 
 def new_name(name: str) -> str:
-    """What the name is called on Keras 3, or the code that takes its place; the name itself if nothing changes.
+    """The name on Keras 3, or the code that replaces it; the name itself if nothing changes.
 
     >>> new_name("tensorflow.keras.layers.CuDNNLSTM"), new_name("horovod.keras.init")
     ('keras.layers.LSTM', 'hvtrain.keras.init')
@@ -117,7 +117,7 @@ def new_name(name: str) -> str:
     new = name
     for table in (_PREFIXES, _DISSOLVED):
         old = max((old for old in table if _starts(new, old)), key=len, default="")
-        # A dissolved module by itself stays, for what is taken from it.
+        # The module's own name stays; names in it are replaced.
         if old and not (table is _DISSOLVED and new == old):
             new = table[old] + new[len(old) :]
     new = _EXACT.get(new, new)
@@ -129,5 +129,5 @@ def new_name(name: str) -> str:
 
 
 def advice(name: str) -> str:
-    """What to do about a name that is gone; empty if nothing is known."""
+    """What to do about a removed name; empty if nothing is known."""
     return ADVICE[max(found, key=len)] if (found := [old for old in ADVICE if _starts(name, old)]) else ""

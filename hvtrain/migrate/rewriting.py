@@ -1,4 +1,4 @@
-"""A script on Keras 2, rewritten for Keras 3: one pass after the other, then what is left to decide."""
+"""Rewrites a script from Keras 2 to Keras 3 in passes, and collects the lines that are left to decide."""
 
 import ast
 import difflib
@@ -16,7 +16,7 @@ from hvtrain.migrate.parsing import apply
 from hvtrain.migrate.pinning import Pinning
 from hvtrain.migrate.undecided import undecided
 
-# Words of graph mode, in which the low-level horovod.tensorflow works as it always did.
+# Signs of graph mode, in which the low-level horovod.tensorflow still works.
 _GRAPH_MODE = re.compile(
     r"\b(BroadcastGlobalVariablesHook|MonitoredTrainingSession|tf\.estimator"
     r"|(GradientDescent|Adam|Momentum|Adagrad|RMSProp)Optimizer)\b"
@@ -25,7 +25,7 @@ _GRAPH_MODE = re.compile(
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new text, and lines left to decide, by number in the new text."""
+    """The old and the new text, and the lines left to decide, by number in the new text."""
 
     old: str
     text: str
@@ -48,7 +48,7 @@ class Rewritten:
 
 
 def migrate(text: str, name: str = "script") -> Rewritten:
-    """The script on Keras 3. Raises ConfigError, which calls it by this name, if it is not Python."""
+    """The script for Keras 3. name: of the file, for messages. Raises ConfigError if it is not Python."""
     try:
         tree = ast.parse(text)
         cst.parse_module(text)
@@ -71,7 +71,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
 
 
 def _alias(tree: ast.Module) -> str:
-    """What the script calls Horovod's Keras interface; empty if it does not import it."""
+    """The script's name for Horovod's Keras interface; empty if it does not import it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

@@ -1,4 +1,4 @@
-"""Lines of a migrated script that a person must decide, and why."""
+"""Finds the lines of a migrated script that a person must decide, and why."""
 
 import libcst as cst
 import libcst.matchers as m
@@ -15,7 +15,7 @@ _GONE = {"sample_weight_mode": "pass sample_weight to fit", "target_tensors": "p
 
 
 def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
-    """Numbers of lines, in order, with what is to be done there."""
+    """Line numbers, in order, with what to do there."""
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
     found = _Undecided(text, uses_horovod, is_graph)
     wrapper.visit(found)
@@ -28,7 +28,7 @@ class _Undecided(Literals):
         self.lines: list[tuple[int, str]] = []
         self.uses_horovod = uses_horovod
         self.broadcasts = any(word in text for word in _BROADCASTS)
-        # Optimizers of graph mode have kept these.
+        # Optimizers of graph mode still have these.
         self.methods = {} if is_graph else METHODS
         self._on_rank_0 = 0
 
@@ -68,7 +68,7 @@ class _Undecided(Literals):
     def _name(self, node: cst.CSTNode, name: str) -> None:
         if name.startswith("keras.") and not exists(name):
             near = nearest(name)
-            what = advice(name) or (f"did you mean {near}?" if near else "write what takes its place")
+            what = advice(name) or (f"did you mean {near}?" if near else "replace it")
             self.say(node, f"Keras 3 has no {name}; {what}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in names_of_hvtrain():
             self.say(node, f"hvtrain.keras has no {name.removeprefix(f'{HVTRAIN}.')}; {advice(name) or 'remove it'}")
@@ -79,13 +79,13 @@ class _Undecided(Literals):
         super().visit_Call(node)
         name = self.imported(node.func)
         if name.startswith("keras.optimizers.") and argument(node, "decay"):
-            self.say(node, "decay= is ignored by Keras 3, and a callback of this script sets the rate, so that no "
-                     "schedule may; put the decay into that callback")  # fmt: skip
+            self.say(node, "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
+                     "script sets the rate; put the decay into that callback")  # fmt: skip
         if name.startswith("keras.callbacks.") and name.rpartition(".")[2] in _WRITERS:
             if argument(node, "period"):
                 self.say(node, "period= was removed; save_freq counts batches, or is 'epoch'")
             if self.uses_horovod and not self._on_rank_0:
-                self.say(node, "all ranks would write the same file; let rank 0 alone have this callback")
+                self.say(node, "all ranks would write the same file; use this callback on rank 0 only")
         if name.startswith("keras.layers.BatchNormalization"):
             for gone in ("renorm", "virtual_batch_size"):
                 if argument(node, gone):
@@ -102,9 +102,9 @@ class _Undecided(Literals):
                 if argument(node, gone):
                     self.say(node, f"{gone}= was removed; {instead}")
             if self.uses_horovod and any(arg.star == "**" for arg in node.args):
-                self.say(node, "these arguments of compile are not in the script; they must hold jit_compile=False")
+                self.say(node, "the arguments of compile are not in the script; they must contain jit_compile=False")
         if method == "fit" and self.uses_horovod and not self.broadcasts:
-            self.say(node, "nothing makes the ranks start alike; add hvd.BroadcastGlobalVariablesCallback(0)")
+            self.say(node, "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)")
         if method == "save" and argument(node, "save_format"):
             self.say(node, "save_format= was removed; the suffix .keras says it, and model.export writes a SavedModel")
         saves = method in ("save_weights",) or (method == "save" and m.matches(func.value, m.Name("model")))
@@ -113,5 +113,5 @@ class _Undecided(Literals):
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         for call, suffix in unresolved(self):
-            self.say(call, f"Keras 3 needs a file name that ends in {suffix}, and this one is not in the script")
+            self.say(call, f"Keras 3 needs a file name that ends in {suffix}, and the name is not in the script")
         return updated_node
