@@ -1,5 +1,5 @@
 "use strict";
-// A click on the head of a column sorts its table by it, another click the other way round.
+// A click on a column's header sorts the table by it; a second click reverses the order.
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {

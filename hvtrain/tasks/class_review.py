@@ -24,7 +24,7 @@ def review_classes(reviewed: Reviewed, targets: np.ndarray, logits: np.ndarray, 
 
 
 def _confusions(reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> Figure:
-    right = f"{np.mean(targets == predicted):.1%} of {reviewed.which} are right"
+    right = f"{np.mean(targets == predicted):.1%} of {reviewed.which} are correct"
     if len(names) <= MOST_CLASSES:
         counts = np.zeros((len(names), len(names)), np.int64)
         np.add.at(counts, (targets, predicted), 1)
@@ -44,11 +44,11 @@ def _worst(
     worst = [int(row) for row in np.argsort(own, kind="stable") if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:
         return []
-    title, note = "Worst examples", f"Wrong, with the least probability for their true class, among {reviewed.which}."
+    title, note = "Worst examples", f"Errors with the lowest probability of the true class, among {reviewed.which}."
     sure = np.exp(log_parts[worst, predicted[worst]])
     if reviewed.has_images:
         captions = [
-            f"{names[targets[row]]}, taken for {names[predicted[row]]} ({part:.0%})" for row, part in zip(worst, sure)
+            f"{names[targets[row]]}, predicted {names[predicted[row]]} ({part:.0%})" for row, part in zip(worst, sure)
         ]
         return [
             Pictures(title, note, [(png(as_bytes(reviewed.inputs[row])), text) for row, text in zip(worst, captions)])
@@ -68,4 +68,4 @@ def review_labels(reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray
         precision, recall = both / max(int(taken.sum()), 1), both / max(int(true.sum()), 1)
         rows.append([label, int(true.sum()), f"{np.mean(true == taken):.1%}", f"{precision:.1%}", f"{recall:.1%}"])
     note = f"On {reviewed.which}."
-    return [Table("Labels", note, ["label", "examples that have it", "right", "precision", "recall"], rows)]
+    return [Table("Labels", note, ["label", "examples", "accuracy", "precision", "recall"], rows)]

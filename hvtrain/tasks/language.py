@@ -95,11 +95,11 @@ class Language(Task):
             written: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
             length, prompts = inputs.shape[1], [row[:PROMPT_TOKENS].tolist() for row in inputs]
             pairs = [(text(one), text(continuation(written, one, WRITTEN_TOKENS, length))) for one in prompts]
-            note = f"Beginnings of {reviewed.which}, and how the model goes on (temperature 0.7)."
+            note = f"Beginnings of {reviewed.which}, and the model's continuations (temperature 0.7)."
         else:
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
             pairs = [(text(one[:SHOWN_TOKENS]), text(two[:SHOWN_TOKENS])) for one, two in zip(inputs, filled)]
-            note = f"Texts with hidden tokens, from {reviewed.which}, and what the model fills in."
+            note = f"Texts with hidden tokens, from {reviewed.which}, and the tokens that the model fills in."
         return [Texts("Samples", note, pairs, is_next)]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:

@@ -37,7 +37,7 @@ def _overlaps(reviewed: Reviewed, both: np.ndarray, either: np.ndarray, names: S
         for name, shared, whole in zip(names, both, either)
     ]
     note = f"Intersection over union of each class's pixels, in {reviewed.which}."
-    return Table("Overlap", note, ["class", "IoU", "pixels that are right"], rows)
+    return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
 
 def _overlays(

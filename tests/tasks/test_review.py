@@ -42,8 +42,8 @@ def test_a_classifier_has_its_confusions_and_worst_images():
     images[3, 0, 0] = 7.0
     matrix, worst = reviewed(Classification(), images, targets, outputs)
     assert matrix.counts == [[1, 0, 0], [0, 1, 1], [1, 0, 1]]
-    assert matrix.note.startswith("60.0% of all 5 test examples are right")
-    assert [caption for _, caption in worst.pictures] == ["2, taken for 0 (100%)", "1, taken for 2 (96%)"]
+    assert matrix.note.startswith("60.0% of all 5 test examples are correct")
+    assert [caption for _, caption in worst.pictures] == ["2, predicted 0 (100%)", "1, predicted 2 (96%)"]
     assert pixels(worst.pictures[0][0])[0, 0].tolist() == [255, 255, 255]
 
 

@@ -1,4 +1,4 @@
-"""Progress on rank 0's console: a line an epoch, and within long epochs bars on a terminal, else a line every 30 s."""
+"""Progress on rank 0's console: a line per epoch; within long epochs bars on a terminal, or a line every 30 s."""
 
 import logging
 import os
@@ -63,7 +63,7 @@ class Progress(RunCallback):
 
     @property
     def _steps_of_epoch(self) -> tuple[int, int]:
-        """Steps done of the epoch, and all of them."""
+        """Steps done in the epoch, and the number of its steps."""
         plan = self.position.plan
         begin = plan.shift + self.position.epoch * plan.steps_per_epoch
         return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
@@ -119,7 +119,7 @@ class Progress(RunCallback):
 
 
 def is_live(is_terminal: bool) -> bool:
-    """True if a display that moves is of use: on a terminal that can, for a person."""
+    """True if a live display makes sense: on a capable terminal that a person watches."""
     return is_terminal and not is_launched() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
 
 

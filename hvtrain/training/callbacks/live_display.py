@@ -73,4 +73,4 @@ def gpu_memory() -> str:
     if not tf.config.list_logical_devices("GPU"):
         return ""
     used = tf.config.experimental.get_memory_info("GPU:0")
-    return f"GPU memory {used['current'] / GIB:.1f} GiB, at most {used['peak'] / GIB:.1f}"
+    return f"GPU memory {used['current'] / GIB:.1f} GiB, peak {used['peak'] / GIB:.1f} GiB"
