@@ -22,8 +22,10 @@ def evaluate() -> int:
     """Opens the run, evaluates it, prints the metrics, and writes them where asked."""
     parser = Parser(
         "python -m hvtrain.evaluate",
-        usage="%(prog)s run=DIR [split=test] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
-        description="Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing.",
+        usage="%(prog)s run=DIR [split=SPLIT] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
+        description="""\
+Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
+validation or test (default).""",
         epilog=EPILOG,
     )
     parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")

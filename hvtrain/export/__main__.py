@@ -25,11 +25,11 @@ def export() -> int:
         "python -m hvtrain.export",
         usage=f"%(prog)s run=DIR format={'|'.join(FORMATS)} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
         description="""\
-Writes the model of a finished run, in float32 and with its preprocessing, and a description (PATH.json) beside it. The
-exported model is first compared with the run's own on examples of its data.""",
+Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
+for digits.onnx). The exported model is first compared with the run's own on examples of its data.""",
         epilog=EPILOG,
     )
-    parser.add_argument("--output", metavar="PATH", help="of the model; default: the run's name, in this folder")
+    parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
     options = parser.parse_with_words(sys.argv[1:])
     finished = finished_config(options.words, "format")
     chosen = finished.choice("format", tuple(FORMATS), "")

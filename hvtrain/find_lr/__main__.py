@@ -59,16 +59,15 @@ def _parser() -> Parser:
         "python -m hvtrain.find_lr",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="""\
-Trains some steps on all ranks while the learning rate grows from --lowest to --highest, until the loss rises to
-several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and prints the
-optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer. A schedule's
-warm-up and decay are applied to this rate.""",
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
+until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
+prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
+A schedule's warm-up and decay are applied to this rate.""",
         epilog=EPILOG,
     )
     parser.add_argument("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
-    of_all = "of all ranks together"
-    parser.add_argument("--lowest", type=positive, default=1e-5, metavar="RATE", help=f"{of_all}; default: 1e-5")
-    parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help=f"{of_all}; default: 10")
+    parser.add_argument("--lowest", type=positive, default=1e-5, metavar="RATE", help="first rate; default: 1e-5")
+    parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
     return parser
 
 

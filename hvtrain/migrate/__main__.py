@@ -21,7 +21,7 @@ exit codes:
 
 examples:
   python -m hvtrain.migrate train.py            show the changes
-  python -m hvtrain.migrate train.py --write    make them
+  python -m hvtrain.migrate train.py --write    write them
   python -m hvtrain.migrate src/ --write        all Python files of a folder
 
 The script keeps its layout and comments. docs/migration.md lists what changes.

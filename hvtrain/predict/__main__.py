@@ -21,11 +21,13 @@ def predict() -> int:
     """Opens the run, predicts, and writes the predictions on the chief."""
     parser = Parser(
         "python -m hvtrain.predict",
-        usage="%(prog)s run=DIR [split=test | input=PATH] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
-        description="Writes what a finished run predicts for each example, in order, and changes nothing in the run.",
+        usage="%(prog)s run=DIR [split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
+        description="""\
+Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
+validation or test (default).""",
         epilog=EPILOG,
     )
-    what = "FILE.csv or FILE.parquet; for masks a folder (predictions.csv or masks, here)"
+    what = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
     parser.add_argument("--output", metavar="FILE", help=what)
     options = parser.parse_with_words(sys.argv[1:])
     finished = finished_config(options.words, "split", "input")

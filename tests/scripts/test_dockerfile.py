@@ -174,8 +174,8 @@ def test_without_a_command_it_explains_itself(words):
 def test_an_unknown_word_is_one_line():
     code, output, errors = entry("train.epochs=2")
     assert (code, output) == (127, "")
-    assert errors.startswith("hvtrain: 'train.epochs=2' is no command of this image; give horovodrun, mpirun, python, ")
-    assert errors.endswith("settings stand after python -m hvtrain\n") and errors.count("\n") == 1
+    assert errors.startswith("hvtrain: 'train.epochs=2' is not a command of this image; give horovodrun, mpirun,")
+    assert errors.endswith("settings go after python -m hvtrain\n") and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("port", ["ssh", "0", "70000"])
