@@ -33,7 +33,7 @@ class MirroredStrategy(Strategy):
     """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
-        num_replicas: one on each of the first GPUs, None: on all of them. Without GPUs: on the CPU, None: one.
+        num_replicas: how many, each on a GPU of its own; None: one per GPU. Without GPUs: on the CPU; None: one.
     """
 
     def __init__(self, num_replicas: int | None = None) -> None:
