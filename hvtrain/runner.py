@@ -146,7 +146,7 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
     monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
-    hosts = strategy.comm.gather(run.topology.host)
+    hosts = strategy.hosts()
     if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
         note_start(run, hosts, described(run, model, start), start.step)
     callbacks = make_callbacks(run, start, monitors)

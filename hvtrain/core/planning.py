@@ -64,17 +64,9 @@ def make_plan(
         num_steps = train.epochs * steps_per_epoch
     else:
         num_steps = max(1, train.steps // size // times) * times if train.divide_steps_by_size else train.steps
-    factor = scale_factor(train.learning_rate_scale, size * train.accumulate)
+    joint = size * train.accumulate
+    factor = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}[train.learning_rate_scale]
     return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=times)
-
-
-def scale_factor(scale: str, num_batches: int) -> float:
-    """Factor of the learning rate for steps on this number of batches, over ranks and accumulation.
-
-    >>> scale_factor("linear", 4), scale_factor("sqrt", 4), scale_factor("none", 4)
-    (4.0, 2.0, 1.0)
-    """
-    return {"linear": float(num_batches), "sqrt": math.sqrt(num_batches), "none": 1.0}[scale]
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:

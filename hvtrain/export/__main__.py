@@ -36,7 +36,7 @@ for digits.onnx). The exported model is first compared with the run's own on exa
     if console.is_launched():
         raise ConfigError("an export takes one process; start python -m hvtrain.export without a launcher")
     path = Path(options.output or f"{finished.folder.name}{FORMATS[chosen]}")
-    if path.suffix != FORMATS[chosen] and (path.suffix or FORMATS[chosen]):
+    if options.output and path.suffix != FORMATS[chosen]:
         needed = f"PATH{FORMATS[chosen]}" if FORMATS[chosen] else "a folder"
         raise ConfigError(f"--output {path} does not fit format={chosen}; give {needed}")
     if path.exists() or not path.absolute().parent.is_dir():

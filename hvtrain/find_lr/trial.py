@@ -12,7 +12,6 @@ import keras
 from hvtrain import runner
 from hvtrain.bench.rounds import picture
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.planning import scale_factor
 from hvtrain.core.records import write_atomic
 from hvtrain.errors import TrainingError
 from hvtrain.find_lr.suggestion import Suggestion, has_diverged, smoothed, suggest
@@ -65,7 +64,7 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
     except TrainingError as error:  # A gradient that is not finite ends the test on all ranks.
         log.info("%s", str(error).partition(";")[0])
     found = suggest(recorder.rates, recorder.losses)
-    factor = scale_factor(config.train.learning_rate_scale, run.topology.size * config.train.accumulate)
+    factor = run.plan.learning_rate_factor
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, found))
     strategy.stop()
     if found.rate is None:

@@ -31,6 +31,8 @@ class FinishedConfig:
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """The argument of that name. Raises ConfigError if its value is not allowed."""
         given = self.words.get(name, default)
+        if not given:
+            raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
         if given not in allowed:
             raise ConfigError(f"{name}={given} is not one of {', '.join(allowed)}")
         return given

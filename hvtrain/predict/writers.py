@@ -71,7 +71,7 @@ class MaskWriter(Writer):
             path = (self.path / str(name)).with_suffix(".png")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mask.astype(np.uint8)).save(path)
+                Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)
             except OSError as error:
                 raise StorageError(f"{path} was not written: {error.strerror or error}; make room there") from error
 

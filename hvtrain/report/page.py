@@ -160,8 +160,8 @@ def _slowest(result: dict[str, Any]) -> str:
 
 def _again(run: RunFiles, start: dict[str, Any]) -> str:
     """The command that repeats the run in a new folder."""
-    ranks = start.get("num_ranks", 1)
-    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
+    processes = sum(start.get("hosts", {}).values())
+    launcher = ["horovodrun", "-np", str(processes)] if processes > 1 else []
     return shlex.join([*launcher, "python", "-m", "hvtrain", "--config-dir", str(run.folder)])
 
 

@@ -88,6 +88,10 @@ class Strategy:
             use_only(gpus[0])
         return self.topology
 
+    def hosts(self) -> list[str]:
+        """Returns the host of each process of the run, by rank."""
+        return self.comm.gather(self.topology.host)
+
     def start_watchdog(self, abort_seconds: float) -> None:
         """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none."""
 

@@ -63,6 +63,9 @@ class ParameterServerStrategy(Strategy):
     def check_workers(self, number: int) -> None:
         """Raises ConfigError if the settings do not fit this number of workers (every process)."""
 
+    def hosts(self) -> list[str]:
+        return self.cluster.hosts
+
     def start_watchdog(self, abort_seconds: float) -> None:
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
