@@ -99,7 +99,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "format= is not one of keras, savedmodel, onnx, tflite"),
+        ([], "format= is missing; give one of keras, savedmodel, onnx, tflite"),
         (["format=torch"], "format=torch is not one of keras"),
         (["format=onnx", "--output", "model.keras"], "--output model.keras does not fit format=onnx; give PATH.onnx"),
         (["format=savedmodel", "--output", "a.b"], "--output a.b does not fit format=savedmodel; give a folder"),
