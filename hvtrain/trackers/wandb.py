@@ -4,9 +4,13 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from hvtrain.errors import ConfigError
 from hvtrain.trackers.tracker import TrackedRun, Tracker
+
+Mode = Literal["offline", "online"]
+MODES = get_args(Mode)
 
 
 class WeightsAndBiases(Tracker):
@@ -17,7 +21,9 @@ class WeightsAndBiases(Tracker):
 
     needs = ("wandb",)
 
-    def __init__(self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: str = "offline") -> None:
+    def __init__(self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline") -> None:
+        if mode not in MODES:
+            raise ConfigError(f"tracker.wandb.mode={mode} is not one of {', '.join(MODES)}")
         self.folder, self.project, self.entity, self.mode = Path(dir).absolute(), project, entity, mode
         self._run: Any = None
 

@@ -8,7 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 from hvtrain.core.tracked import TRACKERS_FILE, read_tracked, write_tracked
+from hvtrain.errors import ConfigError
 from hvtrain.restore.run_records import read_records, write_records
+from hvtrain.trackers.wandb import WeightsAndBiases
 from launching import many_runs
 
 MODULES = ("tensorboard", "mlflow", "sqlalchemy", "alembic", "sqlparse", "wandb")
@@ -165,6 +167,11 @@ def test_a_missing_package_is_refused_before_training(ran):
         "ConfigError: tracker=own needs no-such-package and nor_this, which are not installed; "
         "install: ./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
     }
+
+
+def test_a_mode_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match=r"^tracker\.wandb\.mode=disabled is not one of offline, online$"):
+        WeightsAndBiases("runs", mode="disabled")
 
 
 def test_ids_move_with_the_other_records_of_a_run(tmp_path):

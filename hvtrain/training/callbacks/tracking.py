@@ -33,11 +33,9 @@ class Tracking(RunCallback):
         self._tracked: dict[str, dict[str, Any]] = {}
         self._is_open = False
         if self.run.config.tracker:
-            self.comm.all_or_raise(self._build)
+            self.comm.on_chief(self._build)
 
     def _build(self) -> None:
-        if not self.run.topology.is_chief:
-            return
         for name in self.run.config.tracker:
             tracker = build(self.run.config, f"tracker.{name}", Tracker)
             tracker.check(name)
