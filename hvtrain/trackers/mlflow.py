@@ -12,6 +12,12 @@ from hvtrain.config.validate import flatten
 from hvtrain.trackers.tracker import TrackedRun, Tracker
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# It sends notes of its use otherwise, and waits for many minutes for a server that is gone.
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
 MOST_PARAMS, LONGEST_PARAM = 100, 6000  # In one request; MLflow refuses more.
 
 
@@ -32,9 +38,8 @@ class MLflow(Tracker):
         self._id = ""
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        # It sends notes of its use otherwise, and tries for minutes to reach a server that is gone.
-        for name, value in {"DISABLE_TELEMETRY": "true", "HTTP_REQUEST_MAX_RETRIES": "2"}.items():
-            os.environ.setdefault(f"MLFLOW_{name}", value)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import mlflow
 
         for logger in ("mlflow", "alembic"):

@@ -16,7 +16,7 @@ MODES = get_args(Mode)
 class WeightsAndBiases(Tracker):
     """Numbers by step, settings as the configuration, and files.
 
-    A resumed run that is offline begins another folder with the same id, under which `wandb sync` joins them.
+    A resumed run that is offline begins another folder under the same id.
     """
 
     needs = ("wandb",)

@@ -10,6 +10,8 @@ import pytest
 from hvtrain.core.tracked import TRACKERS_FILE, read_tracked, write_tracked
 from hvtrain.errors import ConfigError
 from hvtrain.restore.run_records import read_records, write_records
+from hvtrain.trackers.mlflow import MLflow
+from hvtrain.trackers.tracker import TrackedRun
 from hvtrain.trackers.wandb import WeightsAndBiases
 from launching import many_runs
 
@@ -167,6 +169,30 @@ def test_a_missing_package_is_refused_before_training(ran):
         "ConfigError: tracker=own needs no-such-package and nor_this, which are not installed; "
         "install: ./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
     }
+
+
+@needs_trackers
+def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
+    """And goes on in the same tracked run; in another one if that has been deleted."""
+    monkeypatch.chdir(tmp_path)
+    mlflow, wandb = MLflow(f"sqlite:///{tmp_path / 'mlflow.db'}"), WeightsAndBiases(str(tmp_path))
+    run = TrackedRun("some", tmp_path, {"seed": 1}, [])
+    known: dict[str, str | None] = {"mlflow": None, "wandb": None}
+    for state, status in [("stopped", "KILLED"), ("failed", "FAILED"), ("finished", "FINISHED")]:
+        for name, tracker in [("mlflow", mlflow), ("wandb", wandb)]:
+            found = tracker.start(run, known[name])
+            assert known[name] in (None, found)
+            known[name] = found
+            tracker.finish(state, [])
+        assert mlflow._client.get_run(known["mlflow"]).info.status == status
+    paths = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    records = [list(wandb_records(path)) for path in paths]
+    codes = [record.exit.exit_code for each in records for record in each if record.HasField("exit")]
+    assert codes == [1, 1, 0]
+    assert [any(record.HasField("preempting") for record in each) for each in records] == [True, False, False]
+    mlflow._client.delete_run(known["mlflow"])
+    assert mlflow.start(run, known["mlflow"]) != known["mlflow"]
+    assert mlflow.start(run, "0" * 32) != known["mlflow"]
 
 
 def test_a_mode_that_does_not_exist_is_refused():
