@@ -45,8 +45,10 @@ def ran(folder):
             "tracker.tensorboard.dir=/proc/nowhere",
             "tracker.mlflow.uri=http://me:hunter2@127.0.0.1:9",
         ],
+        "unnoted": [*words, "tracker=tensorboard", "train.epochs=1"],
         "missing": ["+tracker.own._target_=leaves.Needy"],
     }
+    (folder / "unnoted" / TRACKERS_FILE).mkdir(parents=True)
     return many_runs("mpi", 2, runs, folder, MLFLOW_TRACKING_URI="", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
 
 
@@ -145,11 +147,23 @@ def test_weights_and_biases_goes_on_under_the_same_id(ran, folder):
 def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
     found, output = ran
     assert {seen["broken"]["record"]["num_steps"] for seen in found} == {30}
-    lines = [line for line in output.splitlines() if "training continues without it" in line]
+    lines = [
+        line for line in output.splitlines() if " failed: " in line and line.endswith("; the run continues without it")
+    ]
     assert len(lines) == 2
     assert "tracker.tensorboard failed: " in lines[0] and "/proc/nowhere" in lines[0]
     assert "tracker.mlflow failed: " in lines[1]
     assert [row["_step"] for row in wandb_run(folder / "broken")[1]] == STEPS
+
+
+@pytest.mark.distributed
+@needs_trackers
+def test_a_run_that_cannot_note_its_trackers_goes_on_without_them(ran):
+    found, output = ran
+    assert found[0]["unnoted"]["record"]["num_steps"] == 10
+    assert (
+        output.count("trackers.json was not written: ") == output.count("the run continues without its trackers") == 1
+    )
 
 
 @pytest.mark.distributed

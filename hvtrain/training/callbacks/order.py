@@ -52,8 +52,8 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
 
     Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks, check them and
     validate, so that later callbacks read true logs. Let the user's callbacks act, and stop all ranks if one requests
-    it. Then record, save, and commit. The record comes before the checkpoint: a run that is killed continues from the
-    checkpoint, and rows written after it would be missing.
+    it. Then record, save, track, and commit. The record comes before the checkpoint: a run that is killed continues
+    from the checkpoint, and rows written after it would be missing.
     """
     config, strategy, place, position = run.config, run.strategy, monitors.place, monitors.position
     progress = strategy.watchdog.progress

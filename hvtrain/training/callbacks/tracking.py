@@ -10,7 +10,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import to_dict
 from hvtrain.core.records import EpochRecord
 from hvtrain.core.tracked import read_tracked, write_tracked
-from hvtrain.errors import Stopped, in_one_line
+from hvtrain.errors import Stopped, StorageError, in_one_line
 from hvtrain.system.secrets import without_passwords
 from hvtrain.trackers.tracker import TrackedRun, Tracker, plain_name
 from hvtrain.training.callbacks.position import RunCallback
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracking(RunCallback):
-    """Starts, feeds and ends the run's trackers; around the run, for one that fails (chief only).
+    """Starts, feeds and ends the run's trackers (chief only). Entered, it also ends those of a run that fails or stops.
 
     A tracker gets the epochs that it does not have yet: one that is chosen late, or failed before a resume, gets all of
     them. One that fails is left out, with a warning.
@@ -90,7 +90,12 @@ class Tracking(RunCallback):
                     own["step"] = record.step
 
         self._each(send)
-        self._each(lambda name, tracker: write_tracked(self.run.folder, self._tracked))
+        if self._trackers:
+            try:
+                write_tracked(self.run.folder, self._tracked)
+            except StorageError as error:
+                self._trackers.clear()
+                log.warning("%s; the run continues without its trackers", error)
 
     def _each(self, action: Callable[[str, Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -99,7 +104,7 @@ class Tracking(RunCallback):
             except Exception as error:
                 del self._trackers[name]
                 why = without_passwords(in_one_line(error))
-                log.warning("tracker.%s failed: %s; training continues without it", name, why)
+                log.warning("tracker.%s failed: %s; the run continues without it", name, why)
 
 
 def scalars(record: EpochRecord, rank_seconds: list[float]) -> dict[str, float]:
