@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,11 +14,11 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.model_options import model_options
 from hvtrain.config.schema import RunConfig, to_dict
-from hvtrain.core.records import RunRecord
+from hvtrain.core.records import RESULT_FILE, RunRecord
 from hvtrain.errors import Stopped, UserError
 from hvtrain.finetuning.averages import take_averages
 from hvtrain.finetuning.first_weights import begin_with
-from hvtrain.report.page import write_report
+from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
@@ -32,7 +33,8 @@ from hvtrain.training.note_start import note_start
 from hvtrain.training.outcome import test_metrics, write_outcome
 from hvtrain.training.review import write_review
 from hvtrain.training.run import Run, described, summary, versions
-from hvtrain.training.run_folder import open_run_folder, remove_if_empty
+from hvtrain.training.run_folder import CONFIG_FILE, open_run_folder, remove_if_empty
+from hvtrain.training.saved_model import MODEL_FILE
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
 
 log = logging.getLogger(__name__)
@@ -91,8 +93,10 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
     run, saved = open_run(config, strategy, state)
     model, start = restore(run, saved)
     del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
-    monitors = fit(run, model, start)
-    return finish(run, model, monitors)
+    monitors = Monitors(run, model, start)
+    with monitors.tracking:
+        fit(run, model, start, monitors)
+        return finish(run, model, monitors)
 
 
 def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Run, ResumePoint | None]:
@@ -140,10 +144,9 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
     return model, start
 
 
-def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
+def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
     """Trains from the start to the end of the plan, unless the run was complete already."""
     config, strategy = run.config, run.strategy
-    monitors = Monitors(run, model, start)
     monitors.weights("at the start", everything=True)
     log.info("%s", summary(run, model, start))
     hosts = strategy.hosts()
@@ -161,7 +164,6 @@ def fit(run: Run, model: keras.Model, start: Start) -> Monitors:
             strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
         else:
             take_averages(model)  # As at the end of fit.
-    return monitors
 
 
 def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None:
@@ -189,9 +191,18 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
     strategy.stop()
     if run.topology.is_chief and run.config.run.report and not cut_short:
         write_report(run.folder)
+    if not cut_short:
+        monitors.tracking.finish("finished", record.metrics, results(run.folder))
     if monitors.interruption.exit_code:
         raise Stopped(monitors.interruption.exit_code)
     return record
+
+
+def results(folder: Path) -> list[Path]:
+    """Files of a finished run for its trackers: settings, numbers, report, and the best model, or else the last."""
+    model = next(folder.glob("best.*"), folder / MODEL_FILE)
+    files = [*(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)), model]
+    return [path for path in files if path.exists()]
 
 
 def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[str, float]) -> RunRecord:

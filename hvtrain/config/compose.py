@@ -25,7 +25,8 @@ MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
 Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
 pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
-left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau].
+left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau]; several
+trackers: tracker=[tensorboard,mlflow].
 Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 

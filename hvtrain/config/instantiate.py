@@ -22,6 +22,7 @@ NEEDED = {
     "strategy": "an hvtrain.strategies.base.Strategy",
     "callbacks": "a keras.callbacks.Callback",
     "augment": "a keras.layers.Layer",
+    "tracker": "an hvtrain.trackers.tracker.Tracker",
 }
 """What the target of each group returns."""
 
@@ -32,8 +33,8 @@ def build(
     """Calls the group's _target_ with its other settings, with `values`, which take precedence, and with those facts of
     the giver, a data set, that it declares as arguments.
 
-    group: a group of the configuration, or callbacks.NAME or augment.NAME. Raises ConfigError if the target cannot be
-    imported, refuses its arguments, fails in the user's own code or returns no `kind`.
+    group: a group of the configuration, or callbacks.NAME, augment.NAME or tracker.NAME. Raises ConfigError if the
+    target cannot be imported, refuses its arguments, fails in the user's own code or returns no `kind`.
     """
     section, _, name = group.partition(".")
     settings = getattr(config, section)[name] if name else getattr(config, section)

@@ -16,7 +16,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
-SEVERAL = ("augment", "callbacks")
+SEVERAL = ("augment", "callbacks", "tracker")
 """Groups of which none or several are chosen, each under its name."""
 RENAMED = {
     "dataset.uneven": "data.uneven",
@@ -155,6 +155,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
+    tracker: dict[str, Any] = field(default_factory=dict, metadata={"doc": "where else the numbers go"})
     comm: CommConfig = field(default_factory=CommConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     resume: str = setting(

@@ -9,6 +9,15 @@ _HARMLESS = re.compile(r"TOKENIZ|(IMAGE|LABEL)_KEY", re.IGNORECASE)
 WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
+def without_passwords(text: str) -> str:
+    """A text, such as an error's, with *** in place of what gives access to the addresses in it.
+
+    >>> without_passwords("no answer from https://me:hunter2@host/runs")
+    'no answer from https://***@host/runs'
+    """
+    return WITH_PASSWORD.sub("://***@", text)
+
+
 def redacted(value: Any, name: str = "") -> Any:
     """A copy of a setting, or of a tree of settings, with *** in place of each text that is a secret.
 

@@ -28,6 +28,7 @@ from hvtrain.training.callbacks.position import Position
 from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
+from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -40,6 +41,8 @@ class Monitors:
         self.weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
         self.place = run, self.position, self.weights
         self.throughput, self.proof, self.skipped = Throughput(*self.place), Proof(*self.place), Skipped(*self.place)
+        self.recording = Recording(*self.place, throughput=self.throughput)
+        self.tracking = Tracking(*self.place, recording=self.recording)
         self.interruption = Interruption(run)
         self.writer = Writer(run.folder / "checkpoints", run.config.checkpoint, run.best, run.task.sign(run.best))
 
@@ -49,8 +52,8 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
 
     Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks, check them and
     validate, so that later callbacks read true logs. Let the user's callbacks act, and stop all ranks if one requests
-    it. Then record, save, and commit. The record comes before the checkpoint: a run that is killed continues from the
-    checkpoint, and rows written after it would be missing.
+    it. Then record, save, track, and commit. The record comes before the checkpoint: a run that is killed continues
+    from the checkpoint, and rows written after it would be missing.
     """
     config, strategy, place, position = run.config, run.strategy, monitors.place, monitors.position
     progress = strategy.watchdog.progress
@@ -74,8 +77,9 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         interruption,
         state,
         *strategy.stop_callbacks(),
-        Recording(*place, throughput=monitors.throughput),
+        monitors.recording,
         Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
+        *([monitors.tracking] if run.topology.is_chief and config.tracker else []),
         *([Progress(*place, throughput=monitors.throughput)] if run.topology.is_chief else []),
         monitors.skipped,
         *([TimelineTrace(*place)] if config.profile.timeline else []),

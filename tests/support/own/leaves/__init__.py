@@ -9,6 +9,7 @@ import numpy as np
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.trackers.tracker import Tracker
 
 
 def tiny(image_shape, num_classes, units=8, fail_on_rank=None, nan_on_rank=None, loss_on_rank=None, norm=False):
@@ -160,3 +161,10 @@ def halved(epoch, rate):
 
 def told(batch, logs):
     print("told of batch", batch)
+
+
+class Needy(Tracker):
+    """Needs what nobody has."""
+
+    needs = ("json", "no_such_module=no-such-package", "nor_this")
+    start = scalars = finish = None

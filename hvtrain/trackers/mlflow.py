@@ -1,0 +1,92 @@
+"""tracker=mlflow: a run of an MLflow experiment, in a file of sqlite or on a server."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvtrain.config.validate import flatten
+from hvtrain.trackers.tracker import TrackedRun, Tracker
+
+STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# It sends notes of its use otherwise, and waits for many minutes for a server that is gone.
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+MOST_PARAMS, LONGEST_PARAM = 100, 6000  # In one request; MLflow refuses more.
+
+
+class MLflow(Tracker):
+    """Metrics by step, settings as parameters, files as artifacts.
+
+    uri: where MLflow keeps runs; null: MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db in the working folder.
+    """
+
+    needs: tuple[str, ...] = ("mlflow=mlflow-skinny",)
+
+    def __init__(self, uri: str | None = None, experiment: str = "hvtrain") -> None:
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        if self.uri.startswith("sqlite:"):
+            self.needs = (*self.needs, "sqlalchemy", "alembic", "sqlparse")
+        self.experiment = experiment
+        self._client: Any = None
+        self._id = ""
+
+    def start(self, run: TrackedRun, known: str | None) -> str:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+
+        for logger in ("mlflow", "alembic"):
+            logging.getLogger(logger).setLevel(logging.WARNING)
+        self._client = mlflow.MlflowClient(self.uri)
+        if not (known and self._is_there(known)):
+            self._id = self._client.create_run(self._experiment_id(), run_name=run.name).info.run_id
+            self._log_settings(run.settings)
+        else:
+            self._id = known
+            self._client.update_run(known, "RUNNING")
+        if run.changes:  # MLflow's parameters never change.
+            self._client.set_tag(self._id, "changes", json.dumps(run.changes))
+        return self._id
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def finish(self, state: str, files: Sequence[Path]) -> None:
+        for path in files:
+            self._client.log_artifact(self._id, str(path))
+        self._client.set_terminated(self._id, STATES[state])
+
+    def _is_there(self, known: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return bool(self._client.get_run(known).info.lifecycle_stage == "active")
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+
+    def _experiment_id(self) -> str:
+        found = self._client.get_experiment_by_name(self.experiment)
+        if found:
+            return str(found.experiment_id)
+        # A server knows where it keeps artifacts; beside a file of sqlite it would depend on the working folder.
+        place = Path("mlruns").absolute().as_uri() if self.uri.startswith("sqlite:") else None
+        return str(self._client.create_experiment(self.experiment, artifact_location=place))
+
+    def _log_settings(self, settings: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in flatten(settings).items()]
+        for begin in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])

@@ -1,0 +1,58 @@
+"""What a tracker does, whoever keeps the numbers. training/callbacks/tracking.py drives all that a run has."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvtrain.errors import ConfigError
+
+INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker learns of a run when it starts. settings are without secrets; changes are those of resumes."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    changes: list[Any]
+
+
+class Tracker(ABC):
+    """Keeps the numbers of a run (chief only). Any method may raise: the run goes on without the tracker."""
+
+    needs: tuple[str, ...] = ()
+    """Modules that it imports, and their packages if those have other names: "wandb", "mlflow=mlflow-skinny"."""
+
+    def check(self, name: str) -> None:
+        """Raises ConfigError if a package is missing. name: of the choice, as in tracker=name."""
+        pairs = [(need.partition("=")[0], need.partition("=")[2] or need) for need in self.needs]
+        if missing := [package for module, package in pairs if not find_spec(module)]:
+            them = "which is" if len(missing) == 1 else "which are"
+            raise ConfigError(f"tracker={name} needs {' and '.join(missing)}, {them} not installed; install: {INSTALL}")
+
+    @abstractmethod
+    def start(self, run: TrackedRun, known: str | None) -> str:
+        """Begins a tracked run, or goes on in the known one if it is still there; returns its id."""
+
+    @abstractmethod
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Adds numbers, by name, at an optimizer step."""
+
+    @abstractmethod
+    def finish(self, state: str, files: Sequence[Path]) -> None:
+        """Ends the tracked run as "finished", "stopped" (it is to be resumed) or "failed", with copies of the files."""
+
+
+def plain_name(name: str) -> str:
+    """A metric's name in characters that every tracker takes.
+
+    >>> plain_name("val_top-3/recall@5")
+    'val_top-3/recall_5'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)

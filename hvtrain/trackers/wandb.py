@@ -1,0 +1,72 @@
+"""tracker=wandb: a run of Weights & Biases, kept offline until `wandb sync` sends it."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hvtrain.errors import ConfigError
+from hvtrain.trackers.tracker import TrackedRun, Tracker
+
+Mode = Literal["offline", "online"]
+MODES = get_args(Mode)
+
+
+class WeightsAndBiases(Tracker):
+    """Numbers by step, settings as the configuration, and files.
+
+    A resumed run that is offline begins another folder under the same id.
+    """
+
+    needs = ("wandb",)
+
+    def __init__(self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline") -> None:
+        if mode not in MODES:
+            raise ConfigError(f"tracker.wandb.mode={mode} is not one of {', '.join(MODES)}")
+        self.folder, self.project, self.entity, self.mode = Path(dir).absolute(), project, entity, mode
+        self._run: Any = None
+
+    def start(self, run: TrackedRun, known: str | None) -> str:
+        self.folder.mkdir(parents=True, exist_ok=True)  # wandb would take a temporary folder.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        # Its records of the machine hold the command line, where there may be secrets.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        self._run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=run.name,
+            id=known or secrets.token_hex(4),
+            dir=str(self.folder),
+            mode=self.mode,
+            resume="allow",
+            reinit="finish_previous",
+            config=run.settings,
+            allow_val_change=True,
+            settings=settings,
+        )
+        return str(self._run.id)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def finish(self, state: str, files: Sequence[Path]) -> None:
+        for path in files:
+            link = Path(self._run.dir) / path.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)  # As wandb does itself, with a warning.
+            self._run.save(str(link), base_path=self._run.dir, policy="now")
+        if state == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=int(state != "finished"))

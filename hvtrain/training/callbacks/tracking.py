@@ -1,0 +1,123 @@
+"""Sends what a run records to its trackers, which must neither stop it nor miss an epoch of it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import to_dict
+from hvtrain.core.records import EpochRecord
+from hvtrain.core.tracked import read_tracked, write_tracked
+from hvtrain.errors import Stopped, StorageError, in_one_line
+from hvtrain.system.secrets import without_passwords
+from hvtrain.trackers.tracker import TrackedRun, Tracker, plain_name
+from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.recording import Recording
+
+log = logging.getLogger(__name__)
+
+
+class Tracking(RunCallback):
+    """Starts, feeds and ends the run's trackers (chief only). Entered, it also ends those of a run that fails or stops.
+
+    A tracker gets the epochs that it does not have yet: one that is chosen late, or failed before a resume, gets all of
+    them. One that fails is left out, with a warning.
+    """
+
+    def __init__(self, *place: Any, recording: Recording) -> None:
+        super().__init__(*place)
+        self._recording = recording
+        self._trackers: dict[str, Tracker] = {}
+        self._tracked: dict[str, dict[str, Any]] = {}
+        self._is_open = False
+        if self.run.config.tracker:
+            self.comm.on_chief(self._build)
+
+    def _build(self) -> None:
+        for name in self.run.config.tracker:
+            tracker = build(self.run.config, f"tracker.{name}", Tracker)
+            tracker.check(name)
+            self._trackers[name] = tracker
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        run, self._is_open = self.run, True
+        self._tracked = read_tracked(run.folder)
+        facts = TrackedRun(run.folder.name, run.folder, to_dict(run.config), run.meta["changes"])
+
+        def start(name: str, tracker: Tracker) -> None:
+            before = self._tracked.get(name, {"id": None, "step": 0})
+            found = tracker.start(facts, before["id"])
+            goes_on = found == before["id"] and self.position.start_step > 0
+            self._tracked[name] = {"id": found, "step": before["step"] if goes_on else 0}
+
+        self._each(start)
+        self._send()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._send()
+
+    def finish(self, state: str, values: dict[str, float] | None = None, files: list[Path] | None = None) -> None:
+        """Ends the tracked runs, with more numbers and files, unless they are ended already or have not begun."""
+        if not self._is_open:
+            return
+
+        def end(name: str, tracker: Tracker) -> None:
+            if values:
+                tracker.scalars(self.position.step, {plain_name(key): value for key, value in values.items()})
+            tracker.finish(state, files or [])
+
+        self._each(end)
+        self._is_open = False
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish("stopped" if kind is None or issubclass(kind, Stopped) else "failed")
+
+    def _send(self) -> None:
+        """Sends the epochs that a tracker does not have yet, and notes the last one."""
+
+        def send(name: str, tracker: Tracker) -> None:
+            own = self._tracked[name]
+            for record in self._recording.records:
+                if record.step > own["step"]:
+                    tracker.scalars(record.step, scalars(record, self._recording.rank_seconds.get(record.epoch, [])))
+                    own["step"] = record.step
+
+        self._each(send)
+        if self._trackers:
+            try:
+                write_tracked(self.run.folder, self._tracked)
+            except StorageError as error:
+                self._trackers.clear()
+                log.warning("%s; the run continues without its trackers", error)
+
+    def _each(self, action: Callable[[str, Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(name, tracker)
+            except Exception as error:
+                del self._trackers[name]
+                why = without_passwords(in_one_line(error))
+                log.warning("tracker.%s failed: %s; the run continues without it", name, why)
+
+
+def scalars(record: EpochRecord, rank_seconds: list[float]) -> dict[str, float]:
+    """An epoch's numbers by name, with the seconds of each rank's own work in a step.
+
+    >>> scalars(EpochRecord(1, 12, 0.1, 2.0, 50.0, {"loss": 0.5}), [0.01, 0.02])
+    {'loss': 0.5, 'epoch': 1, 'learning_rate': 0.1, 'examples_per_second': 50.0, 'step_seconds/rank_0': 0.01, \
+'step_seconds/rank_1': 0.02}
+    """
+    return {
+        **{plain_name(name): value for name, value in record.metrics.items()},
+        "epoch": record.epoch,
+        "learning_rate": record.learning_rate,
+        "examples_per_second": record.examples_per_second,
+        **{f"step_seconds/rank_{rank}": seconds for rank, seconds in enumerate(rank_seconds)},
+    }
