@@ -109,13 +109,13 @@ class Sweep:
         return 0 if self.found["best"] else 1
 
     def _next(self) -> None:
-        title = f"trial {len(self.found['trials']) + 1} of {self.num_trials}"
+        title = f"{len(self.found['trials']) + 1} of {self.num_trials}"
         self.study.try_next(lambda *given: self._train(title, *given))
         progress("")
         self._collect()
         last = self.found["trials"][-1]
         value = last["error"] if last["value"] is None else f"{self.goal.metric} {last['value']:.5g}"
-        print(f"{title}: {last['state']}, {value}; {self._so_far()}", flush=True)
+        print(f"{title}: trial {last['number']} {last['state']}, {value}; {self._so_far()}", flush=True)
 
     def _train(
         self, title: str, number: int, settings: dict[str, Any], is_hopeless: Callable[[int, float], bool]
@@ -133,10 +133,11 @@ class Sweep:
             f"run.dir='{run}'",
         ]
         in_words = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-        progress(f"{title} ({in_words}); {self._so_far()} ...")
+        title = f"{title}: trial {number} ({in_words})"
+        progress(f"{title}; {self._so_far()} ...")
 
         def judge(epoch: int, value: float) -> bool:
-            progress(f"{title} ({in_words}), epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ...")
+            progress(f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ...")
             return is_hopeless(epoch, value)
 
         return value_of(command, run, self.goal, judge)

@@ -61,7 +61,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][\w./-]*", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        # A backslash is special to Hydra before a quote alone.
+        return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + (found[2] and r"\'"), value) + "'"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -11,6 +11,7 @@ from hvtrain.sweep.search_space import SearchSpace, Setting
 STUDY_FILE = "sweep.db"
 FIRST_PRUNED_EPOCH = 2  # The first is often that of the warm-up.
 ERROR = "error"
+LEAST_TO_COMPARE = 8
 
 
 class Study:
@@ -36,8 +37,9 @@ class Study:
             self._give_up(trial)
         # The same seed again would draw the same settings again.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
-        pruner = optuna.pruners.MedianPruner(prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH)
-        self._study.pruner = optuna.pruners.NopPruner() if prune_after is None else pruner
+        self._study.pruner = optuna.pruners.NopPruner()
+        if prune_after is not None:
+            self._study.pruner = optuna.pruners.MedianPruner(prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH)
 
     def trials(self) -> list[Any]:
         """Trials with a result, in their order: finished, pruned and failed ones."""
@@ -52,11 +54,16 @@ class Study:
         }
 
     def importances(self) -> dict[str, float]:
-        """The share of each setting in the differences between finished trials; empty if they are too few."""
-        try:
-            return self._optuna.importance.get_param_importances(self._study)
-        except (RuntimeError, ValueError):
+        """The share of each setting in the variance of finished trials (fANOVA); empty if they are too few or equal."""
+        state, importance = self._optuna.trial.TrialState, self._optuna.importance
+        values = {trial.value for trial in self._study.get_trials(deepcopy=False, states=[state.COMPLETE])}
+        if len(values) < LEAST_TO_COMPARE:
             return {}
+        evaluator = importance.FanovaImportanceEvaluator(seed=0)
+        return {
+            name: float(share)
+            for name, share in importance.get_param_importances(self._study, evaluator=evaluator).items()
+        }
 
     def try_next(self, run: Callable[[int, dict[str, Any], Callable[[int, float], bool]], float | None]) -> Any:
         """The next trial after its end. run takes its number, its settings and what to call with each epoch's value.

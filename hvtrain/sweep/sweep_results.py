@@ -93,7 +93,7 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
     lines += [f"trial {one['number']} failed: {one['error']}" for one in found["trials"] if one["error"]]
     if found["importances"]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in found["importances"].items())
-        lines += ["", f"share in the differences between finished trials: {shares}"]
+        lines += ["", f"share in the variance of finished trials (fANOVA): {shares}"]
     if found["best"] is None:
         return [*lines, "", "no trial finished, so there is no best one"]
     best = found["best"]
