@@ -78,7 +78,8 @@ def read_space(name: str, words: Sequence[str]) -> SearchSpace:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
-    return SearchSpace(path, {str(key): _setting(f"{path}: {key}", value) for key, value in tree.items()})
+    given = {str(key): value for key, value in tree.items()}
+    return SearchSpace(path, {name: _setting(f"{path}: {name}", value) for name, value in given.items()})
 
 
 def _place(name: str, words: list[str]) -> Path:

@@ -9,11 +9,12 @@ import pytest
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.records import EpochRecord
-from hvtrain.errors import ConfigError
+from hvtrain.errors import BusyError, ConfigError
 from hvtrain.sweep.__main__ import sweep
 from hvtrain.sweep.goal import Goal, goal_of
 from hvtrain.sweep.search_space import Setting, read_space, word
 from hvtrain.sweep.sweep_results import line_of, ranked
+from hvtrain.system.run_lock import RunLock
 
 DATA = "dataset.num_validation=100"
 
@@ -106,6 +107,15 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message,
         sweep()
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not list(Path().glob("*/trial-*"))
+
+
+def test_a_sweep_has_its_folder_to_itself(tmp_path, monkeypatch):
+    pytest.importorskip("optuna", reason="optuna is not installed: scripts/install-test-tools")
+    monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA, "--output", str(tmp_path)])
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        with pytest.raises(BusyError, match="is in use by another sweep; wait for its end, or choose another"):
+            sweep()
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch):
