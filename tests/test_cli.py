@@ -157,6 +157,7 @@ COMMANDS = {
     "plan": ["--ranks-per-host N", "default: 25", "--algorithm {", "docs/plan.md"],
     "spark": ["--np N", "--gloo", "* cnn", "train.epochs=12"],
     "verify": ["python -m hvtrain.verify", "horovodrun -np 16"],
+    "sweep": ["sweep=SPACE [trials=N]", "--direction {max,min}", "choices: [adam, sgd]", "docs/sweep.md"],
     "compare": ["strategy=A,B,... [OPTION ...]", "--single-batch {joint,rank}", "NAME@SETTING=VALUE"],
 }
 

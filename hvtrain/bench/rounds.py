@@ -4,6 +4,7 @@ A shared machine can be slower for minutes at a time. So contenders take turns, 
 compared.
 """
 
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]
 def progress(text: str) -> None:
     """Shows what is running, on a terminal only, until the next call; "" clears the line."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
+        # A line that wraps could not be cleared.
+        sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
 
 

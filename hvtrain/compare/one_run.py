@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 from hvtrain.compare.contestants import Contestant
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
+from hvtrain.launch.start import going_with
 
 SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from the run.
 SECONDS_TO_SAVE = 40.0
@@ -71,21 +72,9 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     folder.mkdir(parents=True, exist_ok=True)
     log, before, began = folder / "output.txt", _children_seconds(), time.monotonic()
     gpu_before, peaks = gpu_bytes(), [0, 0]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # A Ctrl-C in the terminal is passed on below, once.
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )
-        try:
-            while not _ends_within(process, SECONDS_BETWEEN_SAMPLES):
-                peaks = [max(peaks[0], resident_bytes(process.pid)), max(peaks[1], gpu_bytes() or 0)]
-        except BaseException:
-            end(process)
-            raise
+    with started(command, log, cores) as process:
+        while not ends_within(process, SECONDS_BETWEEN_SAMPLES):
+            peaks = [max(peaks[0], resident_bytes(process.pid)), max(peaks[1], gpu_bytes() or 0)]
     if process.returncode:
         raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
     return Training(
@@ -96,6 +85,31 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
         peak_bytes=peaks[0] or None,
         gpu_bytes=None if gpu_before is None else max(0, peaks[1] - gpu_before),
     )
+
+
+@contextmanager
+def started(command: Sequence[str], log: Path, cores: set[int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A run whose output goes to the log. It ends if the block raises, and with this process."""
+    go_with_this_process = going_with(os.getpid())
+
+    def prepare() -> None:
+        go_with_this_process()
+        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # A Ctrl-C in the terminal is passed on below, once.
+            preexec_fn=prepare,
+        )
+        try:
+            yield process
+        except BaseException:
+            end(process)
+            raise
 
 
 def read_result(run: Path) -> dict[str, Any]:
@@ -133,7 +147,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Waits so long for its end at most."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.returncode is not None
