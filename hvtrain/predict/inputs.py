@@ -113,7 +113,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
 
 def _of_array(run: FinishedRun, path: Path, spec: Any, topology: Topology, size: int) -> Examples:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")  # It reads no pickles.
     except (OSError, ValueError) as error:
         raise DataError(f"input={path} cannot be read as an array: {error}; write it with numpy.save") from error
     shape = spec if isinstance(spec, tuple) else tuple(getattr(spec, "shape", ())) or None
