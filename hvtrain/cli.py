@@ -34,6 +34,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {' '.join(self.prog.split()[:3])} --help")
 
+    def add_hosts(self) -> None:
+        """Adds -H and --hostfile, for commands that hand them on to hvtrain.launch."""
+        hosts = self.add_mutually_exclusive_group()
+        hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain.launch")
+        hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+
     def parse_with_words(self, words: list[str]) -> argparse.Namespace:
         """Its options, and as `words` those of the runner and of Hydra, which it does not know."""
         options, rest = self.parse_known_args(words)

@@ -148,10 +148,11 @@ def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
     """Trains from the start to the end of the plan, unless the run was complete already."""
     config, strategy = run.config, run.strategy
     monitors.weights("at the start", everything=True)
-    log.info("%s", summary(run, model, start))
+    lines = described(run, model, start)
+    log.info("%s", summary(lines))
     hosts = strategy.hosts()
     if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
-        note_start(run, hosts, described(run, model, start), start.step)
+        note_start(run, hosts, lines, start.step)
     callbacks = make_callbacks(run, start, monitors)
     with monitors.writer, explain_errors(run, model, monitors.position):
         if start.step < run.plan.num_steps and not start.ended:

@@ -154,9 +154,7 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
     )
     option = parser.add_argument
     option("-np", type=at_least(1), default=2, metavar="N", help="ranks, workers or replicas; default: 2")
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain.launch")
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+    parser.add_hosts()
     option("--num-ps", type=at_least(1), metavar="P", help="parameter servers, for strategies that have some")
     rounds = "rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6"
     option("--rounds", type=at_least(1), default=6, metavar="N", help=rounds)

@@ -20,6 +20,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps
 from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.run import described, summary
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
     model, start = runner.restore(run, None)
     monitors = Monitors(run, model, start)
     recorder = Recorder(*monitors.place)
-    log.info("%s", runner.summary(run, model, start))
+    log.info("%s", summary(described(run, model, start)))
     steps = call_steps(config, strategy, [recorder])
     try:
         with explain_errors(run, model, monitors.position):

@@ -74,8 +74,7 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     for slot in kept:
         slot.variable.assign(arrays[keys[slot.place]])
     number = sum(int(np.prod(slot.variable.shape)) for slot in kept)
-    left = ", ".join(f"{slot.place} {tuple(slot.variable.shape)}" for slot in new_head)
-    left = ", ".join(filter(None, [left, *excepted]))
+    left = ", ".join([*(f"{slot.place} {tuple(slot.variable.shape)}" for slot in new_head), *excepted])
     log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {left}" if left else "")
     if rest and excepted:
         layers = sorted({key.rpartition("/")[0] for key in rest})

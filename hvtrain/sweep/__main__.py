@@ -118,9 +118,7 @@ with the best settings again. trials: results in all, those that are there inclu
     )
     option = parser.add_argument
     option("-np", type=at_least(1), default=2, metavar="N", help="ranks of a trial; default: 2")
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain.launch")
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+    parser.add_hosts()
     option("--metric", metavar="NAME", help="a column of history.csv; default: checkpoint.best, that of the task")
     option("--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name")
     after = "finished trials before others are pruned, from epoch 2 on; default: 5"

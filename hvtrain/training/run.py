@@ -105,9 +105,8 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
     return tf.data.Dataset.zip(steps, batches).map(add)
 
 
-def summary(run: Run, model: keras.Model, start: Start) -> str:
-    """The run in some ten lines, without the closing newline."""
-    lines = described(run, model, start)
+def summary(lines: dict[str, str]) -> str:
+    """What described returns, in some ten lines, without the closing newline."""
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()) + "\n"
 
