@@ -65,15 +65,14 @@ def wait_until_gone(mark: str, timeout: float) -> dict[int, str]:
     return lines
 
 
-def shared_memory() -> set[str]:
-    """What lies in shared memory and in Open MPI's session folders and no live process uses: what ranks left there.
+def left_files(temporary: Path) -> set[str]:
+    """What lies in shared memory and no live process uses, and Open MPI's session folders: what ranks left there.
 
-    Of the session folders it knows the user only by the process id in their name, pid.N. Semaphores of Python's
-    multiprocessing are the launchers', also those of other jobs on this machine.
+    `temporary` is the job's own TMPDIR, where Open MPI makes its session folders: in a common one nobody can tell whose
+    they are. Semaphores of Python's multiprocessing are the launchers', also those of other jobs on this machine.
     """
     left = [path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")]
-    sessions = Path("/tmp").glob(f"ompi.{os.uname().nodename}.*/*")
-    left += [path for path in sessions if not Path("/proc", path.suffix[1:]).exists()]
+    left += temporary.glob("ompi.*/*")
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

@@ -25,7 +25,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from launching import environment
-from ranks import MARK, rank_processes, say, send, shared_memory, wait_until_gone
+from ranks import MARK, left_files, rank_processes, say, send, wait_until_gone
 
 # Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch on two ranks.
 WORDS = [
@@ -47,12 +47,18 @@ def command(launcher: str, epochs: int, run: Path) -> list[str]:
     return [*LAUNCHERS[launcher], *([] if launcher == "launch" else [sys.executable, "-m", "hvtrain"]), *words]
 
 
+def temporary(folder: Path) -> Path:
+    """TMPDIR of the soak's starts."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    return folder / "tmp"
+
+
 def start(launcher: str, epochs: int, run: Path, mark: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
         return subprocess.Popen(
             command(launcher, epochs, run),
             cwd=run.parent,
-            env=environment(**{MARK: mark}),
+            env=environment(**{MARK: mark, "TMPDIR": str(temporary(run.parent))}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -117,7 +123,7 @@ class Soak:
     def kill_once(self, run: Path, kills: int) -> list[str]:
         """Starts the line, kills a rank at a random moment, and looks at what is left."""
         mark, log = self._next()
-        memory = shared_memory()
+        files = left_files(temporary(self.folder))
         launcher = self.random.choice(self.launchers)
         victim = self.random.randrange(2)
         # Mostly while it trains and saves, sometimes while it starts.
@@ -150,8 +156,8 @@ class Soak:
         moment = f"after {killed - began:5.1f} s at {where}"
         say(f"{len(self.seconds):>4}/{kills} {launcher:<6} rank {victim} {moment}: {took:4.1f} s, code {code}")
         problems = [f"left running: {left}"] if left else []
-        if memory_left := shared_memory() - memory:
-            problems.append(f"left in shared memory: {sorted(memory_left)}")
+        if files_left := self._files_left(files):
+            problems.append(f"left in shared memory or Open MPI's folders: {files_left}")
         # The run may have been over already when the kill came.
         if code != 75 and not (code == 0 and (run / "result.json").exists()):
             problems.append(f"exit code {code} instead of 75")
@@ -160,6 +166,13 @@ class Soak:
         return (
             [f"{launcher}, rank {victim}: {'; '.join(problems)}\n{log.read_text(errors='replace')}"] if problems else []
         )
+
+    def _files_left(self, before: set[str]) -> list[str]:
+        """What the start left for good: what another killed job left goes away in a moment."""
+        deadline = time.monotonic() + 10
+        while (left := left_files(temporary(self.folder)) - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return sorted(left)
 
     def _next(self) -> tuple[str, Path]:
         self.starts += 1
