@@ -58,7 +58,7 @@ def test_the_faults_that_the_doctor_finds(folder):
 
 
 @pytest.mark.release
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_whole_page(folder):
     lab = Lab(4)
     try:
