@@ -1,5 +1,7 @@
 """The site of scripts/site: built without a warning, complete, and read in a real browser from its folder."""
 
+import doctest
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -51,6 +53,13 @@ def test_every_page_is_there_and_none_leads_out_of_the_site(site):
         text = page.read_text()
         assert "fonts.googleapis" not in text and "unpkg.com" not in text, page
         assert '.md"' not in text and ".md#" not in text, page
+
+
+def test_the_example_of_the_hook():
+    spec = importlib.util.spec_from_file_location("pages", SITE / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    assert doctest.testmod(pages) == (0, 1)
 
 
 def test_the_api_has_what_is_public(site):
