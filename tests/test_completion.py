@@ -148,5 +148,11 @@ def test_bad_input_is_one_line():
     assert "invalid choice: 'fish'" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_modules_are_there():
-    assert all((ROOT / module.replace(".", "/")).is_dir() for module in completion.MODULES)
+def test_the_commands_that_take_settings():
+    """Those whose code says so, by what their help or their parser takes from elsewhere."""
+    files = [*ROOT.glob("hvtrain/*/__main__.py"), *ROOT.glob("hvtrain/*.py"), ROOT / "hvtrain/launch/options.py"]
+    signs = ("RUN_SETTINGS}", "parse_with_words(", "run_settings(", "-- GROUP=")
+    found = {path for path in files if path.name != "cli.py" and any(sign in path.read_text() for sign in signs)}
+    places = [path.parent if path.parent.name != "hvtrain" else path.with_suffix("") for path in found]
+    names = {".".join(place.relative_to(ROOT).parts).removesuffix(".__main__") for place in places}
+    assert names == {*completion.MODULES}

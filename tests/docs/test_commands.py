@@ -33,11 +33,13 @@ def commands(text):
                 yield line.removeprefix("$ ")
 
 
-FOUND = [(page.stem, words) for page in PAGES for line in commands(page.read_text()) if (words := settings(line))]
+FOUND = {
+    (page.stem, *words): words for page in PAGES for line in commands(page.read_text()) if (words := settings(line))
+}
 
 
-@pytest.mark.parametrize(("page", "words"), FOUND, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_the_settings_of_a_command_are_settings(page, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", FOUND.values(), ids=[" ".join(key[:2]) for key in FOUND])
+def test_the_settings_of_a_command_are_settings(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     compose(words)
 
