@@ -1,4 +1,5 @@
 # Completes groups, their choices and settings of hvtrain in bash. Made by: python -m hvtrain.completion bash
+# shellcheck shell=bash disable=SC2190
 declare -gA _hvtrain_values=(
 @VALUES@
 )
