@@ -18,7 +18,7 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 # Elements that reach beyond the window. What lies in a part that scrolls by itself is allowed, the part is not.
 TOO_WIDE = """
 [...document.querySelectorAll("body, body *")]
-  .filter(e => !e.closest("svg *") && !e.parentElement.closest(".scroll"))
+  .filter(e => !e.closest("svg *") && !e.parentElement.closest("SCROLLS"))
   .filter(e => {
     const box = e.getBoundingClientRect();
     return e.scrollWidth > e.clientWidth + 1 && e === document.body
@@ -109,8 +109,9 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def too_wide(self) -> list[str]:
-        return self.evaluate(TOO_WIDE.replace("WIDTH", str(self._width)))
+    def too_wide(self, scrolls: str = ".scroll") -> list[str]:
+        """Elements wider than the page; scrolls: a selector of the parts that scroll by themselves."""
+        return self.evaluate(TOO_WIDE.replace("WIDTH", str(self._width)).replace("SCROLLS", scrolls))
 
     def screenshot(self, path: Path) -> None:
         """The whole page as PNG."""

@@ -1,0 +1,65 @@
+# Completes groups, their choices and settings of hvtrain in bash. Made by: python -m hvtrain.completion bash
+# shellcheck shell=bash disable=SC2190
+declare -gA _hvtrain_values=(
+@VALUES@
+)
+
+# The words of a line decide: which command of hvtrain it has, and which folder of --config-dir.
+_hvtrain() {
+  local line="${COMP_LINE:0:COMP_POINT}" module="" folder="" word index
+  local -a words=()
+  COMPREPLY=()
+  read -ra words <<<"$line"
+  [[ $line != *[[:space:]] ]] || words+=("")
+  word="${words[-1]}"
+  for ((index = 0; index < ${#words[@]} - 1; index++)); do
+    case "${words[index]}" in
+      -m) module="${words[index + 1]}" ;;
+      hvtrain | */hvtrain) module=hvtrain ;;
+      --config-dir | -cd) folder="${words[index + 1]}" ;;
+      --config-dir=*) folder="${words[index]#*=}" ;;
+    esac
+  done
+  if [[ ${words[-2]:-} == -m ]]; then
+    mapfile -t COMPREPLY < <(compgen -W "@MODULES@" -- "$word")
+  elif [[ $module && " @MODULES@ " == *" $module "* && ${words[-2]:-} != -cd && ${words[-2]:-} != --config-dir ]]; then
+    case "$word" in
+      -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
+      *=*) _hvtrain_value "$word" "$folder" ;;
+      *) _hvtrain_name "$word" "$module" "$folder" ;;
+    esac
+  fi
+}
+
+# model= or model.units= after "mod"; one part of a dotted name at a time.
+_hvtrain_name() { # WORD MODULE FOLDER
+  local sign="" word="$1" name rest
+  local -a names=("${!_hvtrain_values[@]}")
+  [[ $word != [+~]* ]] || sign="${word:0:1}" word="${word:1}"
+  for name in "${names[@]}"; do
+    [[ $name == "$word"* ]] || continue
+    [[ $name != cluster* || $2 == hvtrain.launch ]] || continue
+    rest="${name#"$word"}="
+    [[ $rest != *.* ]] || rest="${rest%%.*}."
+    COMPREPLY+=("$sign$word$rest")
+  done
+  mapfile -t COMPREPLY < <(printf '%s\n' "${COMPREPLY[@]}" | sort -u)
+  compopt -o nospace
+}
+
+# What may stand after model= or, in a list, after augment=[random_flip,
+_hvtrain_value() { # WORD FOLDER
+  local name="${1%%=*}" value="${1#*=}" before choices file
+  name="${name#+}"
+  before="${value%"${value##*[\[,]}"}"
+  choices="${_hvtrain_values[$name]:-}"
+  for file in "$2/$name"/*.yaml; do
+    [[ ! $2 || ! -e $file ]] || choices+=" $(basename "$file" .yaml)"
+  done
+  # Bash replaces what stands after the = alone, unless the user has taken it from the characters that break words.
+  [[ $COMP_WORDBREAKS == *=* ]] || before="${1%%=*}=$before"
+  mapfile -t COMPREPLY < <(compgen -W "$choices" -P "$before" -- "${value##*[\[,]}")
+  [[ $value != *\[* ]] || compopt -o nospace
+}
+
+complete -o bashdefault -o default -F _hvtrain @COMMANDS@

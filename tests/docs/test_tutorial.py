@@ -1,0 +1,77 @@
+"""docs/tutorial.md: its commands print each line that the page shows for them.
+
+The whole takes minutes, and other tests hold its faults nightly. The release runs it; nightly it is one section.
+"""
+
+import re
+
+import pytest
+
+from lab import Lab, needs_lab
+from launching import ROOT, run
+
+pytestmark = [pytest.mark.distributed, needs_lab]
+
+TEXT = (ROOT / "docs/tutorial.md").read_text()
+SECTIONS = {
+    title: re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for title, text in re.findall(r"^#+ (.+?)\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+}
+
+
+def pattern(line):
+    """The page's line with any number in a number's place, s1 not being one, and anything in the place of dots.
+
+    >>> bool(pattern("rank 1 host s2: 3.5 s; ...").search("rank 0 host s2: 12 s; run it again"))
+    True
+    >>> bool(pattern("rank 1 host s2: 3.5 s").search("rank 1 host s3: 3.5 s"))
+    False
+    """
+    parts = [re.escape(part) for part in re.split(r"(?<![a-z])\d[\d.,:]*", line.removesuffix(" ..."))]
+    text = re.sub(r"(\\ )+", " +", r"[\d.,:]+".join(parts))
+    return re.compile(f"^{text}{'.*' if line.endswith(' ...') else '$'}", re.MULTILINE)
+
+
+def follow(section, folder, lab):
+    """Runs a section's commands; what they print must have the lines that stand under them."""
+    lines = [line for block in SECTIONS[section] for line in block.splitlines()]
+    commands = "\n".join(line[2:] for line in lines if line.startswith("$ "))
+    code, output = run(None, 1, "bash", "-ec", commands, cwd=folder, HVTRAIN_LAB=lab.name, OPAL_PREFIX="", timeout=580)
+    assert code == 0, output
+    missing = [line for line in lines if not line.startswith("$ ") and not pattern(line).search(output)]
+    assert not missing, output
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that looks like the clone; runs lie in it."""
+    for name in (".venv", "conf", "hvtrain", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    return tmp_path
+
+
+@pytest.mark.nightly
+def test_the_faults_that_the_doctor_finds(folder):
+    with Lab(4) as lab:
+        follow("Faults that the doctor finds", folder, lab)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_the_whole_page(folder):
+    lab = Lab(4)
+    try:
+        for section in SECTIONS:
+            follow(section, folder, lab)
+        assert not lab.state.exists(), "its last command ended the lab"
+    finally:
+        lab("down")
+
+
+def test_the_page_has_these_sections():
+    assert [title for title, blocks in SECTIONS.items() if blocks] == [
+        "Tutorial: from one process to four hosts", "One process", "Two ranks", "Hosts", "Faults that the doctor finds",
+        "A slow cable", "A killed rank", "A rank that hangs", "A lost host",
+    ]  # fmt: skip
+    assert len(TEXT.splitlines()) <= 200
