@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -80,7 +81,7 @@ class Notice:
         self._sender = None
 
     def _start(self, folder: Path) -> None:
-        self._sender = subprocess.Popen(
+        self._sender = sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.notices.sender", str(os.getpid())],
             env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)},
             stdin=subprocess.PIPE,
@@ -92,26 +93,30 @@ class Notice:
         lost = f"rank 0 was killed, or {host} is lost; run the same command with run.dir={folder} to resume"
         self._write({"addresses": self._addresses, "name": folder.name, "place": f"{folder} on {host}", "lost": lost})
         unknown = self._answer(SECONDS_TO_START)
-        self._sender.wait()  # For the process that forked the sender.
+        if unknown is None:
+            with suppress(ProcessLookupError):
+                os.killpg(sender.pid, signal.SIGKILL)
+            log.warning("no notice will be sent: the process that sends it has not started")
+        sender.wait()  # For the process that forked the sender.
         if unknown != []:
             self._sender = None
-        if unknown is None:
-            log.warning("no notice will be sent: the process that sends it has not started")
-        elif unknown:
+        if unknown:
             name = self._name(unknown[0])
             raise ConfigError(f"notify: {name} is not an address that apprise knows; see docs/notices.md")
 
     def _write(self, message: dict[str, Any]) -> None:
         if self._sender and self._sender.stdin:
-            with suppress(BrokenPipeError):  # It has read the last message, or wait will find that it is gone.
+            with suppress(OSError):  # It has read the last message, or wait will find that it is gone.
                 os.write(self._sender.stdin.fileno(), json.dumps(message, ensure_ascii=False).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
         """The places of addresses that the sender writes about; None if it does not, or is gone."""
-        pipe = self._sender.stdout if self._sender else None
-        if pipe and select.select([pipe], [], [], seconds)[0] and (line := pipe.readline()):
-            return list(json.loads(line))
-        return None
+        if not (self._sender and self._sender.stdout):
+            return None
+        poll = select.poll()  # select takes no descriptor above 1023, and a rank may have so many.
+        poll.register(self._sender.stdout, select.POLLIN)
+        line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
+        return list(json.loads(line)) if line else None
 
     def _name(self, place: int) -> str:
         return f"address {place + 1} of {len(self._addresses)} ({addresses.shown(self._addresses[place])})"

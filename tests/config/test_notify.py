@@ -8,6 +8,7 @@ import pytest
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict, to_dict
 from hvtrain.errors import ConfigError
+from hvtrain.launch import environment
 from hvtrain.training.run_folder import reusable
 
 MAIL = "mailto://me:hunter2@host:25?to=a@b.org,c@d.org&mode=insecure"
@@ -63,6 +64,15 @@ def test_a_file_with_something_else_is_refused_without_showing_it(value, monkeyp
     with pytest.raises(ConfigError, match=r"^notify=\*\*\* is not a string") as caught:
         from_dict({**tree, "notify": value})
     assert "hunter2" not in str(caught.value)
+
+
+def test_the_variable_reaches_ranks_and_is_not_open():
+    """Whatever its value looks like."""
+    for value in (MAIL, SLACK):
+        given = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
+        assert environment.for_ranks(given)["HVTRAIN_NOTIFY"] == value
+        assert not environment.travels("HVTRAIN_NOTIFY", given), "hvtrain.info would show it"
+        assert "HVTRAIN_NOTIFY" not in environment.asked_for(given, []), "a cluster's files would hold it"
 
 
 def output(*words, cwd):

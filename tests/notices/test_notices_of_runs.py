@@ -74,9 +74,7 @@ def test_what_cannot_be_sent_is_one_warning(ran):
     found, output = ran
     assert [seen["unsent"]["record"]["num_steps"] for seen in found] == [12, 12]
     (line,) = [line for line in output.splitlines() if "the notice could not be sent" in line]
-    assert line.endswith(
-        "the notice could not be sent to address 1 of 1 (json://***); test it with the command apprise"
-    )
+    assert line.endswith("could not be sent to address 1 of 1 (json://***); test it with the command apprise")
 
 
 def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
