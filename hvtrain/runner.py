@@ -115,7 +115,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     if not topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
     folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder))
-    strategy.watchdog.folder = folder
+    strategy.watchdog.folder, strategy.watchdog.tell = folder, state.notice.note
     config = replace(config, run=replace(config.run, dir=str(folder)))
     console.log_to_file(folder / "logs", topology.rank)
     comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))

@@ -66,8 +66,9 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
         raise ConfigError(_in_one_line(error)) from error
     finally:
         sys.argv = own
-    for tree in trees if notify is not None else ():
-        tree["notify"] = None if notify == "null" else addresses.split(notify)
+    if notify is not None:
+        for tree in trees:
+            tree["notify"] = None if notify == "null" else addresses.split(notify)
     return trees
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
-MOST_CHARACTERS = 1000  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
+MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
 # By these variables launchers find the processes of a launch, to end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 
@@ -36,38 +36,34 @@ class Notice:
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
-        """Starts the process that sends it, unless it runs already. Raises ConfigError for an address that it refuses.
-
-        From then on, what this process says in an error is sent if it ends without another word, as the watchdog may
-        end it.
-        """
+        """Starts the process that sends it, unless it runs already. Raises ConfigError for a wrong address."""
         if chosen and self._sender is None:
             if not find_spec("apprise"):
                 raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
             self._addresses = list(chosen)
             self._start(folder)
-        if self._sender:
-            logging.getLogger("hvtrain").addHandler(_LastWords(self))
-
-    def tell(self, kind: str, text: str, is_last: bool = True) -> None:
-        """Has this sent: now, or if it is not the last word, at the end of this process unless there is another."""
-        text = without_passwords(text).removeprefix("stopped because ")
-        self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
 
     def finished(self, text: str) -> None:
         """Sends the results of a finished run."""
-        self.tell(FINISHED, text)
+        self._tell(FINISHED, text)
 
     def stopped(self, text: str) -> None:
         """Sends that the run was asked to stop, and how it goes on."""
-        self.tell(STOPPED, text)
+        self._tell(STOPPED, text)
 
     def failed(self, error: BaseException) -> None:
         """Sends the cause of a failure, unless the end has been told before."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
-            self.tell(FAILED, cause_in_words(error))
+            self._tell(FAILED, cause_in_words(error))
+
+    def note(self, text: str) -> None:
+        """Notes why the run fails, which is sent if this process ends without another word, by a launcher or watchdog.
+
+        Any thread may call it.
+        """
+        self._tell(FAILED, text, is_last=False)
 
     def wait(self) -> None:
         """Waits until it is sent, for little more than SECONDS_TO_SEND, and warns of each address to which it is not.
@@ -90,7 +86,7 @@ class Notice:
             start_new_session=True,
         )
         host = socket.gethostname()
-        lost = f"rank 0 was killed, or {host} is lost; run the same command with run.dir={folder} to resume"
+        lost = f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={folder} to resume"
         self._write({"addresses": self._addresses, "name": folder.name, "place": f"{folder} on {host}", "lost": lost})
         unknown = self._answer(SECONDS_TO_START)
         if unknown is None:
@@ -102,12 +98,16 @@ class Notice:
             self._sender = None
         if unknown:
             name = self._name(unknown[0])
-            raise ConfigError(f"notify: {name} is not an address that apprise knows; see docs/notices.md")
+            raise ConfigError(f"notify: {name} is not an address that apprise takes; see docs/notices.md")
+
+    def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
+        text = without_passwords(text).removeprefix("stopped because ")
+        self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
 
     def _write(self, message: dict[str, Any]) -> None:
-        if self._sender and self._sender.stdin:
+        if (sender := self._sender) and sender.stdin:
             with suppress(OSError):  # It has read the last message, or wait will find that it is gone.
-                os.write(self._sender.stdin.fileno(), json.dumps(message, ensure_ascii=False).encode() + b"\n")
+                os.write(sender.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
         """The places of addresses that the sender writes about; None if it does not, or is gone."""
@@ -120,17 +120,6 @@ class Notice:
 
     def _name(self, place: int) -> str:
         return f"address {place + 1} of {len(self._addresses)} ({addresses.shown(self._addresses[place])})"
-
-
-class _LastWords(logging.Handler):
-    """Tells the notice of errors that this process says."""
-
-    def __init__(self, notice: Notice) -> None:
-        super().__init__(logging.ERROR)
-        self._notice = notice
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._notice.tell(FAILED, record.getMessage(), is_last=False)
 
 
 def cause_in_words(error: BaseException) -> str:

@@ -3,7 +3,7 @@ the process of that number, starts.
 
 It reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name", "place"}, then each
 notice {"kind", "body"} that would be sent if rank 0 ended now; "is_last" sends it at once. It answers on its standard
-output: first the places of addresses that apprise does not know, in the end those to which nothing could be sent.
+output: first the places of addresses that apprise does not take, in the end those to which nothing could be sent.
 
 No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by which launchers find
 what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
@@ -51,7 +51,7 @@ def main() -> None:
             break
     title, kind = TITLES[notice["kind"]].format(begin["name"]), _TYPES.get(notice["kind"], "failure")
     body = f"{notice['body']}\n{begin['place']}"
-    answer(send(servers, title=title, body=body, notify_type=apprise.NotifyType(kind)))
+    answer(send(servers, title=_clean(title), body=_clean(body), notify_type=apprise.NotifyType(kind)))
     os._exit(0)  # A thread may still wait for a server.
 
 
@@ -92,6 +92,11 @@ def answer(places: list[int]) -> None:
     """Writes a line, if rank 0 is still there to read it."""
     with suppress(BrokenPipeError):
         os.write(1, json.dumps(places).encode() + b"\n")
+
+
+def _clean(text: str) -> str:
+    """A text that can be sent: names of files may hold any bytes."""
+    return text.encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

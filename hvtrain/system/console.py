@@ -156,7 +156,7 @@ def say_error(
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
-    """Writes one line to the error output, and to this rank's log file and notice; for a launcher also as a verdict.
+    """Writes one line to the error output, and to this rank's log file; for a launcher also as a verdict.
 
     Args:
         wait_seconds: how long to wait for the rank whose message comes first; by default not at all on rank 0. A
@@ -167,7 +167,7 @@ def say_error(
     logger = logging.getLogger("hvtrain")
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
-        if not isinstance(handler, _ToStdout):
+        if isinstance(handler, logging.FileHandler):
             handler.handle(record)
     wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
     if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:

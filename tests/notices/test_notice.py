@@ -25,8 +25,6 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from hvtrain.notices.notice import Notice
-from hvtrain.system import console
-console.start_log(True)
 notice = Notice()
 notice.begin(json.load(sys.stdin), Path(sys.argv[1]))
 print("begun", flush=True)
@@ -90,12 +88,12 @@ def test_killed_by_the_launcher_it_is_reported_lost(received, tmp_path):
     assert process.wait() == -signal.SIGKILL
     kind, body = received.only_post("lost has ended, and did not say why")
     assert kind == "failure"
-    assert f"rank 0 was killed, or {os.uname().nodename} is lost; run the same command with run.dir={tmp_path}" in body
+    assert f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={tmp_path}" in body
     wait_until_ended(process.pid)
 
 
 def test_the_last_words_of_a_process_that_the_watchdog_ends(received, tmp_path):
-    does = "console.say_error('stopped because rank 1 on s2 hangs', 0); os._exit(75)"
+    does = "notice.note('rank 1 on s2 hangs'); os._exit(75)"
     process = rank(tmp_path / "hanging", [received.webhook], does)
     kind, body = received.only_post("hanging has failed")
     assert kind == "failure" and body.startswith("rank 1 on s2 hangs\n")
@@ -158,7 +156,9 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path, caplog):
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         notice = Notice()
-        notice.begin([f"mailto://me:{SECRET}@127.0.0.1:{silent.getsockname()[1]}?to=a@b.org"], tmp_path / "silent")
+        notice.begin(
+            [f"mailto://me:{SECRET}@127.0.0.1:{silent.getsockname()[1]}?from=me@b.org&to=a@b.org"], tmp_path / "silent"
+        )
         began = time.monotonic()
         notice.finished("")
         notice.wait()
@@ -171,11 +171,11 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path, caplog):
     ("address", "shown"),
     [(f"nosuch://{SECRET}/x", "nosuch://***"), (f"slack://{SECRET}", "slack://***"), (SECRET, "***")],
 )
-def test_an_address_that_apprise_does_not_know_is_named_by_its_place(address, shown, tmp_path):
+def test_an_address_that_apprise_does_not_take_is_named_by_its_place(address, shown, tmp_path):
     with pytest.raises(ConfigError) as caught:
         Notice().begin(["json://127.0.0.1", address], tmp_path)
     assert str(caught.value) == (
-        f"notify: address 2 of 2 ({shown}) is not an address that apprise knows; see docs/notices.md"
+        f"notify: address 2 of 2 ({shown}) is not an address that apprise takes; see docs/notices.md"
     )
     wait_until_ended(os.getpid())
 

@@ -79,7 +79,7 @@ def test_what_cannot_be_sent_is_one_warning(ran):
 
 def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
     assert {seen["unknown"]["error"] for seen in ran[0]} == {
-        "ConfigError: notify: address 2 of 2 (nosuch://***) is not an address that apprise knows; see docs/notices.md"
+        "ConfigError: notify: address 2 of 2 (nosuch://***) is not an address that apprise takes; see docs/notices.md"
     }
     assert not list((folder / "unknown/checkpoints").iterdir())
 
@@ -120,10 +120,15 @@ def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_pa
     )  # fmt: skip
     expected, title, kind, text = {
         "failing": (1, "has failed", "failure", f"rank {rank} on {HOST} failed: RuntimeError: a leaf fell off"),
-        "preempted": (75, "was stopped", "warning", f"stopped by SIGTERM to rank 1 on {HOST} after step 3 of "),
+        "preempted": (75, "was stopped", "warning", f"stopped by SIGTERM to rank 1 on {HOST} after step "),
         "killed": (75, "has failed", "failure", f"rank 1 on {HOST} is gone (killed, or its host is lost)")
         if rank
-        else (75, "has ended, and did not say why", "failure", f"rank 0 was killed, or {HOST} is lost"),
+        else (
+            75,
+            "has ended, and did not say why",
+            "failure",
+            "rank 0 was killed, by its launcher or otherwise; run the same",
+        ),
     }[fate]
     assert code == expected, output
     found, body = received.only_post(f"{name} {title}")
