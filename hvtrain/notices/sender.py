@@ -59,7 +59,10 @@ def read(pipe: int, process: int) -> Iterator[dict[str, Any]]:
     """The messages in the pipe until it is closed, or the process ends: its forked children may hold it open."""
     try:
         end = [os.pidfd_open(process)]
-    except OSError:  # It has ended, or the kernel is older than Linux 5.3.
+    except (
+        OSError,
+        AttributeError,
+    ):  # It has ended, or Linux 5.3 is newer than the kernel, or than this Python's headers.
         end = []
     text = b""
     while True:

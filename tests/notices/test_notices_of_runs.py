@@ -96,13 +96,11 @@ FATES = {
     "killed": ["+callbacks.own._target_=strike.Strike", "+callbacks.own.done=done", "+callbacks.own.step=3"],
     "preempted": ["+callbacks.own._target_=strike.Strike", "+callbacks.own.done=done", "+callbacks.own.step=3",
                   "+callbacks.own.name=SIGTERM"],
+    "hanging": ["+callbacks.own._target_=strike.Strike", "+callbacks.own.done=done", "+callbacks.own.step=3",
+                "+callbacks.own.name=SIGSTOP", "watchdog.abort_seconds=3"],
 }  # fmt: skip
-NIGHTLY = [
-    (how, fate, rank)
-    for how in ("--gloo", "--mpi")
-    for fate, rank in (("failing", 1), ("failing", 0), ("killed", 1), ("killed", 0), ("preempted", 1))
-    if (how, fate, rank) != ("--gloo", "failing", 1)
-]
+STRUCK = [("failing", 1), ("failing", 0), ("killed", 1), ("killed", 0), ("preempted", 1)]
+NIGHTLY = [("--gloo", "hanging", 1), *(("--gloo", *one) for one in STRUCK[1:]), *(("--mpi", *one) for one in STRUCK)]
 """A launcher, what happens, and the rank to which it does."""
 
 
@@ -121,6 +119,7 @@ def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_pa
     expected, title, kind, text = {
         "failing": (1, "has failed", "failure", f"rank {rank} on {HOST} failed: RuntimeError: a leaf fell off"),
         "preempted": (75, "was stopped", "warning", f"stopped by SIGTERM to rank 1 on {HOST} after step "),
+        "hanging": (75, "has failed", "failure", "no progress for "),
         "killed": (75, "has failed", "failure", f"rank 1 on {HOST} is gone (killed, or its host is lost)")
         if rank
         else (
