@@ -1,9 +1,9 @@
 """The process that sends the notice of a run's end by apprise: `python -m hvtrain.notices.sender NUMBER`, which rank 0,
 the process of that number, starts.
 
-It reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name", "place"}, then each
-notice {"kind", "body"} that would be sent if rank 0 ended now; "is_last" sends it at once. It answers on its standard
-output: first the places of addresses that apprise does not take, in the end those to which nothing could be sent.
+It reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name", "place", "lost"}, then
+each notice {"kind", "body"} that would be sent if rank 0 ended now; "is_last" sends it at once. Its two answers, on its
+standard output, are the places of addresses that apprise does not take, and of those to which it could not be sent.
 
 No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by which launchers find
 what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
@@ -57,13 +57,10 @@ def main() -> None:
 
 def read(pipe: int, process: int) -> Iterator[dict[str, Any]]:
     """The messages in the pipe until it is closed, or the process ends: its forked children may hold it open."""
-    try:
+    end = []
+    # It may have ended; kernels before Linux 5.3, and Pythons built with older headers, do not have it.
+    with suppress(OSError, AttributeError):
         end = [os.pidfd_open(process)]
-    except (
-        OSError,
-        AttributeError,
-    ):  # It has ended, or Linux 5.3 is newer than the kernel, or than this Python's headers.
-        end = []
     text = b""
     while True:
         ready = select.select([pipe, *end], [], [])[0]
