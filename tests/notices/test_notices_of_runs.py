@@ -59,7 +59,7 @@ def test_a_finished_run_sends_its_results_by_mail_and_webhook(received, folder):
 def test_addresses_come_from_the_variable_too(received):
     assert received.only_post("variable has finished")[0] == "success"
     titles = [title.split()[0] for _, title, _ in received.posts]
-    assert sorted(titles) == ["limited", "variable", "whole"], "one notice of each, and those of the setting come before"
+    assert sorted(titles) == ["limited", "variable", "whole"], "one of each, and the setting comes first"
 
 
 def test_a_run_that_reaches_its_time_limit_says_how_it_goes_on(ran, received, folder):
