@@ -18,19 +18,19 @@ from hvtrain.core.records import RESULT_FILE, RunRecord
 from hvtrain.errors import Stopped, UserError
 from hvtrain.finetuning.averages import take_averages
 from hvtrain.finetuning.first_weights import begin_with
-from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
+from hvtrain.report.page import CURVES_FILE, REPORT_FILE, duration, write_report
 from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, batched, build_metrics
-from hvtrain.system import console
+from hvtrain.system import addresses, console
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
 from hvtrain.training.note_start import note_start
-from hvtrain.training.outcome import test_metrics, write_outcome
+from hvtrain.training.outcome import in_words, test_metrics, write_outcome
 from hvtrain.training.review import write_review
 from hvtrain.training.run import Run, described, summary, versions
 from hvtrain.training.run_folder import CONFIG_FILE, open_run_folder, remove_if_empty
@@ -58,25 +58,30 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
     If this rank fails, the others learn why.
     """
     strategy: Strategy = build(config, "strategy", Strategy)
+    state = RunState(time.monotonic())
     if config.comm.tune:
         strategy.expect_restart()
     if config.profile.timeline:
         # Horovod can trace later only if this is set before it starts.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
-        return run_to_end(config, strategy, attempt)
+        return run_to_end(config, strategy, attempt, state)
     except BaseException as error:
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
+        state.notice.failed(cause or error)
         strategy.report_failure(cause or error)
+        state.notice.wait()
         if cause:
             raise cause from error
         raise
 
 
-def run_to_end(config: RunConfig, strategy: Strategy, attempt: Attempt | None = None) -> Any:
+def run_to_end(
+    config: RunConfig, strategy: Strategy, attempt: Attempt | None = None, state: RunState | None = None
+) -> Any:
     """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
-    state, record, attempt = RunState(time.monotonic()), None, attempt or whole_run
+    state, record, attempt = state or RunState(time.monotonic()), None, attempt or whole_run
     with state.lock:
         try:
             while record is None:
@@ -110,9 +115,10 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     if not topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
     folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder))
-    strategy.watchdog.folder = folder
+    strategy.watchdog.folder, strategy.watchdog.tell = folder, state.notice.note
     config = replace(config, run=replace(config.run, dir=str(folder)))
     console.log_to_file(folder / "logs", topology.rank)
+    comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))
 
     seed_everything(config, topology.rank)
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
@@ -182,8 +188,9 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
     record = make_record(run, model, monitors, metrics)
     if cut_short:
         done = f"{position.step:,} of {plan.num_steps:,}"
-        advice = f"run the same command with run.dir={run.folder} to continue"
-        log.info("stopped by %s after step %s; %s", cut_short, done, advice)
+        told = f"stopped by {cut_short} after step {done}; run the same command with run.dir={run.folder} to continue"
+        log.info("%s", told)
+        run.state.notice.stopped(told)
     else:
         record = write_outcome(run, model, record)
         strategy.comm.on_chief(lambda: write_review(run, model))
@@ -194,6 +201,8 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         write_report(run.folder)
     if not cut_short:
         monitors.tracking.finish("finished", record.metrics, results(run.folder))
+        run.state.notice.finished(f"{in_words(record.metrics)}; {duration(record.seconds)} on {run.plan.size} rank(s)")
+    run.state.notice.wait()
     if monitors.interruption.exit_code:
         raise Stopped(monitors.interruption.exit_code)
     return record

@@ -24,6 +24,7 @@ from hvtrain.compare.web_page import html
 from hvtrain.core.records import write_atomic
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.host_facts import versions
+from hvtrain.system.secrets import without_secrets
 
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -85,7 +86,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """Facts about this start, for the results."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     return {
-        "command": shlex.join(["python", "-m", "hvtrain.compare", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "hvtrain.compare", *without_secrets(sys.argv[1:])]),
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "machine": machine(load, cores),
         "versions": {name: version for name, version in versions().items() if version},

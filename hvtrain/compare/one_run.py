@@ -55,7 +55,7 @@ class Starting:
 
     def command(self, one: Contestant, words: Sequence[str], folder: Path) -> list[str]:
         """The command line of a run that leaves its results in this folder."""
-        run = [*words, f"run.dir='{folder}'"]
+        run = [*words, f"run.dir='{folder}'", "notify=[]"]
         if one.is_single:
             return [sys.executable, "-m", "hvtrain", *run]
         servers = ["--num-ps", str(self.num_ps)] if self.num_ps and one.has_servers else []

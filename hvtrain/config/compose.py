@@ -13,7 +13,7 @@ from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
-from hvtrain.system import console
+from hvtrain.system import addresses, console
 
 # conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
@@ -57,10 +57,18 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
         trees.append(resolved(tree))
         console.shows_tracebacks = tree.debug is True
 
+    own = sys.argv
+    # Hydra's errors and --cfg would show what is secret in notify=, and its grammar refuses many addresses.
+    sys.argv, notify = addresses.take(own)
     try:
         job()
     except Exception as error:
         raise ConfigError(_in_one_line(error)) from error
+    finally:
+        sys.argv = own
+    if notify is not None:
+        for tree in trees:
+            tree["notify"] = None if notify == "null" else addresses.split(notify)
     return trees
 
 
@@ -116,6 +124,7 @@ def _in_one_line(error: Exception) -> str:
             if "=" in word and not word.startswith("-"):
                 OverridesParser.create().parse_override(word)
         except HydraException:
+            word, value = (f"{name}=...", "...") if "://" in value else (word, value)  # It may be a misspelt notify=.
             return f"{word} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
     return f"{text}; see --help"
 

@@ -156,6 +156,9 @@ class RunConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
     tracker: dict[str, Any] = field(default_factory=dict, metadata={"doc": "where else the numbers go"})
+    notify: str | list[str] | None = setting(  # noqa: RUF009
+        None, "addresses of apprise that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's"
+    )
     comm: CommConfig = field(default_factory=CommConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     resume: str = setting(

@@ -2,9 +2,9 @@
 
 - mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up after it. The shell on
   another host waits for the rank, so that the rank's exit code comes back if a signal ended it.
-- Variables travel to other hosts by the same allow-list as with hvtrain.launch, and those of HVTRAIN_ENV=NAME,NAME
-  too. With Gloo they go through ssh's input; Horovod writes them on its command line, which every user can read. Local
-  ranks inherit all of them.
+- Variables travel to other hosts by the same allow-list as with hvtrain.launch, and those of HVTRAIN_ENV=NAME,NAME and
+  HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod writes them on its command line, which every user
+  can read. Local ranks inherit all of them.
 - The rendezvous server listens only on the interface of the launch, and in an elastic job on the one that
   --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this
   one accepts plain values and nothing that names code, and does not hand out the workers' keys. And it forgets the
@@ -32,7 +32,7 @@ from horovod.runner.elastic import discovery, rendezvous
 from horovod.runner.http import http_server
 from horovod.runner.util import network, remote
 
-from hvtrain.launch.environment import MORE, travels
+from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
@@ -41,7 +41,7 @@ _TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on oth
 def make() -> None:
     """Makes all changes that do not depend on the hosts."""
     mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
-    passed = os.environ.get(MORE, "").split(",")
+    passed = [NOTIFY, *os.environ.get(MORE, "").split(",")]
     is_exportable = horovod_env.is_exportable
     horovod_env.is_exportable = lambda name: is_exportable(name) and (name in passed or travels(name, os.environ))
     # Kubernetes' own command, which replaces ssh, takes no input.

@@ -25,6 +25,7 @@ from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.options import check, parser
 from hvtrain.launch.roles import Roles, roles_of
 from hvtrain.launch.ssh import Ssh
+from hvtrain.system import addresses
 
 
 def launch() -> int:
@@ -76,6 +77,7 @@ def _run(words: list[str], options: argparse.Namespace, cluster: Cluster) -> _Ru
     if not (trees := compose(words)):
         return None
     config = from_dict(trees[0])
+    words = _without_addresses(words, cluster)
     run_dir = config.run.dir
     # A restart must find the folder again. On Slurm it is named by the job's number, which a requeue keeps; processes
     # that are started by hand take rank 0's.
@@ -90,6 +92,21 @@ def _run(words: list[str], options: argparse.Namespace, cluster: Cluster) -> _Ru
         config.strategy["num_ps"] = options.num_ps
         words = [*words, f"strategy.num_ps={options.num_ps}"]
     return _Run(("python", "-m", "hvtrain", *words), run_dir, config.strategy)
+
+
+def _without_addresses(words: list[str], cluster: Cluster) -> list[str]:
+    """The words without notify=..., whose addresses ranks get as a variable: on no command line, and in no file."""
+    others, given = addresses.take(words)
+    if given is None:
+        return words
+    if not addresses.split(given):
+        return [*others, f"notify={given}"]
+    if cluster.kind != "ssh":
+        why = f"cluster={cluster.kind} came with notify=, whose addresses would stand in its files"
+        raise ConfigError(f"{why}; set {addresses.VARIABLE} where the job runs instead")
+    if given != "null":
+        os.environ[addresses.VARIABLE] = given
+    return others
 
 
 def _one_host(hosts: tuple[Host, ...], number: int) -> tuple[Host, ...]:
@@ -152,8 +169,9 @@ def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:
     """Writes the command with the environment that it would have here; readable by its owner only, for its values."""
-    own = " ".join(f'{name}="${{{name}-}}"' for name in ("HOME", "USER", "TERM", "SSH_AUTH_SOCK"))
-    values = shlex.join(f"{name}={value}" for name, value in job.environment.items())
+    names = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", addresses.VARIABLE)
+    own = " ".join(f'{name}="${{{name}-}}"' for name in names)
+    values = shlex.join(f"{name}={value}" for name, value in job.environment.items() if name not in names)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)

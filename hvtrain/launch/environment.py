@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
+from hvtrain.system.addresses import VARIABLE as NOTIFY
 from hvtrain.system.secrets import SECRET, WITH_PASSWORD
 
 # They let a rank find its code, and tune the libraries under it.
@@ -27,10 +28,10 @@ MORE = "HVTRAIN_ENV"
 
 
 def for_ranks(environ: Mapping[str, str], words: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that ranks get over ssh: those allowed, and those asked for."""
+    """The variables that ranks get over ssh: those allowed, those asked for, and the addresses of notices."""
     chosen = {name: value for name, value in environ.items() if travels(name, environ)}
     chosen.update(of_this_environment(chosen.get("PATH", "")))
-    asked = asked_for(environ, words)
+    asked = asked_for(environ, [*([NOTIFY] if NOTIFY in environ else []), *words])
     # horovodrun cannot tell them from the launcher's own otherwise.
     return {**chosen, **asked, **({MORE: ",".join(asked)} if asked else {})}
 

@@ -13,7 +13,7 @@ FIXED = ("seed", "optimizer._target_", "task._target_")
 _IRRELEVANT = (
     *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
     *("train.max_time", "train.evaluation_batch_size", "train.steps_per_execution", "train.remat", "model.weights"),
-    "tracker.",
+    *("tracker.", "notify"),
 )
 
 

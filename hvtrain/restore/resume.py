@@ -14,6 +14,7 @@ from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError
+from hvtrain.notices.notice import Notice
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 
@@ -28,7 +29,7 @@ class RunState:
 
     began is time.monotonic() at the beginning of the run, lock that of its folder, and signals are those received.
     checkpoint is the last commit to memory, in an elastic job; run_id is the same in all checkpoints of the run, over
-    all of its starts; note_keeper notes on this host where the newest checkpoint is.
+    all of its starts; note_keeper notes on this host where the newest checkpoint is; notice is sent at the end.
     """
 
     began: float
@@ -38,6 +39,7 @@ class RunState:
     checkpoint: Checkpoint | None = None
     run_id: str | None = None
     note_keeper: NoteKeeper = field(default_factory=NoteKeeper)
+    notice: Notice = field(default_factory=Notice)
 
 
 @dataclass(frozen=True)

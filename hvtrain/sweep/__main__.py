@@ -14,9 +14,9 @@ from hvtrain.errors import BusyError, ConfigError
 from hvtrain.sweep.goal import MAX, MIN, goal_of
 from hvtrain.sweep.search_space import SearchSpace, read_space, word
 from hvtrain.sweep.study import Study
-from hvtrain.sweep.sweep_results import without_secrets
 from hvtrain.sweep.trials import Trials
 from hvtrain.system.run_lock import RunLock
+from hvtrain.system.secrets import without_secrets
 
 EPILOG = f"""\
 {RUN_SETTINGS}

@@ -12,7 +12,7 @@ from hvtrain.compare.summary import aligned
 from hvtrain.core.records import write_atomic
 from hvtrain.sweep.goal import MAX
 from hvtrain.sweep.search_space import word
-from hvtrain.system.secrets import redacted
+from hvtrain.system.secrets import without_secrets
 
 FINISHED, PRUNED, FAILED = "finished", "pruned", "failed"
 _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
@@ -44,16 +44,6 @@ def best_of(trials: Sequence[Mapping[str, Any]], direction: str) -> Mapping[str,
     """The best finished trial, if there is one."""
     first = next(iter(ranked(trials, direction)), None)
     return first if first and first["state"] == FINISHED else None
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Settings for the record.
-
-    >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "-cd"])
-    ['model=cnn', 'dataset.api_key=***', '-cd']
-    """
-    parts = [one.partition("=") for one in words]
-    return [f"{name}{equals}{redacted(value, name)}" if equals else redacted(name) for name, equals, value in parts]
 
 
 def line_of(launcher: Sequence[str], words: Sequence[str], settings: Mapping[str, Any]) -> str:

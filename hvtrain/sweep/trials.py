@@ -68,7 +68,8 @@ class Trials:
         self, title: str, number: int, settings: dict[str, Any], is_hopeless: Callable[[int, float], bool]
     ) -> float | None:
         run = self.folder / f"trial-{number}"
-        words = [*self.words, *(word(name, value) for name, value in settings.items()), word("run.dir", str(run))]
+        words = [*self.words, *(word(name, value) for name, value in settings.items())]
+        words += [word("run.dir", str(run)), "notify=[]"]
         command = [sys.executable, "-m", "hvtrain.launch", *self.launcher, "--", *words]
         tried = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
         title = f"{title}: trial {number} ({tried})"

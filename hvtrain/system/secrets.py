@@ -1,9 +1,12 @@
 """Recognizes secrets by their names, and addresses with a password in them: postgres://me:secret@host/."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|KEY(?!\w)|_KEY_", re.IGNORECASE)
+from hvtrain.system import addresses
+
+SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|KEY(?!\w)|_KEY_", re.IGNORECASE)
 # Settings that only sound like one: dataset.image_key names a feature of a record.
 _HARMLESS = re.compile(r"TOKENIZ|(IMAGE|LABEL)_KEY", re.IGNORECASE)
 WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
@@ -30,3 +33,13 @@ def redacted(value: Any, name: str = "") -> Any:
         return [redacted(item, name) for item in value]
     sounds_secret = SECRET.search(name) and not _HARMLESS.search(name)
     return "***" if isinstance(value, str) and (sounds_secret or WITH_PASSWORD.search(value)) else value
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command for a record, without the addresses of notices.
+
+    >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
+    ['model=cnn', 'dataset.api_key=***', '-cd']
+    """
+    parts = [one.partition("=") for one in addresses.take(words)[0]]
+    return [f"{name}{equals}{redacted(value, name)}" if equals else redacted(name) for name, equals, value in parts]

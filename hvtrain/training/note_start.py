@@ -14,7 +14,7 @@ from typing import Any
 from hvtrain.core.starts import STARTS_FILE, read_starts, write_starts
 from hvtrain.errors import in_one_line
 from hvtrain.system.checkout import checkout
-from hvtrain.system.secrets import redacted
+from hvtrain.system.secrets import without_secrets
 from hvtrain.training.run import Run, versions
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,10 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     """
     is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
-    words = []
-    for word in argv[1:]:
-        name, equals, value = word.partition("=")
-        words.append(f"{name}={redacted(value, name)}" if equals else redacted(word))
     counts = Counter(hosts)
     several = ["-H", ",".join(f"{host}:{number}" for host, number in counts.items())] if len(counts) > 1 else []
     launcher = ["horovodrun", "-np", str(len(hosts)), *several] if len(hosts) > 1 else []
-    return shlex.join([*launcher, *program, *words])
+    return shlex.join([*launcher, *program, *without_secrets(argv[1:])])
 
 
 def _processor() -> str:

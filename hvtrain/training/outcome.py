@@ -27,7 +27,7 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     """
     comm, folder = run.strategy.comm, run.folder
     if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
-        log.info("test: %s", _in_words(record.metrics))
+        log.info("test: %s", in_words(record.metrics))
         log.info("this run was finished already and has been tested again; its results in %s stay as they are", folder)
         return record
     record = replace(record, best=_test_best(run, model, record))
@@ -39,10 +39,10 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         return complete
 
     record = comm.on_chief(write)
-    log.info("test: %s", _in_words(record.metrics))
+    log.info("test: %s", in_words(record.metrics))
     if record.best and record.best["step"] != record.num_steps:
         why = "step {step:,} ({metric} {value:.4f})".format(**record.best)
-        log.info("best: %s, in %s; %s", why, BEST_FILE, _in_words(record.best["metrics"]))
+        log.info("best: %s, in %s; %s", why, BEST_FILE, in_words(record.best["metrics"]))
     log.info("proof: %s", proof_in_words(record.proof))
     if record.sample:
         log.info("sample: %s", record.sample)
@@ -107,5 +107,5 @@ def _speed(record: RunRecord) -> str:
     return ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
 
 
-def _in_words(metrics: dict[str, float]) -> str:
+def in_words(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "no test data"

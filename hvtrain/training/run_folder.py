@@ -72,5 +72,5 @@ def remove_if_empty(folder: Path) -> None:
 def reusable(config: RunConfig) -> dict[str, Any]:
     """The settings for another run: without the folder, and without secrets."""
     tree = to_dict(config)
-    tree["run"]["dir"] = None
+    tree["run"]["dir"] = tree["notify"] = None
     return tree

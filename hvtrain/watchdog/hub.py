@@ -141,7 +141,9 @@ class Hub:
         where = ending.write_stacks(folder, stacks)
         seconds = judge.stalled_seconds(ranks, when, rules.limit)
         how_long = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): " if seconds else ""
-        ending.say(f"{how_long}{who}; {where}{ending.resume_advice(folder)}", 0, culprit)
+        text = f"{how_long}{who}; {where}{ending.resume_advice(folder)}"
+        self._member.tell(text)
+        ending.say(text, 0, culprit)
         for rank, connection in self._connections.ranks.items():
             if rank:
                 connection.send({"kind": "end"})

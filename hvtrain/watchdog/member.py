@@ -184,6 +184,7 @@ class Member(Watchdog):
     def _decide(self, verdict: Verdict) -> None:
         if self._verdict is None:
             self._verdict, self._verdict_at = verdict, time.monotonic()
+            self.tell(verdict.text)
             self._decided.set()
 
     def _tick(self, now: float) -> None:

@@ -1,5 +1,6 @@
 """A watchdog as a run uses it. This one watches nobody and costs nothing; `start` makes one that watches."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from hvtrain.watchdog.progress import Progress
 class Watchdog:
     """One rank's watchdog. Nothing of it is collective.
 
-    folder: the run folder, for stacks and for advice on how to go on; set it once it is known.
+    folder: the run folder, for stacks and for advice on how to go on; set it once it is known. tell: gets the reason
+    for which the run ends, as soon as this rank knows it and from any thread.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.folder: Path | None = None
+        self.tell: Callable[[str], None] = lambda text: None
         self.progress = progress or Progress()
 
     def phase(self, name: str) -> AbstractContextManager[None]:

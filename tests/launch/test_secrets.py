@@ -43,15 +43,18 @@ def lab():
     ],
 )
 def test_no_secret_is_on_a_command_line_or_travels(lab, how):
-    """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for."""
+    """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for, and
+    the addresses of notices."""
     asked = ("--env", "WANDB_API_KEY") if how.startswith("launch") else ()
     words = line(how, "s1:1,s2:1", "python", "-c", LOOK, options=asked)
-    code, output = lab.run("s1", *SET, "WANDB_API_KEY=hunter6", "HVTRAIN_ENV=WANDB_API_KEY", *words)
+    given = ["WANDB_API_KEY=hunter6", "HVTRAIN_ENV=WANDB_API_KEY", "HVTRAIN_NOTIFY=json://me:hunter7@host"]
+    code, output = lab.run("s1", *SET, *given, *words)
     assert code == 0, output
     said = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
+    travelling = ["HVTRAIN_NOTIFY", "WANDB_API_KEY"]
     assert sorted(said) == [
-        ["s1", [], ["WANDB_API_KEY"] if how.startswith("launch") else sorted([*SECRETS, "WANDB_API_KEY"])],
-        ["s2", [], ["WANDB_API_KEY"]],
+        ["s1", [], travelling if how.startswith("launch") else sorted([*SECRETS, *travelling])],
+        ["s2", [], travelling],
     ]
 
 
