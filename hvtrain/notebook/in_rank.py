@@ -1,8 +1,10 @@
 """`python -m hvtrain.notebook.in_rank FOLDER`: one rank, which calls the function in the folder."""
 
 import linecache
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from hvtrain.cli import enter
@@ -11,6 +13,7 @@ from hvtrain.notebook import private_file
 from hvtrain.system import console
 
 FUNCTION_FILE = "function.pickle"
+_is_interrupted = threading.Event()
 
 
 def call() -> int:
@@ -24,12 +27,23 @@ def call() -> int:
         where = f"{folder} is not on {socket.gethostname()}"
         raise ConfigError(f"{where}; work in a folder that all hosts have at the same place") from error
     linecache.cache.update(sources)
-    value = function(*args, **kwargs)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        value = function(*args, **kwargs)
+    except Exception as error:
+        if _is_interrupted.is_set():  # It broke off what TensorFlow or another rank did.
+            raise KeyboardInterrupt from error
+        raise
     try:
         private_file.write(value_file(folder, console.launched_rank()), value)
     except ConfigError as error:
         raise ConfigError(f"the function returned a {type(value).__name__}: {error}") from error
     return 0
+
+
+def _interrupt(*_: object) -> None:
+    _is_interrupted.set()
+    raise KeyboardInterrupt
 
 
 def value_file(folder: Path, rank: int) -> Path:
