@@ -27,7 +27,6 @@ def call() -> int:
         where = f"{folder} is not on {socket.gethostname()}"
         raise ConfigError(f"{where}; work in a folder that all hosts have at the same place") from error
     linecache.cache.update(sources)
-    signal.signal(signal.SIGINT, _interrupt)
     try:
         value = function(*args, **kwargs)
     except Exception as error:
@@ -52,4 +51,5 @@ def value_file(folder: Path, rank: int) -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupt)
     enter(call)
