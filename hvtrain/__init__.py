@@ -2,13 +2,14 @@
 
 For scripts and notebooks: `hvtrain.train(hvtrain.compose(["model=mlp", "run.dir=runs/mine"]))`, and
 `hvtrain.load("runs/mine").model`. TensorFlow is imported when the first of them needs it.
+`hvtrain.run_ranks(2, function)` calls a function on ranks; after `%load_ext hvtrain`, `%%ranks 2` runs a cell on ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from hvtrain.finished.finished_run import FinishedRun
 
 __version__ = "0.1.0"
-__all__ = ["compose", "load", "train"]
+__all__ = ["compose", "load", "run_ranks", "train"]
+Value = TypeVar("Value")
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,3 +50,25 @@ def load(run: str | Path, overrides: Sequence[str] = ()) -> FinishedRun:
     finished, strategy = finished_config([f"run={run}", *overrides]), Strategy()
     strategy.start()
     return open_run(finished, strategy)
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Value], *args: Any, hosts: str | None = None, **kwargs: Any
+) -> list[Value]:
+    """Calls the function on ranks that the launcher starts, and returns what it returned on each rank, in their order.
+
+    It may be defined in a notebook. Each rank is a new process, in which the function starts Horovod itself, as a
+    script would, or calls `train`. What rank 0 prints is shown; each rank's output stays in launch/. The ranks end when
+    this process is interrupted or ends. hosts: as hvtrain.launch takes them, "s1:2,s2:2"; default: this host.
+    Raises RankError with the first failure, ConfigError if the function cannot be sent.
+    """
+    from hvtrain.notebook import ranks
+
+    return ranks.run_ranks(num_ranks, function, *args, hosts=hosts, **kwargs)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext hvtrain` adds the cell magic %%ranks."""
+    from hvtrain.notebook import cells
+
+    cells.load(shell)

@@ -17,7 +17,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 ROOMS = re.findall(r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
 NO_TENSORFLOW = (
     *("errors", "config/", "core/", "cli", "watchdog/", "launch/", "horovodrun/", "migrate/", "report/", "runs/"),
-    *("sweep/", "spark", "__main__", "notices/"),
+    *("sweep/", "notebook/", "spark", "__main__", "notices/"),
 )
 USE_HOROVOD = ("keras/", "horovodrun/", "spark", "bench/")
 

@@ -134,7 +134,7 @@ def failure(output: str, code: int) -> str:
     return f"{said.removeprefix('hvtrain: ')} (exit code {code})"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Asks a run to stop, as Ctrl-C would, and kills it and its launcher if it does not.
 
     Another Ctrl-C does not wait.

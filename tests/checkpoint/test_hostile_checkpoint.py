@@ -315,9 +315,10 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
         *("keras.config.enable_unsafe_deserialization", "keras.layers.Lambda"),
     }
     found = []
-    # What narrows the unpickling of Horovod's own launcher has to name it.
-    narrows = ROOT / "hvtrain" / "horovodrun" / "changes.py"
-    for path in set((ROOT / "hvtrain").rglob("*.py")) - {narrows}:
+    # What narrows the unpickling of Horovod's own launcher has to name it. A notebook's function goes to its own ranks
+    # in a file that is refused if another user could have written it (tests/notebook).
+    known = {ROOT / "hvtrain" / "horovodrun" / "changes.py", ROOT / "hvtrain" / "notebook" / "private_file.py"}
+    for path in set((ROOT / "hvtrain").rglob("*.py")) - known:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
