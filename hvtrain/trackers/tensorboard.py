@@ -29,9 +29,13 @@ class TensorBoard(Tracker):
         return str(self.folder)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+        # tf.summary.scalar writes the same, but runs operations for each number, while the other ranks wait.
+        summary = Summary(value=[scalar_pb(name, value).value[0] for name, value in values.items()])
         with self._writer.as_default():
-            for name, value in values.items():
-                tf.summary.scalar(name, value, step=step)
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
         self._writer.flush()
 
     def finish(self, state: str, files: Sequence[Path]) -> None:
