@@ -1,7 +1,9 @@
 """horovodrun's outputs without rank 0's marks, whatever the pieces; drawings; and --prefix."""
 
 import itertools
+import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -10,6 +12,7 @@ from hvtrain.launch.output import RankOutput
 from hvtrain.launch.unmarked import Channel, Unmarked
 from hvtrain.system.drawing import Bar, Drawing
 from hvtrain.system.verdict import Verdict
+from launching import BIN, environment
 
 DRAWN = Drawing((Bar("Run", 1, 2, "50%"),), ("loss 1",))
 
@@ -77,3 +80,31 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
 def test_prefix_is_for_horovodrun_only_before_the_program(words, own, keeps, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["horovodrun", *words.split()])
     assert horovodrun._own_words(words.split()) == (own.split(), keeps)
+
+
+SPEAKS = """
+import os, sys
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
+print("out", rank)
+print("err", rank, file=sys.stderr)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
+def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
+    """Each output to where it belongs, and what the launcher itself says as it says it."""
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+
+    def lines(*words):
+        line = [str(BIN / "horovodrun"), *words]
+        done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+        return {*done.stdout.splitlines()}, {*done.stderr.splitlines()}
+
+    job = "" if launcher == "gloo" else "1,"
+    start = [f"--{launcher}", "-np", "2", "python", "speaks.py"]
+    assert lines(*start) == ({"out 0", f"[{job}1]<stdout>:out 1"}, {"err 0", f"[{job}1]<stderr>:err 1"})
+    marked = tuple({f"[{job}{rank}]<std{name}>:{name} {rank}" for rank in (0, 1)} for name in ("out", "err"))
+    assert lines("--prefix", *start) == marked
+    (version,), errors = lines("--version")
+    assert version == metadata.version("horovod") and not errors
