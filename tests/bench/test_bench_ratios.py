@@ -66,7 +66,8 @@ def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
     assert config.train.batch_size == work.batch_size
     if data == "synthetic":
         assert config.dataset["num_train"] == config.train.steps * work.batch_size * 2, "one epoch"
-        assert f"dataset.num_train={3 * work.batch_size * 2}" in work.words(data, 2, 7 - work.warmup_steps, 3)
+        third = -(-(work.warmup_steps + 2) // 3) * work.batch_size * 2
+        assert f"dataset.num_train={third}" in work.words(data, 2, steps=2, epochs=3)
 
 
 def test_modules_of_contenders_exist():

@@ -85,8 +85,8 @@ def test_prefix_is_for_horovodrun_only_before_the_program(words, own, keeps, mon
 SPEAKS = """
 import os, sys
 rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
-print("out", rank)
-print("err", rank, file=sys.stderr)
+sys.stdout.write(f"out {rank}\\n")  # In one piece, because with --prefix each piece has a mark.
+sys.stderr.write(f"err {rank}\\n")
 """
 
 
