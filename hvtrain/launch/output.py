@@ -55,6 +55,7 @@ class RankOutput:
 
     def take(self, lines: Iterable[str]) -> None:
         """Passes on all lines until their end."""
+        self._display.prepare()
         for line in lines:
             # mpirun marks each piece that a rank writes, so a mark may stand in the middle of a line.
             own, *marked = MARK.split(line)

@@ -33,6 +33,7 @@ class Unmarked:
         write(sys.stderr, self.listener.rest())
 
     def _take_output(self, stream: IO[str]) -> None:
+        self._display.prepare()
         _pass_on(stream, Channel(self._read_output, lambda: self._display.is_on), lambda: sys.stdout)
         self._display.stop()
 

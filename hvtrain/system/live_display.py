@@ -4,14 +4,14 @@ import atexit
 import sys
 from typing import Any
 
-from hvtrain.system.drawing import Drawing
+from hvtrain.system.drawing import Bar, Drawing, can_draw
 
 
 class LiveDisplay:
     """Begins with the first drawing and redraws only when told to, without a thread of its own. stop clears it.
 
-    Whatever this process writes meanwhile should be whole lines. rich is imported by the first drawing, because a
-    launcher often needs none.
+    Whatever this process writes meanwhile should be whole lines. rich is imported when it is needed, because a launcher
+    often does without.
     """
 
     def __init__(self) -> None:
@@ -20,6 +20,13 @@ class LiveDisplay:
     @property
     def is_on(self) -> bool:
         return self._live is not None
+
+    def prepare(self) -> None:
+        """Does what only the first drawing needs, so that a launcher does it while its ranks load TensorFlow."""
+        if can_draw(sys.stdout):
+            console = _console()
+            with console.capture():
+                console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
 
     def show(self, drawing: Drawing) -> None:
         """Shows the bars, and below them the lines."""
@@ -37,16 +44,22 @@ class LiveDisplay:
             self._live = None
 
     def _begin(self) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        # Other text than ours may hold [brackets], which are no markup; and 2>FILE stays there.
-        console = Console(markup=False, emoji=False, highlight=False)
+        console = _console()
+        # What 2>FILE redirects stays there.
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
         self._live.start()
         # A run that is killed must not leave the terminal without a cursor.
         console.show_cursor(True)
         atexit.register(self.stop)
+
+
+def _console() -> Any:
+    """This process's output; what others print may hold [brackets], which are no markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 def _picture(drawing: Drawing) -> Any:
