@@ -88,8 +88,8 @@ def named(words: str) -> Contender:
             on_terminal = True
         else:
             more.append(setting)
-    own = {"variables": tuple(variables), "words": tuple(more), "data": data, "on_terminal": on_terminal}
-    return replace(CONTENDERS[name], name=words, **own)
+    own = replace(CONTENDERS[name], name=words, variables=tuple(variables), words=tuple(more))
+    return replace(own, data=data, on_terminal=on_terminal)
 
 
 @dataclass(frozen=True)
