@@ -4,12 +4,13 @@ import codecs
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import IO, TextIO
+from collections.abc import Callable, Iterator
+from typing import IO
 
 from hvtrain.launch.first_failure import RULER, Listener
 from hvtrain.launch.output import MARK, MARK_BEGUN, write
 from hvtrain.system import drawing
+from hvtrain.system.drawing import Drawing
 from hvtrain.system.live_display import LiveDisplay
 
 # From here on a begun line may become a verdict or a drawing.
@@ -25,16 +26,23 @@ class Unmarked:
     def __init__(self) -> None:
         self.listener = Listener()
         self._display = LiveDisplay()
+        self._came = self._drawn = Drawing()  # the last drawing that came, and the one on the terminal
         self.takers: list[Callable[[IO[str]], None]] = [self._take_errors, self._take_output]
 
     def _take_errors(self, stream: IO[str]) -> None:
-        channel = Channel(self._read_error, lambda: self._display.is_on or bool(self.listener.held))
-        _pass_on(stream, channel, lambda: sys.stderr)
+        channel = Channel(self._read_error, lambda: bool(self._came.bars or self.listener.held))
+        for text in _texts(stream, channel):
+            write(sys.stderr, text)
         write(sys.stderr, self.listener.rest())
 
     def _take_output(self, stream: IO[str]) -> None:
         self._display.prepare()
-        _pass_on(stream, Channel(self._read_output, lambda: self._display.is_on), lambda: sys.stdout)
+        for text in _texts(stream, Channel(self._read_output, lambda: bool(self._came.bars))):
+            write(sys.stdout, text)
+            # After the text, which may end a line that was begun before.
+            if self._came is not self._drawn:
+                self._drawn = self._came
+                self._display.show(self._drawn)
         self._display.stop()
 
     def _read_error(self, rank: int | None, line: str) -> str:
@@ -44,8 +52,7 @@ class Unmarked:
 
     def _read_output(self, rank: int | None, line: str) -> str:
         shown, found = drawing.cut(line)
-        if found:
-            self._display.show(found)
+        self._came = found or self._came
         return shown
 
 
@@ -109,10 +116,9 @@ class Channel:
         return between + text
 
 
-def _pass_on(stream: IO[str], channel: Channel, to: Callable[[], TextIO]) -> None:
-    """Passes on all of the stream until its end. to: a live display takes the place of sys.stdout meanwhile."""
+def _texts(stream: IO[str], channel: Channel) -> Iterator[str]:
+    """All of the stream until its end, as it is to be shown."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while data := os.read(stream.fileno(), 65536):
-        shown = channel.text(decoder.decode(data))
-        write(to(), shown)
-    write(to(), channel.rest())
+        yield channel.text(decoder.decode(data))
+    yield channel.rest()

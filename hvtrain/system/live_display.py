@@ -17,10 +17,6 @@ class LiveDisplay:
     def __init__(self) -> None:
         self._live: Any = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._live is not None
-
     def prepare(self) -> None:
         """Does what only the first drawing needs, so that a launcher does it while its ranks load TensorFlow."""
         if can_draw(sys.stdout):

@@ -47,14 +47,12 @@ def test_a_bar_that_moves_does_not_wait_for_its_lines_end():
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_drawings_and_verdicts_are_not_shown(size):
     output = Unmarked()
-    drawn = []
-    output._display.show = drawn.append
     text = f"[1,0]<stdout>:a\n[1,0]<stdout>:{DRAWN.line()}[1,0]<stdout>:...[1,0]<stdout>:{DRAWN.line()}"
     text += "[1,0]<stdout>:hvtrain-drawing: of my own\n"
     assert in_pieces(Channel(output._read_output, lambda: False), text, size) == (
         "a\n...\nhvtrain-drawing: of my own\n"
     )
-    assert drawn == [DRAWN, DRAWN]
+    assert output._came == DRAWN
     text = '[1,1]<stderr>:hvtrain-verdict: {"rank": 1, "cause": "no"}\n[1,1]<stderr>:said\n[1,0]<stderr>:b\n'
     assert in_pieces(Channel(output._read_error, lambda: False), text, size) == "[1,1]<stderr>:said\nb\n"
     assert output.listener.verdicts == {1: Verdict(1, "no")}

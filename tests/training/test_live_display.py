@@ -66,6 +66,40 @@ def test_a_terminal_shows_bars_and_keeps_the_lines_of_epochs(start, columns, tmp
     assert all(text.count("\nRun ") <= 1 for text in seen), "nothing is left of an older drawing"
 
 
+TALKATIVE = """
+import os, sys, time
+from hvtrain.system.drawing import Bar, Drawing, Sender
+for step in range(20):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        print("half a line", end="", flush=True)
+        Sender().show(Drawing((Bar("Run", step, 20, f"{step} of 20"),), ("loss 0.1",)))
+    else:
+        print(f"[red]{step}", *["word"] * 20, file=(sys.stdout, sys.stderr)[step % 2])
+    time.sleep(0.05)
+"""
+
+
+@RANKS
+def test_nothing_that_ranks_print_breaks_the_bars(tmp_path):
+    """Another rank's lines on both outputs, longer than the terminal is wide, and rank 0's without an end."""
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    seen = []
+    line = [str(BIN / "horovodrun"), "-np", "2", "python", "talkative.py"]
+    code, screen = terminal.run(line, tmp_path, 80, lambda now: seen.append(now.text))
+    assert code == 0, screen.text
+    drawn = [text for text in seen if re.search(BAR, text)]
+    assert len(drawn) > 3
+    for text in drawn:
+        *above, run, loss = text.splitlines()
+        assert re.fullmatch(rf"Run {BAR}+ +\d+ of 20", run) and loss == "loss 0.1", text
+        assert not re.search(BAR, "".join(above)), text
+    words = " ".join(screen.text.split())
+    for step in range(20):
+        stream = "stderr" if step % 2 else "stdout"
+        assert f"[1,1]<{stream}>:[red]{step}" + " word" * 20 in words, screen.text
+    assert screen.text.count("half a line") == 20 and not re.search(BAR, screen.text)
+
+
 def test_bars_are_for_people_at_terminals(monkeypatch):
     for name in ("CI", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", *request(True)):
         monkeypatch.delenv(name, raising=False)
