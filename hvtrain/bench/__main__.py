@@ -59,7 +59,8 @@ def compared(options: argparse.Namespace, folder: Path) -> Session:
     if len(set(names)) < len(names):
         raise ConfigError(f"{','.join(names)} names a contender twice; the first runs twice a round anyway")
     num_steps = options.steps or workload.steps
-    return Session(workload, options.data, options.ranks, options.threads, contenders, folder, num_steps, figure)
+    place = options.data, options.ranks, options.threads, contenders, folder
+    return Session(workload, *place, num_steps, figure, options.epochs)
 
 
 def parser() -> Parser:
@@ -79,9 +80,12 @@ rounds, because a machine that others share is slower for minutes at a time.""",
     workloads = "\n".join(f"  {w.name:<18}{w.about}, batch {w.batch_size}" for w in WORKLOADS.values())
     made["steps"].epilog = (
         f"contenders:\n{contenders}\n  NAME@SETTING=VALUE@... runs one with settings of its own: variables "
-        "(HOROVOD_CYCLE_TIME=0.2),\n  settings of the runner (guard.every=0), or data=fashion_mnist\n"
+        "(HOROVOD_CYCLE_TIME=0.2),\n  settings of the runner (guard.every=0), data=fashion_mnist, or output=terminal\n"
         f"workloads:\n{workloads}"
     )
+    epochs = "of all steps of the synthetic data set, so that their ends are timed too; default: 1"
+    made["steps"].add_argument("--epochs", type=at_least(1), default=1, metavar="N", help=epochs)
+    made["startup"].set_defaults(epochs=1)
     for name, kind in made.items():
         if name not in ("allreduce", "input"):
             kind.add_argument("--workload", choices=WORKLOADS, default="cnn", help="default: cnn")

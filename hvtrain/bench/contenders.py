@@ -19,7 +19,7 @@ class Contender:
     """One way to train.
 
     module is what `python -m` runs, and way how: one of HOROVOD, alone, independent, workers, or servers. variables,
-    words and data are settings of its own, on top of the session's.
+    words and data are settings of its own, on top of the session's. on_terminal: its output goes to a terminal.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Contender:
     variables: tuple[tuple[str, str], ...] = ()
     words: tuple[str, ...] = ()
     data: str | None = None
+    on_terminal: bool = False
 
     @property
     def is_one_job(self) -> bool:
@@ -63,17 +64,18 @@ CONTENDERS = {contender.name: contender for contender in _ALL}
 
 
 def named(words: str) -> Contender:
-    """The contender NAME, or NAME@SETTING=VALUE@...: variables in capitals, settings of the runner, or data=....
+    """The contender NAME, or NAME@SETTING=VALUE@...: variables in capitals, settings of the runner, data=..., or
+    output=terminal, on which the runner shows its live display.
 
     Raises ConfigError if no contender has that name, or a setting has no value.
 
     >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
-    Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic')
+    Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), words=('guard.every=0',), data='synthetic', ...)
     """
     name, *settings = words.split("@")
     if name not in CONTENDERS:
         raise ConfigError(f"--contenders {name} is not one of {', '.join(CONTENDERS)}")
-    variables, more, data = [], [], None
+    variables, more, data, on_terminal = [], [], None, False
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
@@ -82,9 +84,12 @@ def named(words: str) -> Contender:
             variables.append((key, value))
         elif key == "data":
             data = value
+        elif setting == "output=terminal":
+            on_terminal = True
         else:
             more.append(setting)
-    return replace(CONTENDERS[name], name=words, variables=tuple(variables), words=tuple(more), data=data)
+    own = replace(CONTENDERS[name], name=words, variables=tuple(variables), words=tuple(more))
+    return replace(own, data=data, on_terminal=on_terminal)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ def measure(
         more += [f"+callbacks.bench._target_={CLOCK}", f"+callbacks.bench.num_steps={sum(steps)}"]
         more.append(f"run.dir='{folder}/run'")
     variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
-    reports = launch_and_report(contender.way, contender.module, [*words, *more], size, folder, threads, variables)
+    what = contender.way, contender.module, [*words, *more]
+    reports = launch_and_report(*what, size, folder, threads, variables, contender.on_terminal)
     examples_per_second = sum(batch_size / found["step_seconds"] for found in reports)
     return Measured(
         step_seconds=batch_size * size / examples_per_second,

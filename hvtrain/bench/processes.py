@@ -1,13 +1,18 @@
 """Starting and ending the processes of a contender."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
+import struct
 import sys
+import termios
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
@@ -17,10 +22,18 @@ from hvtrain.errors import LostRankError
 
 HOROVOD = ("horovodrun-mpi", "horovodrun-gloo")
 SECONDS_FOR_A_RUN = 900.0
+ON_TERMINAL = {"TERM": "xterm-256color", "CI": ""}
 
 
 def launch_and_report(
-    way: str, module: str, words: Sequence[str], size: int, folder: Path, threads: int, more: Mapping[str, str]
+    way: str,
+    module: str,
+    words: Sequence[str],
+    size: int,
+    folder: Path,
+    threads: int,
+    more: Mapping[str, str],
+    on_terminal: bool = False,
 ) -> list[dict[str, Any]]:
     """Runs `python -m module words` in `size` processes and returns their reports.
 
@@ -33,13 +46,14 @@ def launch_and_report(
         contender_report.FILE: str(folder / "report"),
         **dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), str(threads)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        **(ON_TERMINAL if on_terminal else {}),
     }
     if way == "servers":
         del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
     log = folder / "output.txt"
     processes = []
-    with log.open("wb") as output:
-        for command, own in _commands(way, [sys.executable, "-m", module, *words], size):
+    with log.open("wb") as file, _terminal(file.fileno()) if on_terminal else contextlib.nullcontext(file) as output:
+        for command, own in _commands(way, [sys.executable, "-m", module, *words], size, on_terminal):
             env = {**variables, **own, contender_report.BEGAN: repr(time.time())}
             processes.append(
                 Popen(command, env=env, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True)
@@ -53,11 +67,33 @@ def launch_and_report(
     return reports
 
 
-def _commands(way: str, line: list[str], size: int) -> list[tuple[list[str], dict[str, str]]]:
+@contextlib.contextmanager
+def _terminal(log: int) -> Iterator[int]:
+    """A terminal of 80 columns, whose output goes to the log."""
+    own, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+
+    def copy() -> None:
+        with contextlib.suppress(OSError):  # The end, once nobody holds the terminal any more.
+            while data := os.read(own, 65536):
+                os.write(log, data)
+
+    reader = threading.Thread(target=copy, daemon=True)
+    reader.start()
+    try:
+        yield its
+    finally:
+        os.close(its)
+        reader.join(5)
+        os.close(own)
+
+
+def _commands(way: str, line: list[str], size: int, on_terminal: bool) -> list[tuple[list[str], dict[str, str]]]:
     """The commands to start at once, each with its own variables."""
     if way in HOROVOD:
-        launcher = [sys.executable, "-m", "hvtrain.horovodrun", f"--{way.partition('-')[2]}", "-np", str(size)]
-        return [([*launcher, *line], {})]
+        # On a terminal horovodrun draws what rank 0 sends.
+        launcher = [f"{sys.prefix}/bin/horovodrun"] if on_terminal else [sys.executable, "-m", "hvtrain.horovodrun"]
+        return [([*launcher, f"--{way.partition('-')[2]}", "-np", str(size), *line], {})]
     if way in ("workers", "servers"):
         servers = [("chief", 0), ("ps", 0)] if way == "servers" else []
         roles = [*servers, *(("worker", index) for index in range(size))]

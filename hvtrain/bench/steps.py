@@ -34,6 +34,7 @@ class Session:
     folder: Path
     steps: int
     figure: str = "step_seconds"
+    epochs: int = 1
     runs: dict[str, list[Measured]] = field(default_factory=dict)
     repeats: list[Measured] = field(default_factory=list)
 
@@ -54,7 +55,7 @@ class Session:
         title, work = f"round {number}/{num_rounds}  {name}", self.workload
         progress(f"{title} ...")
         num_ranks = 1 if contender.is_one_rank else self.num_ranks
-        words = work.words(contender.data or self.data, num_ranks, self.steps)
+        words = work.words(contender.data or self.data, num_ranks, self.steps, self.epochs)
         folder = self.folder / f"round-{number}" / name.replace(" ", "-")
         steps = (work.warmup_steps, self.steps)
         measured = measure(contender, words, self.num_ranks, work.batch_size, steps, folder, self.threads)
@@ -115,7 +116,7 @@ class Session:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-        settings = {name: getattr(self, name) for name in ("data", "num_ranks", "threads", "steps")}
+        settings = {name: getattr(self, name) for name in ("data", "num_ranks", "threads", "steps", "epochs")}
         summary = {"workload": asdict(self.workload), **settings, "noise": asdict(self.noise), "runs": rows}
         (self.folder / "bench.json").write_text(json.dumps(summary, indent=1))
 

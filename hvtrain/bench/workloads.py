@@ -18,12 +18,15 @@ class Workload:
     steps: int
     image_shape: str = SMALL
 
-    def words(self, data: str, num_ranks: int, steps: int | None = None) -> list[str]:
-        """The settings for a data set (synthetic or fashion_mnist); without dropout, so that losses agree."""
+    def words(self, data: str, num_ranks: int, steps: int | None = None, epochs: int = 1) -> list[str]:
+        """The settings for a data set (synthetic or fashion_mnist); without dropout, so that losses agree.
+
+        epochs: of all steps, the warm-up too, with the synthetic data set.
+        """
         total = self.warmup_steps + (steps or self.steps)
         if data == "synthetic":
             dataset = ["dataset=synthetic", f"dataset.image_shape={self.image_shape}", "dataset.num_classes=10"]
-            dataset.append(f"dataset.num_train={total * self.batch_size * num_ranks}")
+            dataset.append(f"dataset.num_train={-(-total // epochs) * self.batch_size * num_ranks}")
         else:
             dataset = [f"dataset={data}"]
         return [

@@ -32,7 +32,8 @@ FLOOR_GBITS = 0.1
 def measure(hosts: Sequence[str], ssh: Ssh, interfaces: str | None) -> tuple[dict[str, Any] | None, list[Row]]:
     """What link_worker prints, None if the ranks did not reduce, and the rows; in limited time."""
     job = Job(("python", "-m", "hvtrain.doctor.link_worker"), len(hosts), tuple(Host(name, 1) for name in hosts))
-    line = start_line(job, Way(ssh, interfaces=interfaces))
+    launcher, *words = start_line(job, Way(ssh, interfaces=interfaces))
+    line = [launcher, "--prefix", *words]
     # Sets of two ranks come and go while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})

@@ -10,6 +10,7 @@ import socket
 import uuid
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -171,6 +172,16 @@ def _uuids(count: int) -> tuple[str, ...]:
         if failed:
             return ()
     return tuple(found)
+
+
+@cache
+def uuid_in_use() -> str | None:
+    """The UUID of the GPU that this process uses, or of its first one; None where there is none, or none is told."""
+    if not (visible := tf.config.get_visible_devices("GPU")):
+        return None
+    index = tf.config.list_physical_devices("GPU").index(visible[0])
+    found = _uuids(index + 1)
+    return found[index] if found else None
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:

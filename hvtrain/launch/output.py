@@ -4,17 +4,18 @@ import codecs
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
-from hvtrain.system import verdict
+from hvtrain.system import drawing, verdict
+from hvtrain.system.live_display import LiveDisplay
 
 # horovodrun --gloo marks lines [3]<stdout>:, mpirun [1,3]<stdout>: (job, rank).
-_MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
-_MARK_BEGUN = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?$")
+MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+MARK_BEGUN = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?$")
 # Said by the launchers about ranks that say it better themselves.
 _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
 # A shell about a rank that a signal ended.
@@ -24,8 +25,9 @@ _BY_SHELL = ("Killed\n", "Terminated\n")
 class RankOutput:
     """Both outputs of a launcher. Each rank's lines go to folder/rank-0003-s2.log.
 
-    On the console, rank 0's lines stand without their mark; those of other ranks, which speak only when something is
-    wrong, with rank and host before them. Raises ConfigError if the folder cannot be written.
+    On the console, rank 0's lines stand without their mark, and its drawings as a live display; lines of other ranks,
+    which speak only when something is wrong, with rank and host before them. Raises ConfigError if the folder cannot be
+    written.
     """
 
     merged = True
@@ -33,7 +35,9 @@ class RankOutput:
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
         self.folder = folder
         self.listener = Listener()
+        self.takers: list[Callable[[IO[str]], None]] = [self.take]
         self._hosts = hosts
+        self._display = LiveDisplay()
         self._files: dict[int, TextIO] = {}
         self._begun: dict[tuple[int, str], str] = {}
         try:
@@ -51,16 +55,18 @@ class RankOutput:
 
     def take(self, lines: Iterable[str]) -> None:
         """Passes on all lines until their end."""
+        self._display.prepare()
         for line in lines:
             # mpirun marks each piece that a rank writes, so a mark may stand in the middle of a line.
-            own, *marked = _MARK.split(line)
+            own, *marked = MARK.split(line)
             if own.strip() and not _NOISE.match(own):
-                _write(sys.stderr, self.listener.launcher(own if own.endswith("\n") else f"{own}\n"))
+                write(sys.stderr, self.listener.launcher(own if own.endswith("\n") else f"{own}\n"))
             for rank, stream, text in zip(marked[::3], marked[1::3], marked[2::3]):
                 self._take(int(rank), stream, text)
-        _write(sys.stderr, self.listener.rest())
+        write(sys.stderr, self.listener.rest())
         for (rank, stream), text in list(self._begun.items()):
             self._take(rank, stream, "\n" if text else "")
+        self._display.stop()
         for file in self._files.values():
             file.close()
 
@@ -72,24 +78,30 @@ class RankOutput:
             return
         if stream == "stderr" and self.listener.rank(rank, text):
             return
+        text, drawn = drawing.cut(text)
+        if drawn:
+            self._display.show(drawn)
+        if not text:
+            return
         if rank not in self._files:
             self._files[rank] = self.path(rank).open("a", encoding="utf-8")
         self._files[rank].write(text)
         self._files[rank].flush()
         if rank == 0 and text not in _BY_SHELL:
-            _write(sys.stdout if stream == "stdout" else sys.stderr, text)
+            write(sys.stdout if stream == "stdout" else sys.stderr, text)
         elif text.strip() and text not in _BY_SHELL:
             host = f" {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            _write(sys.stderr, f"[rank {rank}{host}] {text}")
+            write(sys.stderr, f"[rank {rank}{host}] {text}")
 
 
 class Relay:
-    """A launcher's error output, passed through as it comes; the launcher writes its standard output itself."""
+    """A launcher's error output, passed on as it comes, marks too; the launcher writes its standard output itself."""
 
     merged = False
 
     def __init__(self) -> None:
         self.listener = Listener()
+        self.takers: list[Callable[[IO[str]], None]] = [self.take]
         self._begun = ""
         self._begun_by: dict[str, str] = {}
         self._shown = 0
@@ -98,8 +110,8 @@ class Relay:
         """Passes on all of the stream until its end."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while data := os.read(stream.fileno(), 65536):
-            _write(sys.stderr, self.text(decoder.decode(data)))
-        _write(sys.stderr, self._begun[self._shown :] + self.listener.rest())
+            write(sys.stderr, self.text(decoder.decode(data)))
+        write(sys.stderr, self._begun[self._shown :] + self.listener.rest())
 
     def text(self, text: str) -> str:
         """The text to show now: whole lines, and a begun one that can become neither a ruler nor a verdict."""
@@ -109,15 +121,15 @@ class Relay:
             shown.append(self._line(f"{line}\n")[self._shown :])
             self._shown = 0
         self._begun = begun
-        last = _MARK.split(begun)[-1][: len(verdict.PREFIX)]
-        is_held = RULER.startswith(begun) or verdict.PREFIX.startswith(last) or _MARK_BEGUN.search(begun)
+        last = MARK.split(begun)[-1][: len(verdict.PREFIX)]
+        is_held = RULER.startswith(begun) or verdict.PREFIX.startswith(last) or MARK_BEGUN.search(begun)
         if not is_held and not self.listener.held:
             shown.append(begun[self._shown :])
             self._shown = len(begun)
         return "".join(shown)
 
     def _line(self, line: str) -> str:
-        own, *marked = _MARK.split(line)
+        own, *marked = MARK.split(line)
         if not marked:
             return self.listener.launcher(own)
         for rank, text in zip(marked[::3], marked[2::3]):
@@ -125,12 +137,12 @@ class Relay:
             if not whole.endswith("\n"):
                 self._begun_by[rank] = whole
             elif self.listener.rank(int(rank), whole):
-                before = line[: [found.start() for found in _MARK.finditer(line)][-1]]
+                before = line[: [found.start() for found in MARK.finditer(line)][-1]]
                 line = f"{before}\n" if before else ""
         return line
 
 
-def _write(stream: TextIO, text: str) -> None:
+def write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()

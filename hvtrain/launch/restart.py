@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.start import Ending, Launch, Signals
-from hvtrain.system import console
+from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
 FAILURES_OF_A_BAD_HOST = 2
@@ -88,6 +89,7 @@ def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
     paths = reach.check([host.name for host in used_hosts(places)], way.ssh) if way.mpirun else None
     known = reach.Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
     output = RankOutput(logs, places)
+    job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})
     variables = environment.for_launcher(os.environ, job.environment)
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         line = start_line(job, way, paths, Path(folder))

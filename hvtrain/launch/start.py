@@ -19,6 +19,7 @@ from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
 from hvtrain.launch.reach import Reached, mpirun_job
+from hvtrain.launch.unmarked import Unmarked
 from hvtrain.system import console
 
 SECONDS_TO_SAVE = 30.0
@@ -71,15 +72,15 @@ class Signals:
 class Launch:
     """A launcher and all that it starts, known by their mark: on_host.MARK holds the name of this launch's own folder.
 
-    output: RankOutput gets both of the launcher's outputs in one stream, Relay only its error output. known: the hosts;
-    None: the launcher writes them into the folder. label: how messages name a rank.
+    output: RankOutput gets both of the launcher's outputs in one stream, Unmarked each in its own, Relay only the error
+    output. known: the hosts; None: the launcher writes them into the folder. label: how messages name a rank.
     """
 
     def __init__(
         self,
         line: Sequence[str],
         environment: Mapping[str, str],
-        output: RankOutput | Relay,
+        output: RankOutput | Relay | Unmarked,
         folder: Path,
         known: Reached | None = None,
         label: Callable[[int], str] = "rank {}".format,
@@ -91,21 +92,23 @@ class Launch:
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
         self._came: list[int] = []
         self._was_asked = self._was_forced = False
-        read, write = os.pipe()
-        self._stream = os.fdopen(read, encoding="utf-8", errors="replace")
+        # The error output's pipe comes first.
+        reads, writes = zip(*(os.pipe() for _ in output.takers))
+        self._streams = [os.fdopen(read, encoding="utf-8", errors="replace") for read in reads]
         self._child = subprocess.Popen(
             line,
             env={**environment, on_host.MARK: str(folder)},
             stdin=subprocess.DEVNULL if output.merged else None,
-            stdout=write if output.merged else None,
-            stderr=write,
+            stdout=writes[-1] if output.merged or len(writes) > 1 else None,
+            stderr=writes[0],
             # A reader of its own keeps the pipe from breaking, of which mpirun would die before it has ended its ranks.
-            pass_fds=[read],
+            pass_fds=reads,
             # In this terminal's group it would get a Ctrl-C twice.
             start_new_session=True,
             preexec_fn=going_with(os.getpid()),
         )
-        os.close(write)
+        for write in writes:
+            os.close(write)
 
     def run(self, signals: Signals) -> Ending:
         """Runs the line to its end and leaves nothing behind.
@@ -116,11 +119,12 @@ class Launch:
         """
         signals.pass_to(self._take_signal)
         # In a thread of its own: an ssh that outlives mpirun keeps the pipe open.
-        reader = _in_background(self._output.take, self._stream)
+        readers = [_in_background(take, stream) for take, stream in zip(self._output.takers, self._streams)]
         try:
             code = self._wait_for_child()
             answers = self._clear() if code else {}
-            reader.join(SECONDS_FOR_LAST_LINES)
+            for reader in readers:
+                reader.join(SECONDS_FOR_LAST_LINES)
             return self._ending(code, answers) if code else Ending(0)
         finally:
             signals.pass_to(None)

@@ -145,8 +145,16 @@ def end_before_training(number: int, *_: object) -> None:
 
 
 def say_stopping() -> None:
-    """Says what the first Ctrl-C does. Past Python's streams: the signal may have come while one of them was used."""
-    os.write(2, b"\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
+    """Says what the first Ctrl-C does, in a thread: the signal may have come while this one was writing.
+
+    A live display takes the place of sys.stderr, and stays below what is written.
+    """
+
+    def say() -> None:
+        sys.stderr.write("\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
+        sys.stderr.flush()
+
+    threading.Thread(target=say).start()
 
 
 def say_error(

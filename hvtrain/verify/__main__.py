@@ -30,8 +30,8 @@ Exits with 1 when a check fails.""",
     ).parse_known_args()
     if not console.is_launched():
         # One rank has no other to train with.
-        launcher = [sys.executable, "-m", "hvtrain.horovodrun", "-np", "2"]
-        os.execv(sys.executable, [*launcher, sys.executable, "-m", "hvtrain.verify", *sys.argv[1:]])
+        launcher = [f"{sys.prefix}/bin/horovodrun", "-np", "2"]
+        os.execv(launcher[0], [*launcher, sys.executable, "-m", "hvtrain.verify", *sys.argv[1:]])
     for tree in compose():
         config = from_dict(tree)
         with console.quiet_import(config.verbose):

@@ -49,6 +49,11 @@ def test_contenders_do_the_same_work(names, tmp_path):
             marks=release,
         ),
         pytest.param(
+            *(["steps", "--epochs", "5", "--contenders", "hvtrain-1,hvtrain-1@output=terminal"], "bench.json"),
+            "hvtrain-1@output=terminal ",
+            marks=nightly,
+        ),
+        pytest.param(
             *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
             marks=release,
         ),

@@ -9,7 +9,7 @@ import pytest
 from goals import GOALS, of_allreduce, of_steps, verdict
 
 from hvtrain.bench.allreduce import WORKER
-from hvtrain.bench.contenders import CLOCK, CONTENDERS, Measured
+from hvtrain.bench.contenders import CLOCK, CONTENDERS, Measured, named
 from hvtrain.bench.rounds import Ratio, ratio
 from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS
@@ -66,6 +66,8 @@ def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
     assert config.train.batch_size == work.batch_size
     if data == "synthetic":
         assert config.dataset["num_train"] == config.train.steps * work.batch_size * 2, "one epoch"
+        third = -(-(work.warmup_steps + 2) // 3) * work.batch_size * 2
+        assert f"dataset.num_train={third}" in work.words(data, 2, steps=2, epochs=3)
 
 
 def test_modules_of_contenders_exist():
@@ -76,7 +78,7 @@ def test_modules_of_contenders_exist():
 
 
 def test_goals_name_contenders():
-    assert {goal.ours for goal in GOALS} | {goal.theirs for goal in GOALS} <= set(CONTENDERS)
+    assert {named(name).about for goal in GOALS for name in (goal.ours, goal.theirs)}, "named refuses others"
     assert all(goal.figure in Measured.__dataclass_fields__ and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
 
 

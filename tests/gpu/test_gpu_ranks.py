@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def assert_computes_there(found: dict, mine: str) -> None:
     assert mine in place["devices"]
     assert place["right"]
     assert place["computed_on"] == ("CPU" if ON_CPU else "GPU")
+    in_words = "" if ON_CPU else r"GPU memory \d+\.\d GiB, peak \d+\.\d GiB; GPU busy \d+%"
+    assert re.fullmatch(in_words, place["in_words"]), "NVIDIA's management library knows the GPU by CUDA's UUID"
     assert place["num_visible"] == (0 if ON_CPU else 1), "no other rank's GPU"
     assert place["memory_grows"] == ([] if ON_CPU else [True]), "or the first rank takes all of the memory at once"
 

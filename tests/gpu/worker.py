@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.training.callbacks import resources
 
 strategy = HorovodStrategy(share_gpus="share" in sys.argv)
 topology = strategy.start()
@@ -35,6 +36,7 @@ def place() -> dict[str, Any]:
         "computed_on": tf.DeviceSpec.from_string(product.device).device_type,
         "right": bool(tf.reduce_all(product == 512.0)),
         "num_visible": len(gpus),
+        "in_words": resources.gpu(),
         "memory_grows": [tf.config.experimental.get_memory_growth(gpu) for gpu in gpus],
     }
 

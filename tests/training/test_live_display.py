@@ -1,65 +1,139 @@
-"""Bars on a terminal, seen through a pseudo-terminal; plain lines anywhere else."""
+"""Bars on a terminal, seen through a pseudo-terminal, also where a launcher draws them; plain lines anywhere else."""
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 
-from hvtrain.training.callbacks.console_progress import is_live
-from tests.support import launching
+import pytest
 
-WORDS = ["-m", "hvtrain", "model=cnn", "train.batch_size=1", "train.epochs=2", "train.steps_per_execution=2"]
-COLUMNS = 80
+import terminal
+from hvtrain.system.drawing import Bar, Drawing, Sender, request
+from hvtrain.system.live_display import LiveDisplay
+from hvtrain.training.callbacks.console_progress import display
+from launching import BIN
 
-
-def on_a_terminal(cwd, **variables):
-    """Exit code and all that the run wrote to a terminal of 80 columns."""
-    own, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
-    environment = launching.environment(TERM="xterm-256color", CI="", **variables)
-    run = subprocess.Popen([sys.executable, *WORDS], cwd=cwd, env=environment, stdin=its, stdout=its, stderr=its)
-    os.close(its)
-    written = b""
-    try:
-        while data := os.read(own, 65536):
-            written += data
-    except OSError:  # Linux ends a terminal that nobody holds any more with EIO.
-        pass
-    os.close(own)
-    return run.wait(), written.decode()
+SETTINGS = ["model=cnn", "train.batch_size=1", "train.epochs=2", "train.steps_per_execution=2", "run.report=false"]
+RUN = [sys.executable, "-m", "hvtrain", *SETTINGS]
+STARTS = {
+    "alone": RUN,
+    "launch": [sys.executable, "-m", "hvtrain.launch", "-np", "2", "--", *SETTINGS],
+    "launch-gloo": [sys.executable, "-m", "hvtrain.launch", "--gloo", "-np", "2", "--", *SETTINGS],
+    "launch-mpirun": [sys.executable, "-m", "hvtrain.launch", "--mpirun", "-np", "2", "--", *SETTINGS],
+    "horovodrun": [str(BIN / "horovodrun"), "-np", "2", *RUN],
+    "horovodrun-gloo": [str(BIN / "horovodrun"), "--gloo", "-np", "2", *RUN],
+}
+BAR = "[━╸╺]"
+RANKS = pytest.mark.distributed
+MORE = (RANKS, pytest.mark.release)
 
 
-def test_a_terminal_shows_bars_and_keeps_the_lines_of_epochs(tmp_path):
-    code, written = on_a_terminal(tmp_path)
-    assert code == 0, written
-    visible = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written)
-    lines = [line.rstrip("\r") for line in visible.replace("\r\n", "\n").split("\n")]
-    drawn = [line.rsplit("\r", 1)[-1] for line in lines]
-    run = [line for line in drawn if re.match(r"Run +━", line)]
-    assert len(run) > 3, "drawn again and again"
-    assert all(len(line) <= COLUMNS for line in run)
-    shares = [int(re.search(r"(\d+)%", line)[1]) for line in run]
+@pytest.mark.parametrize(
+    ("start", "columns"),
+    [
+        ("alone", 80),
+        pytest.param("horovodrun", 80, marks=RANKS),
+        pytest.param("launch", 80, marks=(RANKS, pytest.mark.nightly)),
+        pytest.param("launch-gloo", 120, marks=MORE),
+        pytest.param("launch-mpirun", 120, marks=MORE),
+        pytest.param("horovodrun-gloo", 120, marks=MORE),
+    ],
+)
+def test_a_terminal_shows_bars_and_keeps_the_lines_of_epochs(start, columns, tmp_path):
+    """At every moment the bars are whole and below everything else, and in the end nothing is left of them."""
+    seen = []
+    code, screen = terminal.run(STARTS[start], tmp_path, columns, lambda now: seen.append(now.text))
+    assert code == 0, screen.text
+    drawn = [bars for text in seen if (bars := re.search(rf"^Run +{BAR}.*\Z", text, re.MULTILINE | re.DOTALL))]
+    assert len(drawn) > 3, f"drawn again and again:\n{screen.text}"
+    steps = "1,437" if start == "alone" else "718"
+    shares = []
+    for bars in drawn:
+        run, epoch, *more = bars[0].splitlines()
+        assert re.fullmatch(rf"Epoch \d/2 {BAR}+ +[\d,]+/{steps} steps(, .* ms/step)?", epoch), bars[0]
+        shares.append(int(re.search(r"(\d+)%", run)[1]))
+        words = " ".join(more)
+        assert re.match(r"accuracy \d.*, loss \d.*, \d.* examples/s, learning rate 0\.00", words), bars[0]
+        assert len(more) <= 3
     assert shares == sorted(shares) and shares[0] < shares[-1]
-    assert any(re.match(r"Epoch 2/2 .*/1,437 steps, .* ms/step$", line) for line in drawn)
-    assert any("learning rate 0.001" in line for line in drawn)
-    assert any(re.match(r"data \d+%, compute \d+%", line) for line in drawn)
+    last = drawn[-1][0]
+    assert re.search(r", [\d:]+ left\n.* ms/step\n", last) and re.search(r"data\s\d+%,\s+compute\s\d+%", last), last
+    if start != "alone":
+        assert re.search(r"communication\s+\d+%;\s+slowest:\s+rank\s+[01]", last), last
     for epoch in (1, 2):
-        assert f"Epoch {epoch}/2: 1,437/1,437 steps" in visible, "what scrolls by stays"
-    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l"), "the cursor is there again"
-    assert lines[-2].startswith("a step: "), "nothing is left of the bars"
+        assert f"Epoch {epoch}/2: {steps}/{steps} steps" in screen.text, "what scrolls by stays"
+    assert not re.search(BAR, screen.text)
+    assert "hvtrain-" not in screen.text and "[1,0]" not in screen.text
+    assert screen.shows_cursor
+    assert all(text.count("\nRun ") <= 1 for text in seen), "nothing is left of an older drawing"
+
+
+TALKATIVE = """
+import os, sys, time
+from hvtrain.system.drawing import Bar, Drawing, Sender
+for step in range(20):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        print("half a line", end="", flush=True)
+        Sender().show(Drawing((Bar("Run", step, 20, f"{step} of 20"),), ("loss 0.1",)))
+    else:
+        print(f"[red]{step}", *["word"] * 20, file=(sys.stdout, sys.stderr)[step % 2])
+    time.sleep(0.05)
+"""
+
+
+@RANKS
+def test_nothing_that_ranks_print_breaks_the_bars(tmp_path):
+    """Another rank's lines on both outputs, longer than the terminal is wide, and rank 0's without an end."""
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    seen = []
+    line = [str(BIN / "horovodrun"), "-np", "2", "python", "talkative.py"]
+    code, screen = terminal.run(line, tmp_path, 80, lambda now: seen.append(now.text))
+    assert code == 0, screen.text
+    drawn = [text for text in seen if re.search(BAR, text)]
+    assert len(drawn) > 3
+    for text in drawn:
+        *above, run, loss = text.splitlines()
+        assert re.fullmatch(rf"Run {BAR}+ +\d+ of 20", run) and loss == "loss 0.1", text
+        assert not re.search(BAR, "".join(above)), text
+    words = " ".join(screen.text.split())
+    for step in range(20):
+        stream = "stderr" if step % 2 else "stdout"
+        assert f"[1,1]<{stream}>:[red]{step}" + " word" * 20 in words, screen.text
+    assert screen.text.count("half a line") == 20 and not re.search(BAR, screen.text)
 
 
 def test_bars_are_for_people_at_terminals(monkeypatch):
-    for name in ("CI", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for name in ("CI", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", *request(True)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert is_live(True)
-    assert not is_live(False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert isinstance(display(), LiveDisplay)
     for name, value in (("TERM", "dumb"), ("CI", "true"), ("OMPI_COMM_WORLD_RANK", "0")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            assert not is_live(True)
+            assert display() is None
+            changed.setenv(*request(True).popitem())
+            assert isinstance(display(), Sender), "the launcher knows its terminal"
+            changed.setenv(*request(False).popitem())
+            assert display() is None
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert display() is None
+
+
+def test_a_narrow_terminal_shows_all_words():
+    """Long lines are wrapped between words; bars give way to their numbers."""
+    drawing = Drawing((Bar("Run", 1, 4, "25%, 1:02:05 left"),), ("loss 0.25, " * 8 + "learning rate 0.1",))
+    for columns in (40, 80, 120):
+        text = pictured(drawing, columns)
+        words = " ".join(text.split())
+        assert "25%, 1:02:05 left" in words and words.endswith("loss 0.25, " * 8 + "learning rate 0.1"), text
+
+
+def pictured(drawing, columns):
+    """The drawing as a terminal of that width shows it."""
+    from rich.console import Console
+
+    from hvtrain.system.live_display import _picture
+
+    console = Console(width=columns, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(_picture(drawing))
+    return captured.get()

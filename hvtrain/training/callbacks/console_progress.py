@@ -1,15 +1,17 @@
 """Progress on rank 0's console: a line per epoch; within long epochs bars on a terminal, or a line every 30 s."""
 
 import logging
-import os
 import sys
 import time
 from typing import Any
 
 from hvtrain.step_timing import StepTimes
+from hvtrain.system import drawing
 from hvtrain.system.console import is_launched
-from hvtrain.training.callbacks.live_display import Bar, LiveDisplay, gpu_memory, shares
+from hvtrain.system.drawing import Bar, Drawing, Sender
+from hvtrain.system.live_display import LiveDisplay
 from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.resources import gpu, shares
 from hvtrain.training.callbacks.speed import Throughput
 
 log = logging.getLogger(__name__)
@@ -27,16 +29,11 @@ class Progress(RunCallback):
     def __init__(self, *place: Any, throughput: Throughput) -> None:
         super().__init__(*place)
         self._throughput = throughput
-        # A launcher prefixes each line, which breaks a display; mpirun gives its ranks terminals nevertheless.
-        self._display = LiveDisplay() if is_live(sys.stdout.isatty()) else None
+        self._display = display()
         self._started: tuple[float, int] | None = None  # when the first call had ended, and after which step
         self._first_in_epoch: tuple[float, int] | None = None
         self._last_step_at = self._last_line = 0.0
         self._times_before: StepTimes | None = None
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self._display:
-            self._display.start()
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._display:
@@ -54,7 +51,7 @@ class Progress(RunCallback):
         if self.position.in_epoch and now - self._last_line >= pause:
             self._last_line = now
             if self._display:
-                self._draw(self._display, logs)
+                self._display.show(self._drawing(logs))
             else:
                 log.info("%s", self._line(logs))
 
@@ -76,14 +73,14 @@ class Progress(RunCallback):
         line = f"{self._epoch()}: {', '.join(parts)}; {step / plan.num_steps:.0%} of the run"
         return ", ".join([line, *self._left()])
 
-    def _draw(self, display: LiveDisplay, logs: dict[str, Any]) -> None:
+    def _drawing(self, logs: dict[str, Any]) -> Drawing:
         plan, step = self.position.plan, self.position.step
         done, total = self._steps_of_epoch
         whole = ", ".join([f"{step / plan.num_steps:.0%}", *self._left()])
         epoch = ", ".join([f"{done:,}/{total:,} steps", *self._step_time()])
         numbers = [*self._numbers(logs), f"learning rate {float(self.model.optimizer.learning_rate):.3g}"]
-        bars = [Bar("Run", step, plan.num_steps, whole), Bar(self._epoch(), done, total, epoch)]
-        display.show(bars, [", ".join(numbers), "; ".join(filter(None, [self._shares(), gpu_memory()]))])
+        bars = Bar("Run", step, plan.num_steps, whole), Bar(self._epoch(), done, total, epoch)
+        return Drawing(bars, (", ".join(numbers), "; ".join(filter(None, [self._shares(), gpu()]))))
 
     def _shares(self) -> str:
         """Shares of the time since the last drawing, and the slowest rank of the last epoch."""
@@ -118,9 +115,12 @@ class Progress(RunCallback):
         return [f"{_clock(seconds)} left"] if seconds else []
 
 
-def is_live(is_terminal: bool) -> bool:
-    """True if a live display makes sense: on a capable terminal that a person watches."""
-    return is_terminal and not is_launched() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
+def display() -> LiveDisplay | Sender | None:
+    """Bars on the launcher's terminal, or on this process's own; None where no person watches one."""
+    if drawing.is_requested():
+        return Sender()
+    # mpirun gives its ranks terminals of their own.
+    return LiveDisplay() if drawing.can_draw(sys.stdout) and not is_launched() else None
 
 
 def _seconds_per_step(start: tuple[float, int] | None, end: tuple[float, int]) -> float:
