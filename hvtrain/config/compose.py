@@ -59,8 +59,7 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
 
     given = sys.argv[:]
     if not of_run:
-        # Unquoted, true is a boolean to Hydra, which is not the name of a choice.
-        sys.argv = [re.sub("(?i)^debug=(true|false)$", lambda word: f"debug='{word[1].lower()}'", w) for w in given]
+        sys.argv = quoted(given)
     try:
         job()
     except Exception as error:
@@ -68,6 +67,15 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
     finally:
         sys.argv = given
     return trees
+
+
+def quoted(words: list[str]) -> list[str]:
+    """The words with names of choices in quotes that Hydra would take for a boolean or a number.
+
+    >>> quoted(["debug=True", "debug=fast", "seed=1"])
+    ["debug='true'", 'debug=fast', 'seed=1']
+    """
+    return [re.sub("(?i)^debug=(true|false|nan)$", lambda word: f"debug='{word[1].lower()}'", word) for word in words]
 
 
 def resolved(tree: Any) -> dict[str, Any]:

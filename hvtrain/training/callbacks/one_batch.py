@@ -20,20 +20,28 @@ class OneBatch(RunCallback):
     """Evaluates on the global batch before and after the training (every rank).
 
     Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and batch normalization
-    takes its moving statistics; so the loss of the last epoch in training counts too.
+    takes its moving statistics; so the loss of the last epoch in training counts too. Put it after SameLogs, so that
+    all ranks decide alike.
     """
+
+    training: dict[str, float]
+    before: dict[str, float]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.before = self._evaluate()
 
-    def on_train_end(self, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        self.training = logs
+
+    def on_train_end(self, logs: Any = None) -> None:
         if not self.position.is_last:
             return  # Stopped by a signal or a limit of time.
         plan, best, after = self.position.plan, self.run.task.best, self._evaluate()
         shown = ", ".join(f"{name} {self.before[name]:.4g} -> {value:.4g}" for name, value in after.items())
-        in_training = f"; in training, with dropout if there is any: {logs['loss']:.4g}" if "loss" in logs else ""
+        loss = self.training.get("loss")
+        in_training = "" if loss is None else f"; in training, with dropout if there is any: {loss:.4g}"
         what = f"one batch of {plan.global_batch} examples"
-        if is_learned(self.before, after, logs, best, self.run.task.sign(best)):
+        if is_learned(self.before, after, self.training, best, self.run.task.sign(best)):
             log.info("%s is learned by heart: %s%s", what, shown, in_training)
             return
         raise TrainingError(
@@ -46,7 +54,8 @@ class OneBatch(RunCallback):
         batch = run.stream_from(self.position.plan.shift).take(1)
         if run.source.raw_batches:
             batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))
-        return run.task.results(run.strategy.evaluate(self.model, batch.prefetch(tf.data.AUTOTUNE)))
+        batch = batch.apply(tf.data.experimental.assert_cardinality(1))
+        return run.task.results(run.strategy.evaluate(self.model, batch))
 
 
 def is_learned(
