@@ -159,8 +159,8 @@ def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
     if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
         note_start(run, hosts, lines, start.step)
     callbacks = make_callbacks(run, start, monitors)
-    where = monitors.search.where if monitors.search else None
-    with monitors.writer, explain_errors(run, model, monitors.position, where):
+    search = monitors.search.where if monitors.search else None
+    with monitors.writer, explain_errors(run, model, monitors.position, search):
         if start.step < run.plan.num_steps and not start.ended:
             if config.guard.batches:
                 batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))

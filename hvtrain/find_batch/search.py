@@ -79,7 +79,8 @@ def _attempt(
         )
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model, start = runner.restore(run, None)
-    log.info("%s", summary(described(run, model, start)))
+    of_sizes = ("global batch", "learning rate", "steps")  # Each size has its own.
+    log.info("%s", summary({name: text for name, text in described(run, model, start).items() if name not in of_sizes}))
     sizes = Sizes(run, model, start, limit_bytes)
     size, reason = run.plan.batch_sizes[0], ""
     while not reason:

@@ -43,7 +43,8 @@ def first_not_finite(model: keras.Model, batch: Any, has_batch_weight: bool = Fa
 
 def step_without_update(model: keras.Model, batch: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
     """Logs of this step alone, and pairs of gradients and variables, which the optimizer does not get."""
-    optimizer, pairs = model.optimizer, []
+    optimizer = model.optimizer
+    pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
     # On the object, where they hide the methods of its class, which would reduce.
     optimizer.apply_gradients = pairs.extend

@@ -47,11 +47,11 @@ class Guard(RunCallback):
 
 @contextmanager
 def explain_errors(
-    run: Run, model: keras.Model, position: Position, where: Callable[[int], str] | None = None
+    run: Run, model: keras.Model, position: Position, search: Callable[[int], str] | None = None
 ) -> Iterator[None]:
     """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
 
-    where: says of a step which value was the first that is not finite; all ranks call it.
+    search: says of a step which value was the first that is not finite; all ranks call it.
     """
     strategy = run.strategy
     steps_before = strategy.marks()[3]
@@ -61,10 +61,10 @@ def explain_errors(
         if NOT_FINITE in str(error) and (ranks := ranks_at_fault(model.optimizer)):
             # Not position.step: a call of the graph that failed may have done some steps.
             step = position.start_step + strategy.marks()[3] - steps_before + 1
-            found = where(step) if where else ""
+            found = search(step) if search else ""
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}{found}; "
-                f"nothing of it reached the weights; {ADVICE}{'' if where else NAMES_LAYER}"
+                f"nothing of it reached the weights; {ADVICE}{'' if search else NAMES_LAYER}"
             ) from error
         # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
         cause = error if "orovod" in str(error) else run.source.explain(error)
