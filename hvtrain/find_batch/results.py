@@ -33,12 +33,13 @@ def write(folder: Path, trials: Sequence[Trial], ended: str | None = None) -> No
         return
     numbers, best = [trial.batch_size for trial in trials], fastest(trials)
     with picture(folder / "batch.png", 7, 5, rows=2) as (_, (speed, memory)):
-        speed.plot(numbers, [trial.examples_per_second for trial in trials], "o-", color="tab:blue")
+        rates, peaks = zip(*((trial.examples_per_second, max(trial.memory_bytes) / MIB) for trial in trials))
+        speed.plot(numbers, rates, "o-", color="tab:blue")
         speed.axvline(best.batch_size, color="tab:orange", linestyle="--", label=f"fastest: {best.batch_size}")
-        speed.set(ylabel="examples/s of all ranks", ylim=(0, None))
+        speed.set(ylabel="examples/s of all ranks", ylim=(0, 1.1 * max(rates)))
         speed.legend()
-        memory.plot(numbers, [max(trial.memory_bytes) / MIB for trial in trials], "o-", color="tab:green")
-        memory.set(xlabel="train.batch_size", ylabel="peak memory of a rank in MiB", ylim=(0, None))
+        memory.plot(numbers, peaks, "o-", color="tab:green")
+        memory.set(xlabel="train.batch_size", ylabel="peak memory of a rank in MiB", ylim=(0, 1.1 * max(peaks)))
         for axes in (speed, memory):
             axes.set_xscale("log", base=2)
             axes.set_xticks(numbers, [str(number) for number in numbers])
