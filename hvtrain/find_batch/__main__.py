@@ -1,7 +1,7 @@
 """`python -m hvtrain.find_batch`: trains some steps with ever larger batches, and says which fit and which is fastest.
 
 All sizes are tried in one process for each rank, which is started once: memory is read as a peak that is reset before
-each size, and sizes only grow, so what an earlier one left behind is never the larger part. search measures; choice
+each size, and sizes only grow, so what an earlier one left behind is never the larger part. search measures; fitting
 judges.
 """
 

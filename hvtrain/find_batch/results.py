@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvtrain.bench.rounds import picture
 from hvtrain.core.records import write_atomic
-from hvtrain.find_batch.choice import Trial, fastest
+from hvtrain.find_batch.fitting import Trial, fastest
 
 MIB = 2**20
 

@@ -18,13 +18,13 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.planning import make_plan
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.errors import ConfigError, TrainingError
-from hvtrain.find_batch.choice import Room, Trial, fastest, lacking, predicted_peak
+from hvtrain.find_batch.fitting import Room, Trial, fastest, lacking, predicted_peak
 from hvtrain.find_batch.results import in_words, write
 from hvtrain.plan.forecast import footprint
 from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
-from hvtrain.system.memory import forget_peak, free_bytes, peak_bytes, resident_bytes
+from hvtrain.system.free_memory import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.order import Monitors
 from hvtrain.training.repeated_step import step_without_update

@@ -9,7 +9,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.find_batch.__main__ import find
-from hvtrain.find_batch.choice import Room, lacking, predicted_peak
+from hvtrain.find_batch.fitting import Room, lacking, predicted_peak
 from launching import ROOT, run
 
 MODULE = ("python", "-m", "hvtrain.find_batch")

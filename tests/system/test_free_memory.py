@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from hvtrain.system import memory
+from hvtrain.system import free_memory
 
 GIB = 2**30
 
@@ -18,15 +18,15 @@ def group(folder, limit, used, cached, names):
 
 def test_a_peak_can_begin_anew():
     held = np.ones(300 * 2**20 // 8)
-    assert memory.peak_bytes() >= held.nbytes
+    assert free_memory.peak_bytes() >= held.nbytes
     del held
-    before = memory.peak_bytes()
-    memory.forget_peak()
-    assert memory.resident_bytes() * 0.9 < memory.peak_bytes() <= before
+    before = free_memory.peak_bytes()
+    free_memory.forget_peak()
+    assert free_memory.resident_bytes() * 0.9 < free_memory.peak_bytes() <= before
 
 
 def test_the_host_limits_what_is_free(tmp_path):
-    assert abs(memory.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
+    assert abs(free_memory.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
 
 
 def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
@@ -34,11 +34,11 @@ def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypat
     monkeypatch.setattr(
         Path, "read_text", lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a)
     )
-    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, memory._V2)
-    group(tmp_path / "job/step", "max", 1, 0, memory._V2)
-    assert memory.free_bytes(tmp_path) == 1_200_000
+    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, free_memory._V2)
+    group(tmp_path / "job/step", "max", 1, 0, free_memory._V2)
+    assert free_memory.free_bytes(tmp_path) == 1_200_000
     lines = "0::/\n4:cpu,memory:/job\n"
-    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, memory._V1)
-    assert memory.free_bytes(tmp_path) == 1000
-    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, memory._V1)
-    assert memory.free_bytes(tmp_path) == 0
+    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, free_memory._V1)
+    assert free_memory.free_bytes(tmp_path) == 1000
+    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, free_memory._V1)
+    assert free_memory.free_bytes(tmp_path) == 0
