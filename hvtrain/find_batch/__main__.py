@@ -20,7 +20,7 @@ EPILOG = f"""\
 
 examples:
   python -m hvtrain.find_batch model=cnn dataset=fashion_mnist           one process
-  horovodrun -np 4 python -m hvtrain.find_batch model=resnet50 --max 512 the batch of each of four ranks
+  horovodrun -np 4 python -m hvtrain.find_batch model=resnet50 --largest 512    four ranks
 """
 LEARNING_RATE = 1e-9
 """Weights hardly change, so that no size diverges."""
@@ -31,14 +31,14 @@ CALLS = 4
 def find() -> int:
     """Composes the run, tries the sizes, and prints the result on rank 0."""
     options = _parser().parse_with_words(sys.argv[1:])
-    if options.max is not None and options.first > options.max:
-        raise ConfigError(f"--first {options.first} exceeds --max {options.max}; lower it, or raise the other")
+    if options.largest is not None and options.first > options.largest:
+        raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
     for tree in compose(options.words):
         config = as_search(from_dict(tree), options.first, options.steps)
         with console.quiet_import(config.verbose):
             from hvtrain.find_batch.search import search
         limit = None if options.memory is None else int(options.memory * 2**30)
-        search(config, options.max, limit, options.words)
+        search(config, options.largest, limit, options.words)
     return 0
 
 
@@ -67,7 +67,7 @@ A size that would exceed the memory of the host or of its container is not begun
         epilog=EPILOG,
     )
     parser.add_argument("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
-    parser.add_argument("--max", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
+    parser.add_argument("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
     parser.add_argument(
         "--steps", type=at_least(1), default=5, metavar="N", help="steps of a call; a size takes 4 calls; default: 5"
     )

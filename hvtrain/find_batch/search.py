@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import keras
@@ -85,7 +84,7 @@ def _attempt(
     size, reason = run.plan.batch_sizes[0], ""
     while not reason:
         if largest is not None and size > largest:
-            reason = f"{size} is above --max {largest}"
+            reason = f"{size} is above --largest {largest}"
         elif not (reason := sizes.obstacle(size)):
             reason = sizes.measure(size)
             if not reason:
@@ -147,8 +146,8 @@ class Sizes:
             run.strategy.fit(self.model, run.batches_from, run.plan, 0, [monitors.position, stopwatch], steps)
         self._peaks.append((size, peak_bytes()))
         peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if self._gpu else self._peaks[-1][1]
-        # The chief's clock: ranks wait for each other in each step.
-        seconds = self.comm.broadcast(median(stopwatch.step_seconds[1:]))
+        # The chief's clock: ranks wait for each other in each step. Other work on the machine can only add to a call.
+        seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
         gc.collect()
         return ""

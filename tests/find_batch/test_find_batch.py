@@ -89,8 +89,8 @@ def test_ranks_of_a_host_share_its_memory():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--first", "8", "--max", "4"], "--first 8 exceeds --max 4; lower it, or raise the other"),
-        (["--max", "0"], "argument --max: 0 came where a whole number of at least 1 was needed"),
+        (["--first", "8", "--largest", "4"], "--first 8 exceeds --largest 4; lower it, or raise the other"),
+        (["--largest", "0"], "argument --largest: 0 came where a whole number of at least 1 was needed"),
         (["--memory", "0"], "argument --memory: 0 came where a number above 0 was needed"),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
     ],
