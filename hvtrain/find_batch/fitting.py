@@ -57,8 +57,9 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
-    # From nothing to the first size it grows by what the size does not change, too.
-    measured = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairwise(peaks[1:])]
+    # To the first size it grows by what the size does not change, too: that counts only while there is nothing better.
+    pairs = [*pairwise(peaks[1:])] or [*pairwise(peaks)]
+    measured = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *measured) if measured else first_slope
     last_size, last_peak = peaks[-1]
     return last_peak + slope * (size - last_size)
@@ -80,6 +81,6 @@ def lacking(rooms: Sequence[Room], limit_bytes: int | None = None) -> tuple[str,
         growth, free = sum(room.growth_bytes for room in own), min(room.free_bytes for room in own)
         if limit_bytes is not None:
             free = min(free, max(0, limit_bytes - sum(room.resident_bytes for room in own)))
-        if MARGIN * growth > free:
+        if MARGIN * growth >= free:
             return host, growth, free
     return None

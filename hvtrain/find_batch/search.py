@@ -122,9 +122,9 @@ class Sizes:
             self.plan_of(size)
         except ConfigError as error:
             return str(error).partition(";")[0]
-        first_slope = footprint(self.model, 1).activation_bytes or 0 if len(self._peaks) == 1 else 0
+        first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
-        growth = max(0.0, predicted_peak(self._peaks, size, 0 if self._gpu else first_slope) - resident)
+        growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
         room = Room(self.comm.topology.host, growth, free_bytes(), resident)
         if found := lacking(self.comm.gather(room), self.limit_bytes):
             host, needed, free = found

@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from hvtrain.errors import ConfigError
+from hvtrain.find_batch import search
 from hvtrain.find_batch.__main__ import find
 from hvtrain.find_batch.fitting import Room, lacking, predicted_peak
+from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
 MODULE = ("python", "-m", "hvtrain.find_batch")
@@ -75,7 +77,7 @@ def test_no_memory_for_the_first_size_is_an_error(tmp_path):
 
 def test_the_prediction_takes_the_steepest_growth_so_far():
     assert predicted_peak([(0, 100), (4, 500), (8, 900), (16, 900)], 32, 0.0) == 900 + 16 * 100
-    assert predicted_peak([(0, 100), (4, 500)], 8, 0.0) >= 500
+    assert predicted_peak([(0, 100), (4, 500)], 8, 0.0) == 500 + 4 * 100
     shrinks = [(0, 100), (4, 500), (8, 400)]
     assert predicted_peak(shrinks, 16, 0.0) == 400
 
@@ -84,6 +86,12 @@ def test_ranks_of_a_host_share_its_memory():
     rooms = [Room("s1", 1e9, 10**10, 0), Room("s2", 1e9, 2 * 10**9, 0), Room("s2", 1e9, 2 * 10**9, 0)]
     assert lacking(rooms) == ("s2", 2e9, 2 * 10**9)
     assert lacking(rooms[:2]) is None
+    assert lacking([Room("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), "more than allowed already"
+
+
+def test_ranks_that_take_no_steps_of_their_own_are_refused():
+    with pytest.raises(ConfigError, match="this strategy has other steps; choose strategy=horovod, elastic or single"):
+        search._attempt(None, MirroredStrategy(), None, None, None, ())
 
 
 @pytest.mark.parametrize(
