@@ -53,7 +53,7 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     a while. first_slope: bytes of an example, for the first size, before which nothing was measured.
 
     >>> predicted_peak([(0, 500), (1, 600), (2, 640), (4, 740)], 8, 0.0)
-    1140.0
+    940.0
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
