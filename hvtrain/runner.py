@@ -104,8 +104,13 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
         return finish(run, model, monitors)
 
 
-def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Run, ResumePoint | None]:
-    """Starts the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan."""
+def open_run(
+    config: RunConfig, strategy: Strategy, state: RunState, parent: str = "runs"
+) -> tuple[Run, ResumePoint | None]:
+    """Starts the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan.
+
+    parent: where the run folder is made if run.dir is not set.
+    """
     topology = strategy.start()
     strategy.marks.timed = not config.train.deterministic
     console.start_log(topology.is_chief)
@@ -114,7 +119,7 @@ def open_run(config: RunConfig, strategy: Strategy, state: RunState) -> tuple[Ru
     check_same_run(comm, config)
     if not topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder))
+    folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent))
     strategy.watchdog.folder, strategy.watchdog.tell = folder, state.notice.note
     config = replace(config, run=replace(config.run, dir=str(folder)))
     console.log_to_file(folder / "logs", topology.rank)
@@ -160,7 +165,8 @@ def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
     if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
         note_start(run, hosts, lines, start.step)
     callbacks = make_callbacks(run, start, monitors)
-    with monitors.writer, explain_errors(run, model, monitors.position):
+    search = monitors.search.where if monitors.search else None
+    with monitors.writer, explain_errors(run, model, monitors.position, search):
         if start.step < run.plan.num_steps and not start.ended:
             if config.guard.batches:
                 batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))

@@ -33,6 +33,7 @@ def hvtrain(*words, cwd):
         ),
         (["+train.foo=1"], "unknown setting 'train.foo'; known: accumulate, batch_size, "),
         (["model=resnext"], "model=resnext is not one of application, cnn, deeplabv3plus, keras_hub, mlp, resnet20, "),
+        (["debug=fsat"], "debug=fsat is not one of false, fast, nan, overfit, profile, true; --help describes them"),
         (["experiment=foo"], "experiment=foo is not one of digits_multilabel, fashion_separable"),
         (["train.epochs=many"], "train.epochs=many is not a whole number"),
         (["train.epochs=0"], "train.epochs=0 is out of range; it must be at least 1"),
@@ -109,6 +110,32 @@ def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in errors and errors.endswith("did you mean 'train.epochs'?\n")
 
 
+def test_debug_true_is_one_of_several_choices(tmp_path):
+    """Whatever its case; a setting beside it counts more than the choice's own."""
+    code, output, _ = hvtrain("--cfg", "job", "debug=True", cwd=tmp_path)
+    assert (code, yaml.safe_load(output)["debug"]) == (0, True)
+    code, output, _ = hvtrain("--cfg", "job", "debug=fast", "train.steps=7", "experiment=mnist_classic", cwd=tmp_path)
+    composed = yaml.safe_load(output)
+    assert (composed["debug"], composed["train"]["steps"], composed["train"]["evaluation_steps"]) == (False, 7, 2)
+    assert composed["train"]["divide_steps_by_size"] is False, "debug comes after the experiment"
+
+
+def test_a_choice_of_debug_that_a_file_writes_as_a_setting_is_refused(tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\ndebug: fast\n")
+    code, _, errors = hvtrain("experiment=mine", "--config-dir", "own", cwd=tmp_path)
+    assert code == 2 and "Traceback" not in errors
+    assert errors == (
+        "hvtrain: debug: fast is a choice of the group debug, not a setting; give debug=fast on the command line, or "
+        "'- /debug/fast' among the defaults of the file\n"
+    )
+    text = "# @package _global_\ndefaults: [/debug/fast]\ntrain: {epochs: 3}\n"
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
+    code, output, errors = hvtrain("--cfg", "job", "experiment=mine", "--config-dir", "own", cwd=tmp_path)
+    assert code == 0, errors
+    assert (yaml.safe_load(output)["train"]["steps"], yaml.safe_load(output)["train"]["epochs"]) == (2, 3)
+
+
 def test_debug_in_a_file_shows_the_traceback_too(tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndebug: true\ntrain: {epochs: 0}\n"
@@ -157,6 +184,7 @@ COMMANDS = {
     "plan": ["--ranks-per-host N", "default: 25", "--algorithm {", "docs/plan.md"],
     "spark": ["--np N", "--gloo", "* cnn", "train.epochs=12"],
     "verify": ["python -m hvtrain.verify", "horovodrun -np 16"],
+    "find_batch": ["--first N", "--memory GIB", "horovodrun -np 4 python -m hvtrain.find_batch"],
     "sweep": ["sweep=SPACE [trials=N]", "--direction {max,min}", "choices: [adam, sgd]", "docs/sweep.md"],
     "compare": ["strategy=A,B,... [OPTION ...]", "--single-batch {joint,rank}", "NAME@SETTING=VALUE"],
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
+from hvtrain.config.schema import BUNDLES, GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system import addresses, console
@@ -57,19 +57,30 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
         trees.append(resolved(tree))
         console.shows_tracebacks = tree.debug is True
 
-    own = sys.argv
+    given = sys.argv
     # Hydra's errors and --cfg would show what is secret in notify=, and its grammar refuses many addresses.
-    sys.argv, notify = addresses.take(own)
+    sys.argv, notify = addresses.take(given)
+    if not of_run:
+        sys.argv = quoted(sys.argv)
     try:
         job()
     except Exception as error:
         raise ConfigError(_in_one_line(error)) from error
     finally:
-        sys.argv = own
+        sys.argv = given
     if notify is not None:
         for tree in trees:
             tree["notify"] = None if notify == "null" else addresses.split(notify)
     return trees
+
+
+def quoted(words: list[str]) -> list[str]:
+    """The words with names of choices in quotes that Hydra would take for a boolean or a number.
+
+    >>> quoted(["debug=True", "debug=fast", "seed=1"])
+    ["debug='true'", 'debug=fast', 'seed=1']
+    """
+    return [re.sub("(?i)^debug=(true|false|nan)$", lambda word: f"debug='{word[1].lower()}'", word) for word in words]
 
 
 def resolved(tree: Any) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def _in_one_line(error: Exception) -> str:
                 f"{unknown[1]} is a setting of {group}={', '.join(others)} alone; choose one of these, or leave it out"
             )
         keys = [f"{group}.{key}" for own in of_choices.values() for key in own]
-        known = [*flatten(schema()), *keys, *GROUPS, *SEVERAL, "experiment"]
+        known = [*flatten(schema()), *keys, *GROUPS, *SEVERAL, *BUNDLES]
         return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
     if option := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         choices = sorted(path.stem for path in _choices(option[1], sys.argv))
@@ -148,7 +159,7 @@ def run_settings(words: list[str]) -> str:
     entries = [line.strip(" -").partition(":") for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines()]
     defaults = {key: value.strip() for key, _, value in entries}
     lines = ["", "GROUPS (the choice after * is the default)"]
-    for group in (*GROUPS, *SEVERAL, "experiment"):
+    for group in (*GROUPS, *SEVERAL, *BUNDLES):
         lines.append(f"  {group}=")
         for path in _choices(group, words):
             comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))

@@ -18,6 +18,8 @@ from hvtrain.system.secrets import redacted
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
 SEVERAL = ("augment", "callbacks", "tracker")
 """Groups of which none or several are chosen, each under its name."""
+BUNDLES = ("experiment", "debug")
+"""Groups whose choices set other settings, in this order."""
 RENAMED = {
     "dataset.uneven": "data.uneven",
     "dataset.on_error": "data.on_error",
@@ -41,6 +43,7 @@ class TrainConfig:
     )
     accumulate: int = setting(1, "steps whose gradients are averaged before one reduction and update", low=1)
     evaluation_batch_size: int = setting(256, "examples per step and rank in validation and test", low=1)
+    evaluation_steps: int | None = setting(None, "steps of validation and test at most; null: all examples", low=1)
     learning_rate_scale: str = setting(
         "linear", "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate", choices=("linear", "sqrt", "none")
     )
@@ -77,6 +80,7 @@ class DataConfig:
         "trim", "shards of different sizes: trim the larger, pad the smaller, or stop", choices=("trim", "pad", "error")
     )
     on_error: str = setting("stop", "an unreadable example: stop, or skip it and count it", choices=("stop", "skip"))
+    one_batch: bool = setting(False, "train on the first batch in every step, without augmentation and callbacks")
     augment_on: str = setting("cpu", "where layers of augment run: input pipeline, or step", choices=("cpu", "device"))
 
 
@@ -123,6 +127,7 @@ class GuardConfig:
 
     every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
     finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
+    layers: bool = setting(False, "name the layer whose output or gradient is the first that is not finite (slow)")
     batches: bool = setting(True, "stop if two ranks read the same first batch")
     data: bool = setting(True, "do not resume on a data set that has changed")
 
@@ -168,7 +173,7 @@ class RunConfig:
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
     verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
-    debug: bool = setting(False, "show tracebacks also for errors in the input")
+    debug: bool = setting(False, "show tracebacks also for errors in the input; --help lists more of debug=")
 
 
 def from_dict(tree: dict[str, Any]) -> RunConfig:
@@ -177,6 +182,11 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     for name, new in RENAMED.items():
         if name in given:
             raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
+    if isinstance(tree.get("debug"), str):
+        raise ConfigError(
+            f"debug: {tree['debug']} is a choice of the group debug, not a setting; give debug={tree['debug']} on the "
+            f"command line, or '- /debug/{tree['debug']}' among the defaults of the file"
+        )
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
@@ -193,6 +203,9 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     if not 0 < rate <= sys.float_info.max:
         raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
     config.optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
+    if config.data.one_batch:
+        # Mixed targets have a loss that stays above 0, and a callback may watch what is not computed.
+        config.augment, config.callbacks = {}, {}
     if config.train.accumulate > 1:
         align_with_accumulation(config)
     if config.train.max_time is not None:
@@ -200,9 +213,9 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     return config
 
 
-def default_run_dir(config: RunConfig) -> str:
+def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
     """The run folder if run.dir is not set: runs/DATE_TIME-NAME, with the present time."""
-    return f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
+    return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -4,15 +4,12 @@ The test is a run like any other, on all ranks, with another schedule. trial tra
 """
 
 import sys
-from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
 
 from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, positive
-from hvtrain.config.accumulation import whole
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import ConfigError
+from hvtrain.find_lr.trial_run import as_trial
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -31,27 +28,16 @@ def find() -> int:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
     for tree in compose(options.words):
         config = from_dict(tree)
-        folder = Path(config.run.dir or f"find_lr/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name}")
         with console.quiet_import(config.verbose):
             from hvtrain.find_lr.trial import try_rates
-        try_rates(as_range_test(config, folder, options.steps, options.lowest, options.highest))
+        try_rates(as_range_test(config, options.steps, options.lowest, options.highest))
     return 0
 
 
-def as_range_test(config: RunConfig, folder: Path, num_steps: int, lowest: float, highest: float) -> RunConfig:
-    """The run with another schedule, without checkpoints, and without anything that acts on its losses."""
-    times = config.train.accumulate
-    train = replace(config.train, steps=whole(num_steps, times), steps_per_execution=times, ema=None)
+def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
+    """The run as a trial with another schedule."""
     schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
-    return replace(
-        config,
-        train=replace(train, divide_steps_by_size=False, max_time=None, validate_every_steps=None),
-        schedule=schedule,
-        callbacks={},
-        run=replace(config.run, dir=str(folder)),
-        checkpoint=replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None),
-        resume="never",
-    )
+    return as_trial(config, num_steps, schedule=schedule)
 
 
 def _parser() -> Parser:

@@ -53,7 +53,7 @@ def try_rates(config: RunConfig) -> Suggestion:
 
 
 def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
-    run, _ = runner.open_run(config, strategy, state)
+    run, _ = runner.open_run(config, strategy, state, "find_lr")
     model, start = runner.restore(run, None)
     monitors = Monitors(run, model, start)
     recorder = Recorder(*monitors.place)

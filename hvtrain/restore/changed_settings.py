@@ -12,8 +12,8 @@ FIXED = ("seed", "optimizer._target_", "task._target_")
 # They do not change what is learned.
 _IRRELEVANT = (
     *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
-    *("train.max_time", "train.evaluation_batch_size", "train.steps_per_execution", "train.remat", "model.weights"),
-    *("tracker.", "notify"),
+    *("train.max_time", "train.evaluation_batch_size", "train.evaluation_steps", "train.steps_per_execution"),
+    *("train.remat", "model.weights", "tracker.", "notify"),
 )
 
 

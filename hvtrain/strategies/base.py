@@ -88,6 +88,11 @@ class Strategy:
             use_only(gpus[0])
         return self.topology
 
+    @property
+    def is_plain(self) -> bool:
+        """True if each process trains by the model's own step, on its own batch, as in Keras. Not collective."""
+        return type(self).fit is Strategy.fit and type(self).train_step is Strategy.train_step
+
     def hosts(self) -> list[str]:
         """Returns the host of each process of the run, by rank."""
         return self.comm.gather(self.topology.host)

@@ -48,16 +48,22 @@ class Run:
 
     def batches_from(self, step: int) -> tf.data.Dataset:
         """This rank's endless stream of batches from a step of the run on, with weights if they differ in size."""
+        is_one = self.config.data.one_batch
+        step = self.plan.shift if is_one else step
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
-        return batches if self.plan.is_even else with_rank_weights(batches, self.plan, self.topology.rank, step)
+        if not self.plan.is_even:
+            batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
+        return batches.take(1).cache().repeat() if is_one else batches
 
     def stream_from(self, step: int) -> tf.data.Dataset:
-        """The same as the source has them, without augmentation and weights."""
+        """Batches from a step on as the source has them, without augmentation and weights."""
         return training_batches(self.source, self.plan, self.topology, self.config.seed, step, augmented=False)
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
-        """This rank's shard of a split, of known length; None if the split is empty."""
-        return evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
+        """This rank's shard of a split, or its first train.evaluation_steps batches; None if the split is empty."""
+        steps = self.config.train.evaluation_steps
+        data = evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
+        return data.take(steps) if data is not None and steps else data
 
 
 def evaluation_batches(source: Source, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset | None:
@@ -116,7 +122,7 @@ def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
     splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    sizes, accumulate = plan.batch_sizes, plan.accumulate
+    sizes, accumulate, some = plan.batch_sizes, plan.accumulate, config.train.evaluation_steps
     batch, by = " + ".join(map(str, sizes)), "by rank"
     if len(set(sizes)) == 1:
         batch, by = f"{plan.size} x {sizes[0]}", "ranks x batch"
@@ -130,6 +136,8 @@ def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "trained": trained_in_words(model),
         "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
         "from": source.origin,
+        "trained on": "the first batch in every step (data.one_batch)" * config.data.one_batch,
+        "evaluated on": f"at most {some} batches of a rank (train.evaluation_steps)" if some else "",
         "augmentation": ", ".join(config.augment) and f"{', '.join(config.augment)} (on the {config.data.augment_on})",
         "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",
         "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "

@@ -33,13 +33,13 @@ To resume it, run the same command with run.dir={folder}; to repeat it, see conf
 """
 
 
-def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None) -> Path:
+def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None, parent: str = "runs") -> Path:
     """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
 
-    begun is the folder in which an earlier attempt of this run began. Raises ConfigError if the folder cannot be
-    written or another run uses it.
+    begun is the folder in which an earlier attempt of this run began; parent is where folders are made if run.dir is
+    not set. Raises ConfigError if the folder cannot be written or another run uses it.
     """
-    folder = begun or Path(config.run.dir or default_run_dir(config)).absolute()
+    folder = begun or Path(config.run.dir or default_run_dir(config, parent)).absolute()
     checkpoints = folder / "checkpoints"
     advice = "make it a folder, or set run.dir to the folder that it leads to"
     refuse_link(checkpoints, ConfigError, advice)

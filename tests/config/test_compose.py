@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 
 from hvtrain.config.compose import CONFIGS, schema
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import GROUPS, SEVERAL, from_dict
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, from_dict
 from hvtrain.core.schedule import Schedule
 
 CHOICES = {
-    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in (*GROUPS, *SEVERAL, "experiment")
+    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in (*GROUPS, *SEVERAL, *BUNDLES)
 }
 # What a choice leaves to the user to say.
 REQUIRED = {
@@ -34,9 +34,9 @@ def composed(*words):
         return from_dict(OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True))
 
 
-@pytest.mark.parametrize("word", [f"{group}={name}" for group, names in CHOICES.items() for name in names])
+@pytest.mark.parametrize("word", [f"{group}='{name}'" for group, names in CHOICES.items() for name in names])
 def test_every_choice_composes(word):
-    assert composed(word, *REQUIRED.get(word.partition("=")[2], []))
+    assert composed(word, *REQUIRED.get(word.partition("=")[2].strip("'"), []))
 
 
 @pytest.mark.parametrize("name", CHOICES["schedule"])

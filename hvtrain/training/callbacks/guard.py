@@ -1,7 +1,7 @@
 """Stops training when weights differ between ranks or values are not finite; proves that ranks trained together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ ADVICE = (
     "the last checkpoint is from before; lower optimizer.learning_rate, clip gradients "
     "(+optimizer.global_clipnorm=1), or look at that data"
 )
+NAMES_LAYER = "; the same command with debug=nan names the layer"
 
 
 class Guard(RunCallback):
@@ -39,13 +40,19 @@ class Guard(RunCallback):
         own = float(self.model.get_metrics_result()["loss"])
         ranks = [rank for rank, finite in enumerate(self.comm.gather(math.isfinite(own))) if not finite]
         raise TrainingError(
-            f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; {ADVICE}"
+            f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; "
+            f"{ADVICE}{NAMES_LAYER}"
         )
 
 
 @contextmanager
-def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator[None]:
-    """Explains TensorFlow's errors about unreadable data and gradients that are not finite."""
+def explain_errors(
+    run: Run, model: keras.Model, position: Position, search: Callable[[int], str] | None = None
+) -> Iterator[None]:
+    """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
+
+    search: says of a step which value was the first that is not finite; all ranks call it.
+    """
     strategy = run.strategy
     steps_before = strategy.marks()[3]
     try:
@@ -54,9 +61,10 @@ def explain_errors(run: Run, model: keras.Model, position: Position) -> Iterator
         if NOT_FINITE in str(error) and (ranks := ranks_at_fault(model.optimizer)):
             # Not position.step: a call of the graph that failed may have done some steps.
             step = position.start_step + strategy.marks()[3] - steps_before + 1
+            found = search(step) if search else ""
             raise TrainingError(
-                f"the gradient of step {step:,} is not finite on {named(ranks)}; "
-                f"nothing of it reached the weights; {ADVICE}"
+                f"the gradient of step {step:,} is not finite on {named(ranks)}{found}; "
+                f"nothing of it reached the weights; {ADVICE}{'' if search else NAMES_LAYER}"
             ) from error
         # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
         cause = error if "orovod" in str(error) else run.source.explain(error)
@@ -94,6 +102,7 @@ class Proof(RunCallback):
         else:
             own, is_whole = self.run.strategy.marks.num_examples - self._arrived_before, self._is_whole
         count = int(self.comm.sum_arrays([np.asarray(own)])[0])
+        is_whole = is_whole and not self.run.config.data.one_batch
         if is_whole and self.position.plan.position(self.position.step)[1] == 0:
             self.examples.append(count)
 

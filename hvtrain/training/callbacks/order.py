@@ -24,6 +24,8 @@ from hvtrain.training.callbacks.checkpointing import (
 from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
 from hvtrain.training.callbacks.guard import Guard, Proof
+from hvtrain.training.callbacks.layer_search import LayerSearch
+from hvtrain.training.callbacks.one_batch import OneBatch
 from hvtrain.training.callbacks.position import Position
 from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
@@ -40,6 +42,7 @@ class Monitors:
         self.model, self.position = model, Position(run.plan, start.step)
         self.weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
         self.place = run, self.position, self.weights
+        self.search = LayerSearch(*self.place) if run.config.guard.layers else None
         self.throughput, self.proof, self.skipped = Throughput(*self.place), Proof(*self.place), Skipped(*self.place)
         self.recording = Recording(*self.place, throughput=self.throughput)
         self.tracking = Tracking(*self.place, recording=self.recording)
@@ -69,10 +72,12 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         *strategy.guards(),
         monitors.throughput,
         monitors.proof,
+        *([monitors.search] if monitors.search else []),
         EpochMetrics(strategy, start.rank_state if position.in_epoch else {}, run.task.results),
         Guard(*place),
         validation,
         SameLogs(*place),
+        *([OneBatch(*place)] if config.data.one_batch else []),
         *own.values(),
         interruption,
         state,
@@ -105,7 +110,8 @@ def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.call
     traced = config.profile.steps if config.profile.timeline else None
     configured = [config.checkpoint.every_steps, config.train.validate_every_steps, config.guard.every, *counts]
     intervals = [steps for steps in (*configured, strategy.membership.commit_steps, clock, traced) if steps]
-    return CallSteps(config.train.steps_per_execution or (1 if by_batch else None), intervals, strategy.comm.broadcast)
+    fixed = 1 if config.guard.layers else config.train.steps_per_execution or (1 if by_batch else None)
+    return CallSteps(fixed, intervals, strategy.comm.broadcast)
 
 
 # They only write, and ranks would overwrite each other's files.

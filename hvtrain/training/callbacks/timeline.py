@@ -73,6 +73,8 @@ class TimelineTrace(RunCallback):
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):
                 log.info("%s", line)
+            for viewer, path in files(self.folder).items():
+                log.info("%s, for %s", path, viewer)
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
@@ -83,6 +85,15 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
         f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
         *(f"  {1000 * seconds / steps:9.3f} ms  {name}" for name, seconds in (*horovod.items(), *tensorflow)),
     ]
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """The traces that were written, by what shows them."""
+    found = {
+        "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
+        f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(folder.rglob("*.xplane.pb"), None),
+    }
+    return {viewer: path for viewer, path in found.items() if path and path.exists()}
 
 
 def reductions(path: Path) -> dict[str, float]:

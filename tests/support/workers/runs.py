@@ -24,7 +24,7 @@ from hydra.core.config_store import ConfigStore
 
 import hvtrain.keras as hvd
 from hvtrain import runner
-from hvtrain.config.compose import CONFIGS, resolved, schema
+from hvtrain.config.compose import CONFIGS, quoted, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
@@ -62,7 +62,7 @@ def composed(name, words):
     if not any(word.startswith("run.dir=") for word in words):
         words.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *words])
+        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(words)])
     return from_dict(resolved(tree))
 
 

@@ -12,12 +12,24 @@ from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.trackers.tracker import Tracker
 
 
-def tiny(image_shape, num_classes, units=8, fail_on_rank=None, nan_on_rank=None, loss_on_rank=None, norm=False):
+def tiny(
+    image_shape,
+    num_classes,
+    units=8,
+    fail_on_rank=None,
+    nan_on_rank=None,
+    loss_on_rank=None,
+    norm=False,
+    root_on_rank=None,
+    huge_on_rank=None,
+):
     inputs = keras.Input(image_shape, name="image")
     features = keras.layers.Dense(units, activation="relu", name="hidden")(keras.layers.Flatten(name="flat")(inputs))
     features = keras.layers.BatchNormalization(name="norm")(features) if norm else features
     features = FailsAtStep(fail_on_rank, name="fails")(features) if fail_on_rank is not None else features
     features = BreaksAtStep(nan_on_rank, name="breaks")(features) if nan_on_rank is not None else features
+    features = Root(root_on_rank, name="root")(features) if root_on_rank is not None else features
+    features = Huge(huge_on_rank, name="huge")(features) if huge_on_rank is not None else features
     features = InfiniteLoss(loss_on_rank, name="loss")(features) if loss_on_rank is not None else features
     return keras.Model(inputs, keras.layers.Dense(num_classes, name="logits", dtype="float32")(features), name="tiny")
 
@@ -26,7 +38,7 @@ def loads_by_itself(image_shape, num_classes, weights=None, **options):
     return tiny(image_shape, num_classes)
 
 
-def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, same_data="no"):
+def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, same_data="no", spoiled_on_rank=None):
     """Leaves whose brightest corner is their class."""
     if fail_on_rank is not None and fail_on_rank == _rank():
         raise RuntimeError("leaves are wet on this rank")
@@ -42,7 +54,47 @@ def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, s
         shared = source.training
         source.training = lambda request: shared(replace(request, topology=Topology(0, request.topology.size)))
         source.same_on_all_ranks = same_data == "meant"
+    if spoiled_on_rank is not None and spoiled_on_rank == _rank():
+        unspoiled = source.training
+        source.training = lambda request: spoiled(unspoiled(request), request.start_step)
     return source
+
+
+def spoiled(batches, start_step):
+    """The batches of a rank, with NaN in example 5 of its third batch."""
+    import tensorflow as tf
+
+    def spoil(number, batch):
+        is_bad = tf.logical_and(number + start_step == 2, tf.range(tf.shape(batch[0])[0]) == 5)
+        return tf.where(is_bad[:, None, None, None], np.float32("nan"), batch[0]), *batch[1:]
+
+    return batches.enumerate().map(spoil)
+
+
+class Root(keras.layers.Layer):
+    """A square root on one rank, whose gradient at 0 is infinite."""
+
+    def __init__(self, rank, **kwargs):
+        super().__init__(**kwargs)
+        self.rank = rank
+
+    def call(self, inputs):
+        return keras.ops.sqrt(inputs) if self.rank == _rank() else inputs
+
+
+class Huge(keras.layers.Layer):
+    """Asks for a million gigabytes on one rank, for batches of 32 and more."""
+
+    def __init__(self, rank, **kwargs):
+        super().__init__(**kwargs)
+        self.rank = rank
+
+    def call(self, inputs):
+        import tensorflow as tf
+
+        is_large = tf.logical_and(tf.shape(inputs)[0] >= 32, self.rank == _rank())
+        size = tf.where(is_large, tf.constant(2**48, tf.int64), 1)
+        return inputs + tf.reduce_max(tf.random.uniform([size])) * 0
 
 
 class FailsAtStep(keras.layers.Layer):

@@ -1,0 +1,1 @@
+"""`python -m hvtrain.find_batch`: the largest and the fastest batch."""

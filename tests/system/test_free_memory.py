@@ -1,0 +1,44 @@
+"""Memory of this process, and what control groups leave of it."""
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from hvtrain.system import free_memory
+
+GIB = 2**30
+
+
+def group(folder, limit, used, cached, names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip(names, (limit, used, f"anon 5\n{names[2]} {cached}\n")):
+        (folder / (name if name.startswith("memory.") else "memory.stat")).write_text(str(text))
+
+
+def test_a_peak_can_begin_anew():
+    held = np.ones(300 * 2**20 // 8)
+    assert free_memory.peak_bytes() >= held.nbytes
+    del held
+    before = free_memory.peak_bytes()
+    free_memory.forget_peak()
+    assert free_memory.resident_bytes() * 0.9 < free_memory.peak_bytes() <= before
+
+
+def test_the_host_limits_what_is_free(tmp_path):
+    assert abs(free_memory.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
+
+
+def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
+    read, lines = Path.read_text, "0::/job/step\n"
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a)
+    )
+    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, free_memory._V2)
+    group(tmp_path / "job/step", "max", 1, 0, free_memory._V2)
+    assert free_memory.free_bytes(tmp_path) == 1_200_000
+    lines = "0::/\n4:cpu,memory:/job\n"
+    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, free_memory._V1)
+    assert free_memory.free_bytes(tmp_path) == 1000
+    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, free_memory._V1)
+    assert free_memory.free_bytes(tmp_path) == 0

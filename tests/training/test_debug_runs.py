@@ -1,0 +1,126 @@
+"""debug=fast, overfit, nan and profile on two ranks, in one start; and what debug= means on a command line."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.mirrored import MirroredStrategy
+from hvtrain.training.callbacks.layer_search import LayerSearch
+from launching import many_runs
+
+CASES = {
+    "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
+    "learned": ["debug=overfit", "train.steps=150", "optimizer.learning_rate=0.01", "augment=random_flip",
+                "callbacks=early_stopping"],
+    "uneven": ["debug=overfit", "train.steps=150", "optimizer.learning_rate=0.01", "train.batch_size=[24,8]"],
+    "not learned": ["debug=overfit", "train.steps=5"],
+    "output": ["debug=nan", "model.nan_on_rank=1"],
+    "gradient": ["debug=nan", "model.root_on_rank=1"],
+    "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
+    "loss": ["debug=nan", "model.loss_on_rank=1"],
+    "fine": ["debug=nan", "train.steps=4"],
+    "profile": ["debug=profile"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("debug")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    found, output = many_runs("mpirun", 2, CASES, folder, HOROVOD_TIMELINE="DYNAMIC")
+    (folder / "output.txt").write_text(output)
+    return found
+
+
+def error(ranks, name):
+    """The same on all ranks."""
+    found = {rank[name].get("error") for rank in ranks}
+    assert len(found) == 1 and None not in found, found
+    return found.pop()
+
+
+def record(ranks, name):
+    return ranks[0][name].get("record") or pytest.fail(ranks[0][name]["error"])
+
+
+def lines(folder, name):
+    """What the run of that name printed."""
+    return (folder / "output.txt").read_text().partition(f"{folder / name}\n")[2].partition(f"\n{name}: ")[0]
+
+
+@pytest.mark.distributed
+def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
+    found = record(ranks, "fast")
+    assert found["num_steps"] == 2
+    assert [path.name for path in (folder / "fast/checkpoints").glob("step-*")] == ["step-00000002"]
+    assert (folder / "fast/report.html").exists() and (folder / "fast/model.keras").exists()
+    # Two ranks have seen two batches of 8 of the 51 test examples.
+    assert (found["metrics"]["test_accuracy"] * 32) % 1 == pytest.approx(0)
+    assert len((folder / "fast/history.csv").read_text().splitlines()) == 2
+    assert "val_loss" in (folder / "fast/history.csv").read_text()
+    assert "at most 2 batches of a rank (train.evaluation_steps)" in (folder / "output.txt").read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "size"), [("learned", 64), ("uneven", 32)])
+def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
+    found = record(ranks, name)
+    assert found["config"]["augment"] == found["config"]["callbacks"] == {}
+    assert found["proof"]["examples_each_epoch"] == [], "nothing was seen once per epoch"
+    line = (
+        rf"one batch of {size} examples is learned by heart: loss \S+ -> \S+, accuracy \S+ -> 1; in training, .*: \S+\n"
+    )
+    assert re.search(line, lines(folder, name)), lines(folder, name)
+
+
+@pytest.mark.distributed
+def test_overfit_fails_if_it_is_not(ranks):
+    message = error(ranks, "not learned")
+    assert message.startswith("TrainingError: one batch of 64 examples is not learned by heart in 5 steps: ")
+    assert message.endswith("learning rate, or give more train.steps") and "\n" not in message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "began"),
+    [
+        ("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks (BreaksAtStep)"),
+        ("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that root (Root) "
+                     "passes back"),
+        ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in its "
+                   "example 5 of 32"),
+        ("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after finite outputs of "
+                 "all layers"),
+    ],
+)  # fmt: skip
+def test_nan_names_the_layer_the_step_and_the_rank(ranks, name, began):
+    message = error(ranks, name)
+    assert message.startswith(f"TrainingError: {began}, on rank 1; ")
+    assert "debug=nan" not in message
+
+
+@pytest.mark.distributed
+def test_nan_leaves_a_sound_run_alone(ranks):
+    assert record(ranks, "fine")["num_steps"] == record(ranks, "fine")["reductions"] == 4
+
+
+@pytest.mark.distributed
+def test_profile_names_its_files(ranks, folder):
+    said = lines(folder, "profile")
+    assert f"20 steps are traced in {folder / 'profile/profile'}; " in said
+    (events,) = re.findall(r"(\S+horovod.json), for ui.perfetto.dev or chrome://tracing", said)
+    (planes,) = re.findall(r"(\S+\.xplane\.pb), for tensorboard --logdir", said)
+    assert Path(events).stat().st_size > 1000 and Path(planes).stat().st_size > 1000
+    assert record(ranks, "profile")["num_steps"] == 40
+
+
+def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
+    run = SimpleNamespace(strategy=MirroredStrategy())
+    with pytest.raises(ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"):
+        LayerSearch(run, None, None)

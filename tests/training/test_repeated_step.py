@@ -1,0 +1,139 @@
+"""Which value of a step is the first that is not finite, in networks of many kinds."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from hvtrain.training.repeated_step import BACKWARD, BATCH, FORWARD, LOSS, WEIGHTS, first_not_finite
+
+BATCH_OF_TWO = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5], [0.1]])
+
+
+class Own(keras.Model):
+    """A subclassed model with a layer of its own inside."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.inner, self.outer, self.function = layers.Dense(2, name="inner"), layers.Dense(1, name="outer"), function
+
+    def call(self, inputs):
+        return self.outer(self.function(self.inner(inputs)))
+
+
+@tf.custom_gradient
+def blocks(values):
+    """The same values, without a gradient that is a number."""
+    return tf.identity(values), lambda upstream: upstream * np.float32("nan")
+
+
+class Blocks(layers.Layer):
+    def call(self, inputs):
+        return blocks(inputs)
+
+
+def functional(*inner):
+    inputs = keras.Input([2])
+    values = inputs
+    for one in inner:
+        values = one(values)
+    return keras.Model(inputs, layers.Dense(1, name="last")(values))
+
+
+def nested():
+    inputs = keras.Input([2])
+    part = keras.Sequential([layers.Dense(2, name="first"), layers.Lambda(lambda x: x / 0.0, name="divides")])
+    return keras.Model(inputs, layers.Dense(1)(part(inputs)))
+
+
+def compiled(model, loss="mse", optimizer="sgd", **options):
+    model.compile(optimizer, loss, **options)
+    model(BATCH_OF_TWO[0])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def found(model, batch=BATCH_OF_TWO, **options):
+    before = [weight.numpy() for weight in model.trainable_variables]
+    place = first_not_finite(model, batch, **options)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.trainable_variables)), "no weight has changed"
+    owned = [one for layer in model._flatten_layers() for one in (layer, model.optimizer)]
+    assert not any({"call", "apply", "apply_gradients"} & set(vars(one)) for one in owned), "as before"
+    return place and (place.phase, place.words)
+
+
+def test_finite_steps_have_no_such_value():
+    assert found(compiled(functional(layers.Dense(3)))) is None
+    assert found(compiled(Own(lambda x: x))) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: functional(lambda x: keras.ops.log(x - x)), "the output of log (Log)"),
+        (nested, "the output of divides (Lambda)"),
+        (lambda: functional(layers.Reshape([2, 1]), layers.LSTM(2), layers.Lambda(lambda x: x / 0.0, name="z")),
+         "the output of z (Lambda)"),
+        (lambda: Own(lambda x: x / 0.0), "the output of outer (Dense)"),
+    ],
+)  # fmt: skip
+def test_the_first_output(model, words):
+    assert found(compiled(model())) == (FORWARD, words)
+
+
+def test_the_batch_and_the_weights_come_before_the_layers():
+    model, (inputs, targets) = compiled(functional(layers.Dense(2, name="a"))), BATCH_OF_TWO
+    spoiled = tf.constant([[1.0, 2.0], [float("inf"), 0.0]])
+    assert found(model, (spoiled, targets)) == (BATCH, "the inputs of the batch, in its example 1 of 2")
+    assert found(model, (inputs, targets / 0.0)) == (BATCH, "the targets of the batch, in its example 0 of 2")
+    model.get_layer("a").bias.assign([0.0, float("nan")])
+    before = first_not_finite(model, BATCH_OF_TWO)
+    assert (before.phase, before.words) == (WEIGHTS, "the weights before the step, in a/bias")
+
+
+def test_a_loss_after_finite_outputs():
+    model = compiled(functional(), loss=lambda y, outputs: keras.ops.mean(outputs) / 0.0)
+    assert found(model) == (LOSS, "the loss itself, after finite outputs of all layers")
+
+
+def test_the_layer_whose_gradient_is_the_first_on_the_way_back():
+    after = [layers.Dense(2, name="after"), layers.Dense(2, name="later")]
+    model = compiled(functional(layers.Dense(2, name="before"), Blocks(name="blocks"), *after))
+    assert found(model) == (BACKWARD, "the gradient that blocks (Blocks) passes back")
+    # No layer has it: it lies between two of them.
+    inside = "the gradient that comes back to inner (Dense) from what follows it"
+    assert found(compiled(Own(blocks))) == (BACKWARD, inside)
+
+
+def test_a_gradient_that_reaches_weights_alone():
+    class Scaled(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(), initializer="zeros", name="scale")
+
+        def call(self, inputs):
+            return inputs + keras.ops.sqrt(self.scale)
+
+    model = compiled(functional(Scaled(name="scaled")))
+    assert found(model) == (BACKWARD, "the gradient of scaled/scale")
+
+
+def test_embeddings_and_masks():
+    model = keras.Sequential(
+        [keras.Input([2], dtype="int32"), layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3), layers.Dense(1)]
+    )
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    batch = tf.constant([[1, 2], [3, 0]]), BATCH_OF_TWO[1]
+    assert found(model, batch) is None
+    model.compile(model.optimizer, lambda y, outputs: keras.ops.mean(keras.ops.sqrt(outputs - outputs)))
+    assert found(model, batch)[0] == BACKWARD
+
+
+def test_the_weight_of_a_batch_is_no_part_of_it():
+    model = compiled(functional(layers.Dense(2)))
+    step = model.train_step
+    model.train_step = lambda data: step(data[0])
+    spoiled = BATCH_OF_TWO[0] / 0.0, BATCH_OF_TWO[1]
+    assert found(model, (spoiled, tf.constant(1.0)), has_batch_weight=True)[0] == BATCH
+    assert found(model, (BATCH_OF_TWO, tf.constant(1.0)), has_batch_weight=True) is None
