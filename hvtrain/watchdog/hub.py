@@ -46,7 +46,8 @@ class Hub:
             while self._open:
                 for connection, message in self._connections.messages(self._rules.beat_seconds / 2):
                     self._take(connection, message)
-                self._tick(time.monotonic())
+                if self._open:  # Without rank 0, those that only waited for it would look stalled.
+                    self._tick(time.monotonic())
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all({"kind": "bye"})
