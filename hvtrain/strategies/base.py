@@ -17,6 +17,7 @@ from hvtrain.joint_loss import joint_loss
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
+from hvtrain.strategies.one_process import refuse_several
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
 
@@ -75,12 +76,18 @@ class Strategy:
         return self.comm.topology
 
     @property
+    def num_computing(self) -> int:
+        """How many compute gradients at the same time: ranks, replicas of one process, or workers of servers."""
+        return self.topology.size * self.num_replicas
+
+    @property
     def watchdog(self) -> Watchdog:
         """This rank's watchdog; collectives tell it when they wait. Idle before start_watchdog."""
         return self.comm.watchdog
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
+        refuse_several("single", "horovod")
         self.marks = StepMarks()
         if gpus := tf.config.list_physical_devices("GPU"):
             from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.

@@ -1,6 +1,8 @@
 """Rank 0's side of the watchdog: takes every rank's reports and decides once for all."""
 
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -65,6 +67,9 @@ class Hub:
             self._decide(Verdict(f"{state.name} failed: {text}", int(message["code"]), state.rank, is_failure=True))
         elif kind == "lost":
             self._decide(Verdict(str(message["text"]), RESTART_HELPS, message["rank"]))
+        elif kind == "signal":
+            if signal.getsignal(signal.SIGINT) != signal.SIG_DFL:  # Otherwise it would end this process, unsaved.
+                os.kill(os.getpid(), int(message["number"]))
         elif kind == "stacks":
             # A rank that another one woke also sends its own stacks, which are of a later moment.
             if message["rank"] != state.rank or state.rank not in self._woken:

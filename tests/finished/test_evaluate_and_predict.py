@@ -149,7 +149,8 @@ def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path
     files = np.array(["a/x.jpg", "a/x.png", "a/x.png.gif", "y.bmp"], object)
     writer = writer_for(tmp_path / "masks", has_masks=True)
     for at in (0, 2):
-        writer.add({"file": files[at : at + 2], "mask": np.arange(at, at + 2)[:, None, None] * np.ones((1, 2, 2), int)})
+        masks = np.full((2, 2, 2), [[[at]], [[at + 1]]])
+        writer.add({"example": np.arange(at, at + 2), "file": files[at : at + 2], "mask": masks})
     written = {str(path.relative_to(tmp_path / "masks")): path for path in (tmp_path / "masks").rglob("*.png")}
     assert sorted(written) == ["a/x.png", "a/x.png.gif.png", "a/x.png.png", "y.png"]
     assert np.asarray(Image.open(written["a/x.png.png"])).tolist() == [[1, 1], [1, 1]]

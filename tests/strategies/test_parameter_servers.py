@@ -27,6 +27,14 @@ RUNS = {
     "joint": ["strategy=single", *STEPS],
     "half": [SYNC, *STEPS, "strategy.replicas_to_aggregate=1"],
     "exact/on": [SYNC, *STEPS, "train.steps=30"],
+    "to servers": ["strategy=single", *STEPS, "train.steps=10"],
+    "to servers/on": [SYNC, *STEPS],
+    "from servers": [SYNC, *STEPS, "train.steps=10"],
+    "from servers/on": ["strategy=single", *STEPS],
+    "to async": ["strategy=single", *STEPS, "train.steps=10"],
+    "to async/on": [ASYNC, *STEPS],
+    "from async": [ASYNC, *STEPS, "train.steps=10", "train.divide_steps_by_size=false"],
+    "from async/on": ["strategy=single", *STEPS, "train.divide_steps_by_size=false"],
     "async": [ASYNC, *STEPS, "train.steps=35", "train.rates={dense: 1e-9}"],
     "no": [ASYNC, *STEPS, "data.uneven=pad"],
     "no/accumulate": [SYNC, *STEPS, "train.accumulate=2", "train.steps=null"],
@@ -71,6 +79,7 @@ def test_asynchronous_steps_are_all_counted(runs):
     folder, found = runs
     record = found["async"]["record"]
     assert record["num_steps"] == 35
+    assert (record["num_ranks"], record["num_replicas"]) == (1, 2)
     state = arrays(folder / "async", 35)
     (iterations,) = [array for name, array in state.items() if name.endswith("iteration")]
     assert iterations == 35
@@ -94,6 +103,21 @@ def test_a_run_resumes(runs):
     record = found["exact/on"]["record"]
     assert (record["first_step"], record["num_steps"]) == (20, 30)
     assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
+
+
+@pytest.mark.parametrize("name", ["to servers", "from servers"])
+def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
+    folder, found = runs
+    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    assert (record["first_step"], record["num_steps"]) == (10, 20)
+    assert difference(folder, name, "joint") < 1e-5
+
+
+@pytest.mark.parametrize("name", ["to async", "from async"])
+def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
+    _, found = runs
+    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    assert record["first_step"] == 10 and record["num_steps"] >= 20
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,12 @@ def test_ranks_that_only_serve_are_no_hang_when_rank_0_has_ended(tmp_path):
         assert "no progress" not in ranks.out(0) and not ranks.said()
 
 
+def test_a_signal_to_a_rank_that_only_serves_is_rank_0s(tmp_path):
+    with Ranks(tmp_path, 2, 60, more=("serves", "interrupts")) as ranks:
+        assert ranks.processes[0].wait(30) == -signal.SIGINT, "KeyboardInterrupt"
+        assert "failed: \n" in ranks.out(0) and "Verdict(text='rank 0 on h0 failed: KeyboardInterrupt'" in ranks.out(1)
+
+
 @pytest.mark.nightly
 def test_all_ranks_stopped_and_continued_go_on(tmp_path):
     """A suspended job; nobody was at fault."""

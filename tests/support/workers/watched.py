@@ -111,6 +111,8 @@ def main():
     if "serves" in sys.argv and RANK:
         watched.progress.end_step(0)
         with watched.phase(EXCHANGE):
+            if "interrupts" in sys.argv:
+                watched.signal_rank_0(signal.SIGINT)
             print(f"served: {watched.wait()}", flush=True)
         return
     try:

@@ -1,0 +1,21 @@
+"""What a rank does when it fails: the others learn why, and a failure of theirs that came first is named instead."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hvtrain.strategies.base import Strategy
+from hvtrain.system import console
+
+
+@contextmanager
+def failing_together(strategy: Strategy) -> Iterator[None]:
+    """If the block fails, tells the other ranks why; raises the failure of another rank if it is the cause."""
+    try:
+        yield
+    except BaseException as error:
+        console.take_signals(console.note_signal)
+        cause = strategy.cause_of(error)
+        strategy.report_failure(cause or error)
+        if cause:
+            raise cause from error
+        raise
