@@ -33,7 +33,7 @@ class Watchdog:
         return None
 
     def signal_rank_0(self, number: int) -> None:
-        """Sends rank 0 a signal that this rank got alone, unless Ctrl-C has asked it to stop already."""
+        """Sends rank 0 a signal that came to this rank, unless one comes to rank 0 itself."""
 
     @property
     def spokesman(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 
 import numpy as np
@@ -171,6 +172,30 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     assert f"({role}) is gone (killed, or its host is lost)" in output
     assert "to resume from step-" in output
     assert not ranks_of(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)])
+def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tmp_path, job, number, code):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    line = ["python", "-m", "hvtrain.launch", "-np", "1", "--num-ps", "1", "--coordinator", meet, "--task-index", "0"]
+    words = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
+    jobs = ("coordinator", "ps", "worker")
+    processes = {name: start(None, 1, *line, "--job-name", name, *words, cwd=tmp_path) for name in jobs}
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    processes[job].send_signal(number)
+    said = {name: finish(process, timeout=60) for name, process in processes.items()}
+    assert {name: process.returncode for name, process in processes.items()} == {
+        "coordinator": code,
+        "ps": 0,
+        "worker": 0,
+    }
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"stopped by {name}" in said["coordinator"]
+    assert said[job].count("\n") == 1, "where it waits for the others, and nothing more"
 
 
 @pytest.mark.nightly
