@@ -87,7 +87,6 @@ class Strategy:
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
-        refuse_several("single", "horovod")
         self.marks = StepMarks()
         if gpus := tf.config.list_physical_devices("GPU"):
             from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.
@@ -100,7 +99,11 @@ class Strategy:
         return self.comm.gather(self.topology.host)
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none."""
+        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none.
+
+        Raises ConfigError if there are ranks that this strategy cannot watch, since each would train alone.
+        """
+        refuse_several("single", "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is built. Not collective."""

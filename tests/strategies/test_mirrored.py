@@ -154,7 +154,7 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
     with pytest.raises(ConfigError, match=r"strategy=mirrored is one process, and the launcher started 2; start it"):
         MirroredStrategy(2).start()
     with pytest.raises(ConfigError, match=r"strategy=single is one process, .* 2; start it with python -m hvtrain, or"):
-        Strategy().start()
+        Strategy().start_watchdog(0)
 
 
 def test_what_float8_layers_exchange_is_refused():
