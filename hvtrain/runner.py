@@ -23,6 +23,7 @@ from hvtrain.restore.changed_settings import changed_since, with_change
 from hvtrain.restore.newest import find
 from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, batched, build_metrics
+from hvtrain.strategies.failing import failing_together
 from hvtrain.system import addresses, console
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
@@ -65,16 +66,10 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
         # Horovod can trace later only if this is set before it starts.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
-        return run_to_end(config, strategy, attempt, state)
-    except BaseException as error:
-        console.take_signals(console.note_signal)
-        cause = strategy.cause_of(error)
-        state.notice.failed(cause or error)
-        strategy.report_failure(cause or error)
+        with failing_together(strategy, state.notice.failed):
+            return run_to_end(config, strategy, attempt, state)
+    finally:
         state.notice.wait()
-        if cause:
-            raise cause from error
-        raise
 
 
 def run_to_end(
@@ -245,4 +240,5 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         per_second=throughput.per_second,
         changes=run.meta["changes"],
         differences=list(run.strategy.differences),
+        num_replicas=run.strategy.num_computing,
     )

@@ -70,6 +70,8 @@ class RunRecord:
     """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
     differences: list[str] = field(default_factory=list)
     """How the run differs from the same run under another strategy, such as by stale gradients."""
+    num_replicas: int | None = None
+    """How many computed gradients at the same time: ranks, replicas of one process, or workers of parameter servers."""
 
 
 @contextmanager

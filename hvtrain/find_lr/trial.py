@@ -4,7 +4,6 @@ import csv
 import io
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class Recorder(RunCallback):
 
 def try_rates(config: RunConfig) -> Suggestion:
     """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
-    result: Suggestion = runner.on_all_ranks(replace(config, notify=[]), _attempt)
+    result: Suggestion = runner.on_all_ranks(config, _attempt)
     return result
 
 

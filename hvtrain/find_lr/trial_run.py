@@ -8,7 +8,7 @@ from hvtrain.config.schema import RunConfig
 
 
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
-    """The run with so many steps and these changes, without checkpoints and whatever acts on its losses.
+    """The run with so many steps and these changes, without checkpoints, notices and whatever acts on its losses.
 
     run.dir stays as it is: a folder named by the clock could differ between ranks, so the chief makes the name.
     """
@@ -18,6 +18,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
         config,
         train=replace(train, divide_steps_by_size=False, max_time=None, validate_every_steps=None),
         callbacks={},
+        notify=[],
         checkpoint=replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None),
         resume="never",
         **changes,

@@ -15,6 +15,7 @@ from hvtrain.data.source import Source
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.finished.run_words import FinishedConfig
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.failing import failing_together
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.tasks import Task
@@ -56,19 +57,13 @@ class FinishedRun:
 def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
     """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
-    try:
+    with failing_together(strategy):
         topology = strategy.start()
         console.start_log(topology.is_chief)
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
         strategy.stop()
-    except BaseException as error:
-        cause = strategy.cause_of(error)
-        strategy.report_failure(cause or error)
-        if cause:
-            raise cause from error
-        raise
 
 
 def open_run(finished: FinishedConfig, strategy: Strategy) -> FinishedRun:

@@ -23,6 +23,8 @@ from hvtrain.launch.start import going_with
 from hvtrain.system import interfaces
 
 START_SECONDS = 120.0
+# Set for a process that gets its signals alone: no launcher passes them to the others.
+BY_HAND = "HVTRAIN_BY_HAND"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def start(own: Own, command: Sequence[str], variables: Mapping[str, str]) -> int
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
+            BY_HAND: "1",
             **horovod_place(rank, [tuple(place) for place in places]),
         }
         chosen = {

@@ -63,12 +63,22 @@ class TableWriter(Writer):
 
 
 class MaskWriter(Writer):
-    """A folder of PNG images whose values are classes, named after the image or the number of the example."""
+    """A folder of PNG images whose values are classes, named after the image or the number of the example.
+
+    The mask of x.jpg is x.png, or x.jpg.png if the mask of another image is x.png already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._written: set[Path] = set()
 
     def add(self, rows: Rows) -> None:
         files = rows.get("file", [f"{number:08d}" for number in rows["example"]])
         for name, mask in zip(files, rows["mask"]):
             path = (self.path / str(name)).with_suffix(".png")
+            if path in self._written:
+                path = self.path / f"{name}.png"
+            self._written.add(path)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)

@@ -125,7 +125,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     if rate := run.examples_per_second:
         ranks = run.num_ranks
         found.append(("examples per second", f"{rate:,.0f}", f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""))
-    if (split := result.get("split")) and (run.num_ranks or 1) > 1:
+    if (split := result.get("split")) and result.get("num_ranks", 1) > 1:
         found.append(("efficiency", f"{split['efficiency']:.0%}", "of a run whose reductions take no time"))
     if result:
         found.append(("time in all", duration(result["seconds"]), f"{result['num_steps']:,} steps"))

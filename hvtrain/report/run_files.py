@@ -57,7 +57,9 @@ class RunFiles:
 
     @property
     def num_ranks(self) -> int | None:
-        return self.result.get("num_ranks") or (self.starts[-1].get("num_ranks") if self.starts else None)
+        """How many computed gradients at the same time: replicas and workers count like ranks."""
+        found = self.result or (self.starts[-1] if self.starts else {})
+        return found.get("num_replicas") or found.get("num_ranks")
 
     @property
     def examples_per_second(self) -> float | None:

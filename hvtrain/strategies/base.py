@@ -17,6 +17,7 @@ from hvtrain.joint_loss import joint_loss
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
+from hvtrain.strategies.one_process import refuse_several
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
 
@@ -75,6 +76,11 @@ class Strategy:
         return self.comm.topology
 
     @property
+    def num_computing(self) -> int:
+        """How many compute gradients at the same time: ranks, replicas of one process, or workers of servers."""
+        return self.topology.size * self.num_replicas
+
+    @property
     def watchdog(self) -> Watchdog:
         """This rank's watchdog; collectives tell it when they wait. Idle before start_watchdog."""
         return self.comm.watchdog
@@ -98,7 +104,11 @@ class Strategy:
         return self.comm.gather(self.topology.host)
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none."""
+        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none.
+
+        Raises ConfigError if there are ranks that this strategy cannot watch, since each would train alone.
+        """
+        refuse_several("single", "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is built. Not collective."""

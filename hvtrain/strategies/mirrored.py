@@ -12,9 +12,9 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.process import launched_size
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
+from hvtrain.strategies.one_process import refuse_several
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
     mean_over_replicas,
@@ -43,11 +43,7 @@ class MirroredStrategy(Strategy):
         self._wanted = num_replicas
 
     def start(self) -> Topology:
-        if (launched_size() or 1) > 1:
-            raise ConfigError(
-                f"strategy={NAME} is one process, and the launcher started {launched_size()}; start it with "
-                "python -m hvtrain, or choose strategy=multi_worker_mirrored"
-            )
+        refuse_several(NAME, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._wanted)
         self.num_replicas = self.replicas.num_replicas_in_sync
         kind = "GPU {}" if tf.config.list_logical_devices("GPU") else "CPU"

@@ -50,6 +50,10 @@ class ParameterServerStrategy(Strategy):
             "gradients can be stale: computed before the steps of other workers",
         ]
 
+    @property
+    def num_computing(self) -> int:
+        return self.cluster.num_workers
+
     def start(self) -> Topology:
         """Joins the cluster. Only the coordinator returns; the other processes serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)

@@ -16,6 +16,7 @@ import hvtrain.keras as hvd
 from hvtrain import watchdog
 from hvtrain.errors import FailedRankError, LostRankError, RankError, UserError
 from hvtrain.keras.early_exchange import exchange
+from hvtrain.launch.by_hand import BY_HAND
 from hvtrain.step_timing import StepMarks
 from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.ps_roles import CHIEF, Role, choose_places, num_workers, roles_of
@@ -123,9 +124,11 @@ def serve(cluster: Cluster) -> None:
     dog = cluster.watch(0.0, None)
     told = threading.Event()
 
-    def note(*_: object) -> None:
+    def note(number: int, *_: object) -> None:
         console.note_signal()
         told.set()
+        if BY_HAND in os.environ:
+            dog.signal_rank_0(number)
 
     # Signals do not end this process: the coordinator saves and stops, and then this ends.
     for numbers in ((), (signal.SIGINT,)):

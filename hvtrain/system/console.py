@@ -126,6 +126,11 @@ def note_signal(*_: object) -> None:
     _signal_came.set()
 
 
+def has_noted_signal() -> bool:
+    """True once a signal has come and was noted."""
+    return _signal_came.is_set()
+
+
 def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals) -> None:
     """Sends these signals, by default those of schedulers and launchers, to the handler alone.
 

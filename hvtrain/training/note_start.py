@@ -45,6 +45,7 @@ def _facts(run: Run, hosts: Sequence[str], described: dict[str, str], step: int)
         "command": command(sys.argv, hosts),
         "folder": str(here),
         "num_ranks": plan.size,
+        "num_replicas": run.strategy.num_computing,
         "hosts": dict(Counter(hosts)),
         "first_step": step,
         "num_steps": plan.num_steps,

@@ -46,7 +46,7 @@ def write_outcome(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     log.info("proof: %s", proof_in_words(record.proof))
     if record.sample:
         log.info("sample: %s", record.sample)
-    speed = f"{_speed(record)} over {record.num_ranks} rank(s), " if record.step_seconds else ""
+    speed = f"{_speed(record)} over {_trained(record)}, " if record.step_seconds else ""
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
     return record
 
@@ -105,6 +105,12 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> None:
 def _speed(record: RunRecord) -> str:
     rates = {"examples": record.examples_per_second, **record.per_second}
     return ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
+
+
+def _trained(record: RunRecord) -> str:
+    """Who trained, in words: the ranks, or the replicas of one process or of parameter servers."""
+    number = record.num_replicas or record.num_ranks
+    return f"{number} {'rank' if number == record.num_ranks else 'replica'}(s)"
 
 
 def in_words(metrics: dict[str, float]) -> str:

@@ -1,6 +1,7 @@
 """Rank 0's side of the watchdog: takes every rank's reports and decides once for all."""
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
+from hvtrain.system import console
 from hvtrain.watchdog import ending, judge
 from hvtrain.watchdog.connections import Connection, Connections, Message
 from hvtrain.watchdog.judge import CUT, GONE, RankState, Verdict
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 # Ranks that are lost together are named together.
 SECONDS_TO_SETTLE = 0.5
 SECONDS_FOR_STACKS = 8.0
+# A signal to all processes reaches this one too, and a second Ctrl-C would end it unsaved.
+SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
@@ -31,7 +35,7 @@ class Hub:
         self._lost: list[Verdict] = []
         self._lost_at = 0.0
         self._verdict: Verdict | None = None
-        self._warned = False
+        self._warned = self._passes_signal = False
         self._open = True
         self._stacks: dict[int, str] = {}
         self._processes: dict[int, str] = {}
@@ -46,7 +50,8 @@ class Hub:
             while self._open:
                 for connection, message in self._connections.messages(self._rules.beat_seconds / 2):
                     self._take(connection, message)
-                self._tick(time.monotonic())
+                if self._open:  # Without rank 0, those that only waited for it would look stalled.
+                    self._tick(time.monotonic())
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all({"kind": "bye"})
@@ -64,6 +69,11 @@ class Hub:
             self._decide(Verdict(f"{state.name} failed: {text}", int(message["code"]), state.rank, is_failure=True))
         elif kind == "lost":
             self._decide(Verdict(str(message["text"]), RESTART_HELPS, message["rank"]))
+        elif kind == "signal" and not self._passes_signal:
+            self._passes_signal = True
+            passing = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [int(message["number"])])
+            passing.daemon = True
+            passing.start()
         elif kind == "stacks":
             # A rank that another one woke also sends its own stacks, which are of a later moment.
             if message["rank"] != state.rank or state.rank not in self._woken:
@@ -148,3 +158,8 @@ class Hub:
             if rank:
                 connection.send({"kind": "end"})
         ending.end(RESTART_HELPS)
+
+
+def _signal_this_process(number: int) -> None:
+    if not console.has_noted_signal():
+        os.kill(os.getpid(), number)

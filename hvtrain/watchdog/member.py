@@ -93,6 +93,10 @@ class Member(Watchdog):
         self._is_leaving = self._verdict is not None
         return self._verdict
 
+    def signal_rank_0(self, number: int) -> None:
+        # In a thread: the handler of a signal must not wait for a lock.
+        threading.Thread(target=self._send, args=[{"kind": "signal", "number": number}], daemon=True).start()
+
     @property
     def spokesman(self) -> int:
         return 0 if self._connection else 1

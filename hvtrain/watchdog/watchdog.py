@@ -35,6 +35,9 @@ class Watchdog:
         """Waits for the end of the run. Returns why it failed, or None once rank 0 has stopped its watchdog."""
         return None
 
+    def signal_rank_0(self, number: int) -> None:
+        """Sends rank 0 a signal that came to this rank, unless one comes to rank 0 itself."""
+
     @property
     def spokesman(self) -> int:
         """The first of the ranks that are left."""

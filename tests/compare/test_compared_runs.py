@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
 from launching import finish, run, start
+from ranks import MARK, rank_processes, wait_until_gone
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -55,6 +57,20 @@ def test_ctrl_c_writes_what_was_measured(tmp_path):
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["interrupted"] and len(found["strategies"][0]["rounds"]) == 1
     assert "interrupted" in (tmp_path / "out" / "compare.html").read_text()
+
+
+@pytest.mark.nightly
+def test_its_ranks_end_with_it(tmp_path):
+    """Also if it is killed. The run saves and stops, as after SIGTERM to its launcher."""
+    out, mark = tmp_path / "out", f"{tmp_path}"
+    words = ["strategy=horovod,multi_worker_mirrored", "model=mlp", "train.epochs=3000", "--output", str(out)]
+    process = start(None, 1, *COMPARE, *words, "--speed-steps", "90000", cwd=tmp_path, **{MARK: mark})
+    deadline = time.monotonic() + 200
+    while not list(out.glob("round-1/*/run/starts.json")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(rank_processes(mark)) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    assert not wait_until_gone(mark, 90)
 
 
 def test_an_output_folder_that_is_in_use_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.evaluate.__main__ import evaluate
 from hvtrain.finished.pace import Pace
 from hvtrain.predict.__main__ import predict
+from hvtrain.predict.writers import writer_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -142,6 +143,17 @@ def test_masks_become_images(found):
     alone = [np.asarray(Image.open(path)) for path in sorted((folder / "masks_alone").iterdir())]
     assert len(masks) == len(alone) and np.array_equal(masks, alone)
     assert masks[0].ndim == 2 and len(np.unique(masks)) > 1
+
+
+def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path):
+    files = np.array(["a/x.jpg", "a/x.png", "a/x.png.gif", "y.bmp"], object)
+    writer = writer_for(tmp_path / "masks", has_masks=True)
+    for at in (0, 2):
+        masks = np.full((2, 2, 2), [[[at]], [[at + 1]]])
+        writer.add({"example": np.arange(at, at + 2), "file": files[at : at + 2], "mask": masks})
+    written = {str(path.relative_to(tmp_path / "masks")): path for path in (tmp_path / "masks").rglob("*.png")}
+    assert sorted(written) == ["a/x.png", "a/x.png.gif.png", "a/x.png.png", "y.png"]
+    assert np.asarray(Image.open(written["a/x.png.png"])).tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(

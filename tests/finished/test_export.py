@@ -76,6 +76,13 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
         export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
 
 
+def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
+    (folder / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"other.onnx: its description .*other.json exists already; choose another"):
+        export_words(monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "other.onnx")
+    assert (folder / "other.json").read_text() == "{}"
+
+
 def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
     def damaged(model, path):
         model.layers[-1].set_weights([weight + 0.1 for weight in model.layers[-1].get_weights()])

@@ -54,6 +54,15 @@ def test_scores_are_sorted_from_the_best_on_within_their_metric(folder, monkeypa
     assert rows[0]["examples_per_second"] == 9000.5 and rows[0]["num_ranks"] == 4
 
 
+def test_replicas_and_workers_count_like_ranks(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "mirrored", num_ranks=1, num_replicas=8)
+    write_run(tmp_path / "older", num_ranks=3)
+    begun = write_run(tmp_path / "servers", finished=False)
+    (begun / "starts.json").write_text(json.dumps([{**START, "num_ranks": 1, "num_replicas": 5}]))
+    rows = json.loads(listed(monkeypatch, capsys, tmp_path, "--json"))
+    assert {row["run"]: row["num_ranks"] for row in rows} == {"mirrored": 8, "older": 3, "servers": 5}
+
+
 def test_a_damaged_run_is_listed_with_its_error(folder, monkeypatch, capsys):
     rows = {row["run"]: row for row in json.loads(listed(monkeypatch, capsys, folder, "--json"))}
     assert rows["damaged"]["state"] == "damaged" and "result.json is damaged" in rows["damaged"]["error"]

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError, RankError
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.mirrored import MirroredStrategy, mirrored_over
 from hvtrain.strategies.replica_step import ReplicaReducer
 from launching import many_runs, without_hvtrain
@@ -107,7 +108,8 @@ def test_ranks_of_horovod_go_on_where_it_stopped(found):
 def test_the_digits_are_learned_and_plain_keras_loads_the_model(found):
     assert record(found, "digits")["test_accuracy"] > 0.95
     folder = found[1] / "digits"
-    assert json.loads((folder / "result.json").read_text())["global_batch"] == 64
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["global_batch"], result["num_ranks"], result["num_replicas"]) == (64, 1, 2)
     assert len((folder / "history.csv").read_text().splitlines()) == 9
     assert without_hvtrain(LOADED, cwd=found[1]).strip() == "keras"
 
@@ -151,6 +153,8 @@ def test_settings_are_refused_before_it_starts(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"strategy=mirrored is one process, and the launcher started 2; start it"):
         MirroredStrategy(2).start()
+    with pytest.raises(ConfigError, match=r"strategy=single is one process, .* 2; start it with python -m hvtrain, or"):
+        Strategy().start_watchdog(0)
 
 
 def test_what_float8_layers_exchange_is_refused():

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 
 import numpy as np
@@ -27,6 +28,14 @@ RUNS = {
     "joint": ["strategy=single", *STEPS],
     "half": [SYNC, *STEPS, "strategy.replicas_to_aggregate=1"],
     "exact/on": [SYNC, *STEPS, "train.steps=30"],
+    "to servers": ["strategy=single", *STEPS, "train.steps=10"],
+    "to servers/on": [SYNC, *STEPS],
+    "from servers": [SYNC, *STEPS, "train.steps=10"],
+    "from servers/on": ["strategy=single", *STEPS],
+    "to async": ["strategy=single", *STEPS, "train.steps=10"],
+    "to async/on": [ASYNC, *STEPS],
+    "from async": [ASYNC, *STEPS, "train.steps=10", "train.divide_steps_by_size=false"],
+    "from async/on": ["strategy=single", *STEPS, "train.divide_steps_by_size=false"],
     "async": [ASYNC, *STEPS, "train.steps=35", "train.rates={dense: 1e-9}"],
     "no": [ASYNC, *STEPS, "data.uneven=pad"],
     "no/accumulate": [SYNC, *STEPS, "train.accumulate=2", "train.steps=null"],
@@ -71,6 +80,7 @@ def test_asynchronous_steps_are_all_counted(runs):
     folder, found = runs
     record = found["async"]["record"]
     assert record["num_steps"] == 35
+    assert (record["num_ranks"], record["num_replicas"]) == (1, 2)
     state = arrays(folder / "async", 35)
     (iterations,) = [array for name, array in state.items() if name.endswith("iteration")]
     assert iterations == 35
@@ -94,6 +104,21 @@ def test_a_run_resumes(runs):
     record = found["exact/on"]["record"]
     assert (record["first_step"], record["num_steps"]) == (20, 30)
     assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
+
+
+@pytest.mark.parametrize("name", ["to servers", "from servers"])
+def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
+    folder, found = runs
+    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    assert (record["first_step"], record["num_steps"]) == (10, 20)
+    assert difference(folder, name, "joint") < 1e-5
+
+
+@pytest.mark.parametrize("name", ["to async", "from async"])
+def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
+    _, found = runs
+    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    assert record["first_step"] == 10 and record["num_steps"] >= 20
 
 
 @pytest.mark.parametrize(
@@ -147,6 +172,30 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     assert f"({role}) is gone (killed, or its host is lost)" in output
     assert "to resume from step-" in output
     assert not ranks_of(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)])
+def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tmp_path, job, number, code):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    line = ["python", "-m", "hvtrain.launch", "-np", "1", "--num-ps", "1", "--coordinator", meet, "--task-index", "0"]
+    words = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
+    jobs = ("coordinator", "ps", "worker")
+    processes = {name: start(None, 1, *line, "--job-name", name, *words, cwd=tmp_path) for name in jobs}
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    processes[job].send_signal(number)
+    said = {name: finish(process, timeout=60) for name, process in processes.items()}
+    assert {name: process.returncode for name, process in processes.items()} == {
+        "coordinator": code,
+        "ps": 0,
+        "worker": 0,
+    }
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"stopped by {name}" in said["coordinator"]
+    assert said[job].count("\n") == 1, "where it waits for the others, and nothing more"
 
 
 @pytest.mark.nightly

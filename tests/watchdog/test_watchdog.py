@@ -183,6 +183,20 @@ def test_work_that_takes_long_is_no_hang(tmp_path):
     assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(1)
 
 
+def test_ranks_that_only_serve_are_no_hang_when_rank_0_has_ended(tmp_path):
+    """As parameter servers do, for longer than the time without progress after which there is a warning."""
+    with Ranks(tmp_path, 2, 20, steps=300, more=("serves",)) as ranks:
+        assert ranks.codes() == [0, 0]
+        assert "served: None" in ranks.out(1)
+        assert "no progress" not in ranks.out(0) and not ranks.said()
+
+
+def test_a_signal_to_a_rank_that_only_serves_is_rank_0s(tmp_path):
+    with Ranks(tmp_path, 2, 60, more=("serves", "interrupts")) as ranks:
+        assert ranks.processes[0].wait(30) == -signal.SIGINT, "KeyboardInterrupt"
+        assert "failed: \n" in ranks.out(0) and "Verdict(text='rank 0 on h0 failed: KeyboardInterrupt'" in ranks.out(1)
+
+
 @pytest.mark.nightly
 def test_all_ranks_stopped_and_continued_go_on(tmp_path):
     """A suspended job; nobody was at fault."""

@@ -1,7 +1,7 @@
 """Runs with parameter servers, one after the other, in one start of the processes. Only rank 0 makes them.
 
 argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
-slash. A name that begins with "joint" is trained by one process, on the joint batches of two ranks.
+slash. With strategy=single one process, rank 0, trains on the joint batches of two ranks.
 argv[2]: where rank 0 writes each run's record or error.
 """
 
@@ -20,6 +20,7 @@ from hvtrain.config.compose import CONFIGS, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
+from hvtrain.strategies import base
 from hvtrain.strategies.base import Strategy
 from hvtrain.system import console
 
@@ -50,6 +51,7 @@ def one_run(strategy, config):
 
 
 def main():
+    base.refuse_several = lambda *names: None  # A single process, beside the servers.
     ConfigStore.instance().store("hvtrain_schema", schema())
     runs = {name: composed(name, words) for name, words in json.loads(Path(sys.argv[1]).read_text()).items()}
     first = next(iter(runs.values()))
@@ -59,7 +61,7 @@ def main():
     found, last = {}, None
     for name, config in runs.items():
         strategy = build(config, "strategy", Strategy)
-        if name.startswith("joint"):
+        if type(strategy) is Strategy:
             strategy.num_replicas = 2
         else:
             last = strategy

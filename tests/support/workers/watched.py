@@ -50,7 +50,8 @@ def step(watched, number):
     counts[0] += 1
     act(watched, "forward", number)
     counts[1] += 1
-    gather(number)
+    if "serves" not in sys.argv:
+        gather(number)
     counts[2] += 1
     counts[3] += 1
     watched.progress.end_step(number + 1)
@@ -107,6 +108,13 @@ def main():
     )
     watched.folder = FOLDER
     (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
+    if "serves" in sys.argv and RANK:
+        watched.progress.end_step(0)
+        with watched.phase(EXCHANGE):
+            if "interrupts" in sys.argv:
+                watched.signal_rank_0(signal.SIGINT)
+            print(f"served: {watched.wait()}", flush=True)
+        return
     try:
         for number in range(int(sys.argv[6])):
             step(watched, number)

@@ -1,0 +1,23 @@
+"""What a rank does when it fails: the others learn why, and a failure of theirs that came first is named instead."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hvtrain.strategies.base import Strategy
+from hvtrain.system import console
+
+
+@contextmanager
+def failing_together(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+    """If the block fails, notes the cause and tells the other ranks; raises another rank's failure if it is the cause."""
+    try:
+        yield
+    except BaseException as error:
+        console.take_signals(console.note_signal)
+        cause = strategy.cause_of(error)
+        if note:
+            note(cause or error)
+        strategy.report_failure(cause or error)
+        if cause:
+            raise cause from error
+        raise

@@ -1,0 +1,39 @@
+"""Which GPU each process of a run with parameter servers gets. No GPU is needed."""
+
+import pytest
+
+from hvtrain.errors import RankError
+from hvtrain.strategies import ps_roles
+from hvtrain.strategies.ps_roles import choose_places, roles_of
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The hosts and GPUs that the roles get; hosts: of each rank, and the GPUs that it sees."""
+
+    def chosen(roles, *hosts, share=False):
+        seen = [(name, tuple(gpus), ()) for name, gpus in hosts]
+        monkeypatch.setattr(ps_roles, "exchange", lambda value, name: seen)
+        monkeypatch.setattr(ps_roles, "_uuids", lambda visible: ())
+        return choose_places(roles, share)
+
+    return chosen
+
+
+def test_workers_have_a_gpu_each_and_servers_none(places):
+    """Two workers on each of two hosts; the coordinator and the servers, which come first, take none of them."""
+    roles = roles_of(7, 2, "parameter_server")
+    hosts, gpus = places(roles, *[("s1", "01")] * 5, *[("s2", "01")] * 2)
+    assert hosts == ["s1"] * 5 + ["s2"] * 2
+    assert gpus == [None, None, None, 0, 1, 0, 1]
+
+
+def test_hosts_of_servers_need_no_gpu(places):
+    assert places(roles_of(4, 1, "parameter_server"), *[("s1", "")] * 2, *[("s2", "01")] * 2)[1] == [None, None, 0, 1]
+
+
+def test_more_workers_than_gpus(places):
+    roles, host = roles_of(4, 1, "parameter_server"), ("s1", "0")
+    with pytest.raises(RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks"):
+        places(roles, *[host] * 4)
+    assert places(roles, *[host] * 4, share=True)[1] == [None, None, 0, 0]
