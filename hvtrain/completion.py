@@ -18,9 +18,9 @@ from hvtrain.launch.clusters.choice import KINDS
 
 # Commands that take the settings of a run.
 MODULES = (
-    *("hvtrain", "hvtrain.compare", "hvtrain.doctor", "hvtrain.evaluate", "hvtrain.export", "hvtrain.find_lr"),
-    *("hvtrain.generate", "hvtrain.launch", "hvtrain.plan", "hvtrain.predict", "hvtrain.spark", "hvtrain.sweep"),
-    "hvtrain.verify",
+    *("hvtrain", "hvtrain.compare", "hvtrain.doctor", "hvtrain.evaluate", "hvtrain.export", "hvtrain.find_batch"),
+    *("hvtrain.find_lr", "hvtrain.generate", "hvtrain.launch", "hvtrain.plan", "hvtrain.predict", "hvtrain.spark"),
+    *("hvtrain.sweep", "hvtrain.verify"),
 )
 # What a line with one of them begins with. Where the line has none of them, these complete names of files.
 COMMANDS = ("hvtrain", "python", "python3", "horovodrun", "mpirun", "./scripts/run")

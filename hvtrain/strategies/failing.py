@@ -9,7 +9,7 @@ from hvtrain.system import console
 
 @contextmanager
 def failing_together(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-    """If the block fails, notes the cause and tells the other ranks; raises another rank's failure if it is the cause."""
+    """If the block fails, notes the cause and tells the other ranks. Raises another rank's failure if that came first."""
     try:
         yield
     except BaseException as error:
