@@ -101,7 +101,7 @@ def test_every_group_and_setting_is_offered(asked):
 def test_other_commands_are_left_alone(asked):
     for line in ("python train.py model=", "python -m hvtrain.runs model=", "mpirun -np 2 ./a.out mod"):
         assert asked(line) == []
-    assert asked("python -m hvtrain.fi") == ["hvtrain.find_lr"]
+    assert asked("python -m hvtrain.find_l") == ["hvtrain.find_lr"]
     assert asked("python -m hvtrain.launch -np 2 cluster=s") == ["ssh", "slurm", "spark"]
     assert "cluster.partition=" in asked("python -m hvtrain.launch cluster.p")
 

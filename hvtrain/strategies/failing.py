@@ -9,7 +9,10 @@ from hvtrain.system import console
 
 @contextmanager
 def failing_together(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-    """If the block fails, notes the cause and tells the other ranks. Raises another rank's failure if that came first."""
+    """If the block fails, tells the other ranks why. Raises the failure of another rank if that came first.
+
+    note: takes the cause, before the others learn it.
+    """
     try:
         yield
     except BaseException as error:
