@@ -39,12 +39,9 @@ for digits.onnx). The exported model is first compared with the run's own on exa
     if options.output and path.suffix != FORMATS[chosen]:
         needed = f"PATH{FORMATS[chosen]}" if FORMATS[chosen] else "a folder"
         raise ConfigError(f"--output {path} does not fit format={chosen}; give {needed}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
-    for there in (path, path.with_suffix(".json")):
-        if there.exists():
-            what = "" if there == path else f": its description {there}"
-            raise ConfigError(f"--output {path}{what} exists already; choose another path")
+    if path.exists() or not path.absolute().parent.is_dir():
+        why = "exists already" if path.exists() else "is in a folder that does not exist"
+        raise ConfigError(f"--output {path} {why}; choose another path")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.export.exported import export_checked
         from hvtrain.finished.finished_run import on_ranks, open_run

@@ -27,7 +27,8 @@ ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
     """Exports to a new path; returns how far the outputs differ, in words.
 
-    Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs.
+    Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs, or if the
+    description beside it is that of another model.
     """
     if chosen == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise ConfigError(
@@ -35,6 +36,12 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
             "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
         )
     preprocessing = run.source.preprocessing()
+    # Exports of the same model to other formats share it.
+    beside = path.with_suffix(".json")
+    described = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
+    told = json.dumps(described, indent=2) + "\n"
+    if beside.exists() and beside.read_text(encoding="utf-8") != told:
+        raise ConfigError(f"--output {path} would replace {beside}, which describes another model; choose another path")
     whole = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
     expected = [as_arrays(whole(one, training=False)) for one in examples]
@@ -53,8 +60,7 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
         unfinished.rename(path)
     finally:
         remove(unfinished)
-    told = {**description(run.source, run.task, preprocessing), "format": chosen, "checkpoint": run.checkpoint}
-    write_atomic(path.with_suffix(".json"), json.dumps(told, indent=2) + "\n")
+    write_atomic(beside, told)
     for name, content in run.source.assets().items():
         write_atomic(path.with_name(name), content)
     return found

@@ -38,6 +38,13 @@ class Staying(HorovodStrategy):
         pass
 
 
+class Alone(Strategy):
+    """One process, though a launcher started it and others."""
+
+    def start_watchdog(self, abort_seconds):
+        pass
+
+
 def work(command, words):
     if command == "train":
         runner.run_to_end(from_dict(compose(words)[0]), Staying())
@@ -60,7 +67,7 @@ def main():
     found = {}
     for name, command, *words in tasks:
         began, alone = time.monotonic(), command.startswith("alone:")
-        finished_run.HorovodStrategy = Strategy if alone else Staying
+        finished_run.HorovodStrategy = Alone if alone else Staying
         printed, error = io.StringIO(), None
         if not alone or hvd.rank() == 0:
             try:
