@@ -165,9 +165,10 @@ def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None
         "hvtrain",
         "model=mlp",
         f"run.dir='{tmp_path}'",
+        "notify=[]",
     ]
-    assert starting.command(HOROVOD, [], tmp_path)[2:-1] == ["hvtrain.launch", "-np", "2", "-H", "a:1,b:1", "--"]
-    assert starting.command(servers, [], tmp_path)[-4:-1] == ["--num-ps", "2", "--"]
+    assert starting.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain.launch", "-np", "2", "-H", "a:1,b:1", "--"]
+    assert starting.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
     assert len(starting.cores(SINGLE)) == 1 and starting.cores(HOROVOD) == Starting(2).cores(SINGLE)
 
 

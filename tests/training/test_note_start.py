@@ -13,7 +13,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(notes, "checkout", lambda folder: {"commit": "c", "diff": "a change"})
     monkeypatch.setattr("sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"])
     plan = SimpleNamespace(size=2, num_steps=40, steps_per_epoch=10)
-    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=SimpleNamespace(sign=lambda name: -1))
+    task, strategy = SimpleNamespace(sign=lambda name: -1), SimpleNamespace(num_computing=2)
+    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=task, strategy=strategy)
 
 
 def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
