@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from lab import Lab, needs_lab
 from launching import WORKERS, finish, kill, run, start
 
 pytestmark = pytest.mark.distributed
@@ -228,3 +230,16 @@ def test_digits(tmp_path, strategy):
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert record["test_accuracy"] > 0.95
     assert (tmp_path / "run" / "model.keras").exists() and (tmp_path / "run" / "history.csv").exists()
+
+
+@pytest.mark.nightly
+@needs_lab
+def test_roles_on_two_hosts_find_each_other():
+    line = ["-np", "2", "--num-ps", "1", "-H", "s1,s2", "--", "model=mlp", "train.epochs=1"]
+    with Lab(2) as lab:
+        for strategy in (SYNC, ASYNC):
+            code, output = lab.launch(*line, strategy, f"run.dir={lab.home}/{strategy.partition('=')[2]}")
+            assert code == 0, output
+            devices = "0 s1 CPU (coordinator), 1 s1 CPU (ps 0), 2 s1 CPU (worker 0), 3 s2 CPU (worker 1)"
+            assert re.search(f"^devices +{re.escape(devices)}$", output, re.MULTILINE)
+            assert "1,408 of 1,437 samples seen once per epoch" in output

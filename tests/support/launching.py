@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
@@ -29,7 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
     left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", **extra}
+    return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONFAULTHANDLER": "1", **extra}
 
 
 def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra: str) -> subprocess.Popen[str]:
@@ -50,12 +53,28 @@ def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extr
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 280) -> str:
-    """All that the ranks printed; kills the whole group when they do not end."""
+    """All that the ranks printed; kills the whole group when they do not end, and shows where they were."""
     try:
         return process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
+        found = left_over(process)
         kill(process)
-        raise AssertionError(f"ranks did not end in {timeout} s; they printed:\n{process.communicate()[0]}") from None
+        printed = process.communicate()[0]
+        raise AssertionError("\n".join([f"ranks did not end in {timeout} s:", *found, "printed:", printed])) from None
+
+
+def left_over(process: subprocess.Popen[str]) -> list[str]:
+    """A line for each process that it has started; those of Python print the stacks of their threads and end."""
+    lines, ended = [], []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(f"{child.pid} {child.status()}: {child.name()}")
+            lines[-1] += f" {' '.join(child.cmdline())[:200]}"
+            if child.name().startswith("python"):
+                child.send_signal(signal.SIGABRT)  # See PYTHONFAULTHANDLER.
+                ended.append(child)
+    psutil.wait_procs(ended, timeout=10)
+    return lines
 
 
 def kill(process: subprocess.Popen[str]) -> None:
