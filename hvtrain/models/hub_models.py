@@ -152,7 +152,7 @@ def _task(
     """The task model of that class, with the options that were saved, those of the run, and those of the user."""
     free = _free(kind)
     _check_options(kind.__name__, "model", options, free)
-    named = inspect.signature(kind).parameters
+    named = _arguments(kind)
     run: dict[str, Any] = {"num_classes": num_outputs} if "num_classes" in free and num_outputs else {}
     run |= {"activation": None} if "activation" in named else {}
     fixed = {"backbone": backbone, "preprocessor": None, "name": "task", "compile": False}
@@ -165,7 +165,13 @@ def _task(
 
 def _free(kind: type) -> dict[str, inspect.Parameter]:
     """Arguments of a constructor that are up to the user."""
-    return {name: one for name, one in inspect.signature(kind).parameters.items() if name not in OURS}
+    return {name: one for name, one in _arguments(kind).items() if name not in OURS}
+
+
+def _arguments(kind: Any) -> dict[str, inspect.Parameter]:
+    """Those of __init__: for a class that inherits it, Python 3.10 gives those of Keras's __new__ instead."""
+    _, *rest = inspect.signature(kind.__init__).parameters.items()
+    return dict(rest)
 
 
 def _check_options(name: str, place: str, options: Mapping[str, Any], free: Collection[str]) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hub_presets import save_preset
 from launching import many_runs, without_hvtrain
 
 hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; scripts/install-test-tools does it")
@@ -35,7 +36,7 @@ def words(name, *more):
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     backbone = hub.models.BertBackbone(vocabulary_size=100, max_sequence_length=16, **SIZE)
-    hub.models.BertTextClassifier(backbone, num_classes=5).save_to_preset(folder / "preset")
+    save_preset(hub.models.BertTextClassifier(backbone, num_classes=5), folder / "preset")
     saved = ["checkpoint.every_steps=1", "checkpoint.keep=99", "train.validate_every_epochs=null"]
     runs = {}
     for name in KINDS:

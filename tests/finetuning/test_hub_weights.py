@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hub_presets import save_preset
 from hvtrain.errors import ConfigError
 from hvtrain.finetuning.first_weights import begin_with
 from hvtrain.finetuning.lora import add_lora
@@ -40,7 +41,7 @@ def preset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("presets") / "bert"
     backbone = hub.models.BertBackbone(vocabulary_size=100, max_sequence_length=16, **SIZE)
     task = hub.models.BertTextClassifier(backbone, num_classes=3, dropout=0.3)
-    task.save_to_preset(folder)
+    save_preset(task, folder)
     return str(folder), task
 
 
