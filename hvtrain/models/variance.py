@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     keras.utils.set_random_seed(given.seed)
     try:
         if given.dataset:

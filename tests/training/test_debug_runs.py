@@ -73,16 +73,14 @@ def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
     found = record(ranks, name)
     assert found["config"]["augment"] == found["config"]["callbacks"] == {}
     assert found["proof"]["examples_each_epoch"] == [], "nothing was seen once per epoch"
-    line = (
-        rf"one batch of {size} examples is learned by heart: loss \S+ -> \S+, accuracy \S+ -> 1; in training, .*: \S+\n"
-    )
+    line = rf"one batch of {size} examples was memorized: loss \S+ -> \S+, accuracy \S+ -> 1; in training, .*: \S+\n"
     assert re.search(line, lines(folder, name)), lines(folder, name)
 
 
 @pytest.mark.distributed
 def test_overfit_fails_if_it_is_not(ranks):
     message = error(ranks, "not learned")
-    assert message.startswith("TrainingError: one batch of 64 examples is not learned by heart in 5 steps: ")
+    assert message.startswith("TrainingError: one batch of 64 examples was not memorized in 5 steps: ")
     assert message.endswith("learning rate, or give more train.steps") and "\n" not in message
 
 

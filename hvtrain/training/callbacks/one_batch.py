@@ -1,4 +1,4 @@
-"""data.one_batch=true: says whether the model has learned its only batch by heart."""
+"""data.one_batch=true: says whether the model has memorized its only batch."""
 
 import logging
 from typing import Any
@@ -42,10 +42,10 @@ class OneBatch(RunCallback):
         in_training = "" if loss is None else f"; in training, with dropout if there is any: {loss:.4g}"
         what = f"one batch of {plan.global_batch} examples"
         if is_learned(self.before, after, self.training, best, self.run.task.sign(best)):
-            log.info("%s is learned by heart: %s%s", what, shown, in_training)
+            log.info("%s was memorized: %s%s", what, shown, in_training)
             return
         raise TrainingError(
-            f"{what} is not learned by heart in {self.position.step:,} steps: {shown}{in_training}; look for a fault "
+            f"{what} was not memorized in {self.position.step:,} steps: {shown}{in_training}; look for a fault "
             "in the last layer, the loss, the targets, frozen layers or the learning rate, or give more train.steps"
         )
 
