@@ -43,8 +43,8 @@ def test_a_layer_without_weights_has_no_gradient():
 
 
 def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
-    for images in (["--image-shape", "4", "4", "1"], ["--dataset", "digits"]):
-        variance.main(["mlp", "hidden=[8]", *images])
+    for words in (["hidden=[8]", "--image-shape", "4", "4", "1"], ["--dataset", "digits", "hidden=[8]"]):
+        variance.main(["mlp", *words])
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
 
