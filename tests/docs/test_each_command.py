@@ -67,6 +67,7 @@ STAND_INS = (
     (r" \.\.\.", " dataset=synthetic 'dataset.image_shape=[32,32,3]'"),
     (r"(hvtrain.bench steps)", r"\1 --contenders hvtrain-mpi"),
     (r"(hvtrain.launch)(?= .* cluster=)", r"\1 --dry-run"),
+    (r"for batch in 256 512", "for batch in 256"),
     (r"dataset=(?:mnist|cifar10)", "dataset=fashion_mnist"),
     (r"dataset=image_folder dataset.dir=\S+", "dataset=synthetic"),
 )
@@ -117,7 +118,7 @@ def test_the_commands_of_a_page(page, tmp_path):
             code, output = train(None, 1, "strategy=single", "train.steps=2", f"run.dir=runs/{name}", cwd=tmp_path)
             assert code == 0, output
     for command in SMALL[page]:
-        code, output = run(None, 1, "bash", "-ec", in_small(command), cwd=tmp_path)
+        code, output = run(None, 1, "bash", "-ec", in_small(command), cwd=tmp_path, timeout=800)
         assert code == 0, f"{command}\nas {in_small(command)}\n{output}"
 
 
