@@ -160,7 +160,7 @@ def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], place: 
                 time.sleep(SECONDS_BETWEEN_TRIES)
                 continue
             raise LostRankError(
-                f"{names[0]} did not come: nothing answered at {where} for {seconds:g} s "
+                f"cannot reach {names[0]}: nothing answered at {where} for {seconds:g} s "
                 f"({error.strerror or error}); start it there, or raise --start-timeout"
             ) from error
         return _answer_to(connection, request, names, where, seconds)
@@ -183,8 +183,8 @@ def _answer_to(
     answer = json.loads(body)
     if status == _TOO_LATE:
         raise LostRankError(
-            f"{', '.join(answer)} did not come to {where} in time ({seconds:g} s); start what is missing with the same "
-            "--coordinator, or raise --start-timeout"
+            f"{', '.join(answer)} did not connect to {where} in time ({seconds:g} s); start what is missing with the "
+            "same --coordinator, or raise --start-timeout"
         )
     if status == _REFUSED:
         raise ConfigError(answer)

@@ -82,7 +82,7 @@ def test_who_is_missing_is_named_to_all():
         comes(2)
         comes(0, seconds=0.3).join()
         server.close()  # As rank 0 does at its end.
-        missing = "ps 0, worker 1 did not come to 127.0.0.1:"
+        missing = "ps 0, worker 1 did not connect to 127.0.0.1:"
         assert found[0].startswith(missing) and "in time (0.3 s); start what is missing with the same" in found[0]
         deadline = time.monotonic() + 30
         while 2 not in found and time.monotonic() < deadline:
@@ -150,8 +150,8 @@ def test_ranks_that_start_again_find_no_address_of_before():
         ("localhost:FREE", 2, 1, ConfigError, "--task-index 2 is out of range: worker has 0 to 1; -np says how"),
         ("192.0.2.1:FREE", 0, 1, ConfigError, "192.0.2.1 is not an address of .*; start worker 0 there, or give"),
         ("localhost:USED", 0, 1, ConfigError, r"port \d+ is in use; end what uses it, or choose another port, the"),
-        ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not come to 127.0.0.1:\d+ in time \(0.2 s\); start"),
-        ("localhost:FREE", 1, 0.2, LostRankError, "worker 0 did not come: nothing answered at .* for 0.2 s"),
+        ("localhost:FREE", 0, 0.2, LostRankError, r"^worker 1 did not connect to 127.0.0.1:\d+ in time \(0.2 s\)"),
+        ("localhost:FREE", 1, 0.2, LostRankError, "cannot reach worker 0: nothing answered at .* for 0.2 s"),
         ("localhost:USED", 1, 1, ConfigError, r"what answers at 127.0.0.1:\d+ is not this run's worker 0; give the"),
     ],
 )  # fmt: skip
@@ -172,7 +172,7 @@ def test_a_rank_0_that_is_killed_while_others_wait():
 def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
     """As on Debian: /etc/hosts has the host's own name at 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(LostRankError, match=r"^worker 1 did not come"):
+    with pytest.raises(LostRankError, match=r"^worker 1 did not connect"):
         start(Own(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
     assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any" in capsys.readouterr().err
 
