@@ -88,7 +88,7 @@ class ParameterServerStrategy(Strategy):
             "train.precision=mixed_float16": optimizer is not model.optimizer,
             "train.jit_compile": model.jit_compile,
             "train.sync_batch_norm": any(isinstance(one, SyncBatchNormalization) for one in model._flatten_layers()),
-            f"the optimizer {type(optimizer).__name__}, which consists of several,": hasattr(optimizer, "optimizers"),
+            f"the optimizer {type(optimizer).__name__}, which combines several,": hasattr(optimizer, "optimizers"),
         }
         for setting, is_set in refused.items():
             if is_set:
