@@ -77,6 +77,7 @@ STAND_INS = (
     (r"(hvtrain.launch)(?! --dry-run)(?= .* cluster=)", r"\1 --dry-run"),
     (r"for (batch|seed) in (\d+)[ \d]*", r"for \1 in \2"),
     (r"dataset=(?:mnist|cifar10)", "dataset=fashion_mnist"),
+    (r"experiment=shapes_deeplab", r"\g<0> dataset.num_train=16 dataset.num_test=8"),
 )
 
 
@@ -103,7 +104,8 @@ def in_small(command):
     command = re.split(r"\s+#\s", command, maxsplit=1)[0]
     for pattern, stand_in in STAND_INS:
         command = re.sub(pattern, stand_in, command)
-    _, module, word = re.search(r"python (-m )?([\w./]+) ?(\w*)", command).groups()
+    found = re.search(r"python (?:-m )?([\w./]+) ?(\w*)", command)
+    module, word = found.groups() if found else ("", "")
     more = "" if "debug=" in command else IN_SMALL.get(module, "")
     if module == "hvtrain.bench":
         more += " " + BENCH[word]
