@@ -83,15 +83,25 @@ class RankOutput:
             self._display.show(drawn)
         if not text:
             return
-        if rank not in self._files:
-            self._files[rank] = self.path(rank).open("a", encoding="utf-8")
-        self._files[rank].write(text)
-        self._files[rank].flush()
+        self._log(rank, text)
         if rank == 0 and text not in _BY_SHELL:
             write(sys.stdout if stream == "stdout" else sys.stderr, text)
         elif text.strip() and text not in _BY_SHELL:
             host = f" {self._hosts[rank]}" if rank < len(self._hosts) else ""
             write(sys.stderr, f"[rank {rank}{host}] {text}")
+
+    def _log(self, rank: int, text: str) -> None:
+        """Gives up a log that cannot be written: without a reader, ranks would wait for ever to be read."""
+        try:
+            if rank not in self._files:
+                self._files[rank] = self.path(rank).open("a", encoding="utf-8")
+            self._files[rank].write(text)
+            self._files[rank].flush()
+        except OSError as error:
+            write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; make room there\n")
+            if rank not in self._files:
+                self._files[rank] = Path(os.devnull).open("a", encoding="utf-8")  # noqa: SIM115  (take closes it)
+            to_nowhere(self._files[rank])
 
 
 class Relay:
@@ -143,9 +153,19 @@ class Relay:
 
 
 def write(stream: TextIO, text: str) -> None:
+    """Writes to the console whatever it can take. The run goes on in any case, and so do the logs."""
     try:
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:  # A terminal of another encoding.
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
-    except BrokenPipeError:
-        # Nobody reads any more (| head). The run goes on, and so do the logs.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:  # Nobody reads any more (| head), or the disk is full (> FILE).
+        to_nowhere(stream)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Sends what the stream holds, and all that follows, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

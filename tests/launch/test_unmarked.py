@@ -1,9 +1,11 @@
 """horovodrun's outputs without rank 0's marks, whatever the pieces; drawings; and --prefix."""
 
+import io
 import itertools
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +108,28 @@ def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
     assert lines("--prefix", *start) == marked
     (version,), errors = lines("--version")
     assert version == metadata.version("horovod") and not errors
+
+
+@pytest.mark.parametrize("where", ["log", "console", "encoding"])
+def test_what_cannot_be_written_keeps_no_rank_from_being_read(tmp_path, monkeypatch, capsys, where):
+    """A full disk, or a terminal that has no such letter: unread, a rank would wait for ever to go on."""
+    output = RankOutput(tmp_path, ["s1", "s2"])
+    if where == "log":
+        output.path(0).unlink()
+        output.path(0).symlink_to("/dev/full")
+    elif where == "console":
+        monkeypatch.setattr(sys, "stdout", Path("/dev/full").open("w", encoding="utf-8"))  # noqa: SIM115
+    else:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    lines = iter(["[0]<stdout>:größer\n", "[0]<stdout>:more\n", "[1]<stderr>:last\n"])
+    output.take(lines)
+    assert next(lines, None) is None and output.path(1).read_text() == "last\n"
+    shown = capsys.readouterr()
+    assert shown.err.endswith("[rank 1 s2] last\n")
+    if where == "log":
+        assert "rank-0000-s1.log is no longer written: No space left on device; make room there" in shown.err
+        assert shown.out == "größer\nmore\n"
+    else:
+        assert output.path(0).read_text() == "größer\nmore\n"
+    if where == "encoding":
+        assert sys.stdout.buffer.getvalue() == rb"gr\xf6\xdfer" + b"\nmore\n"
