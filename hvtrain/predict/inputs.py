@@ -138,11 +138,17 @@ def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size:
         raise DataError(f"input={path} cannot be read: {in_one_line(error)}; fix the file") from error
     if missing := [name for name in spec if name not in table.column_names]:
         raise DataError(f"input={path} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    for name in spec:
+        if gaps := table[name].null_count:  # NumPy would make nan of them, of which a model predicts anything.
+            row = next(row for row, value in enumerate(table[name]) if not value.is_valid)
+            raise DataError(f"input={path}: row {row} has no {name}; fill the {gaps} gaps or drop these rows")
     preprocessing = run.source.preprocessing()
 
     def column(rows: pa.Table, name: str) -> tf.Tensor:
         kind = spec[name].dtype
         values = rows[name].to_pylist()
+        if kind == tf.string and not isinstance(values[0], str | bytes | list):
+            values = rows[name].to_numpy().astype(str).tolist()  # As dataset=table makes names of numbers.
         try:
             array = np.array(values, object if kind == tf.string else kind.as_numpy_dtype)
         except (TypeError, ValueError) as error:

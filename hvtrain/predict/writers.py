@@ -97,6 +97,8 @@ def writer_for(output: Path, has_masks: bool) -> Writer:
         return MaskWriter(output)
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; choose the name of a file")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another")
     return TableWriter(output)

@@ -1,10 +1,17 @@
 """What predictions of each task look like as columns."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits_traits
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.predict.inputs import of_input
 from hvtrain.predict.outputs import flat
+from hvtrain.predict.writers import writer_for
 from hvtrain.tasks import Binary, Multilabel, Regression
 
 ODDS = np.log(3.0)  # The logit of a probability of 3/4.
@@ -27,3 +34,40 @@ def test_numbers_are_taken_as_they_are():
     outputs = np.array([[1.0, 2.0]], np.float32)
     assert flat(Regression().columns(outputs, digits_traits())) == {"prediction.0": [1.0], "prediction.1": [2.0]}
     assert list(flat(Regression().columns({"price": outputs[:, :1]}, digits_traits()))) == ["price"]
+
+
+def table_of(path, text, **spec):
+    """The first batch of a CSV file, for a model that takes these columns."""
+    path.write_text(text)
+
+    class Unchanged:
+        @property
+        def shape(self):
+            return {name: tf.TensorSpec((1,), kind) for name, kind in spec.items()}
+
+        def __call__(self, rows):
+            return rows
+
+    run = SimpleNamespace(
+        source=SimpleNamespace(preprocessing=Unchanged),
+        strategy=SimpleNamespace(topology=Topology()),
+        config=SimpleNamespace(train=SimpleNamespace(evaluation_batch_size=8)),
+    )
+    return next(of_input(run, path).batches())[0]
+
+
+def test_numbers_that_name_something_are_names(tmp_path):
+    """Without a letter in any row, CSV makes numbers of them; the table that was trained on had made names."""
+    rows = table_of(tmp_path / "rows.csv", "zone,size\n12,1.5\n7,2\n", zone=tf.string, size=tf.float32)
+    assert rows["zone"].numpy().tolist() == [[b"12"], [b"7"]] and rows["size"].numpy().tolist() == [[1.5], [2.0]]
+
+
+def test_gaps_in_a_table_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"rows.csv: row 1 has no size; fill the 1 gaps or drop these rows"):
+        table_of(tmp_path / "rows.csv", "zone,size\na,1.5\nb,\n", zone=tf.string, size=tf.float32)
+
+
+def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):
+    (tmp_path / "p.csv").mkdir()
+    with pytest.raises(ConfigError, match=r"p.csv is a folder; choose the name of a file"):
+        writer_for(tmp_path / "p.csv", has_masks=False)
