@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hvtrain.system.secrets import without_secrets
+
 PLANNED = "horovod"  # The strategy whose ring the plan describes.
 PAYS = 1.05  # times the speed of one rank
 
@@ -38,7 +40,7 @@ def extend(line: Sequence[str], folder: Path) -> list[str]:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("hvtrain: ")
         return [f"More ranks: hvtrain.plan cannot say ({why})."]
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
-    again = shlex.join(["python", "-m", "hvtrain.plan", *line])
+    again = shlex.join(["python", "-m", "hvtrain.plan", *without_secrets(line)])
     return [pays_from(costs), f"This assumes cores or a GPU for each rank, and the links of this command: {again}"]
 
 

@@ -24,6 +24,7 @@ from hvtrain.restore.resume import RunState, Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.system.free_memory import forget_peak, free_bytes, peak_bytes, resident_bytes
+from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.order import Monitors
 from hvtrain.training.repeated_step import step_without_update
@@ -184,7 +185,7 @@ def _report(trials: Sequence[Trial], run: Run, words: Sequence[str]) -> None:
     """Prints the largest and the fastest size, and how to use it."""
     best, largest, ranks = fastest(trials), trials[-1], run.plan.size
     kept = [word for word in words if not word.startswith(("run.dir=", "train.batch_size="))]
-    line = shlex.join([*kept, f"train.batch_size={best.batch_size}"])
+    line = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
     prefix = f"horovodrun -np {ranks} python" if ranks > 1 else "python"
     log.info("largest that fits, of those tried: train.batch_size=%d", largest.batch_size)
     log.info("fastest: train.batch_size=%d, with %s examples/s", best.batch_size, f"{best.examples_per_second:,.0f}")

@@ -11,6 +11,7 @@ from hvtrain.bench.rounds import BLUE, GREY, duration, picture
 from hvtrain.plan.costs.algorithms import Machine
 from hvtrain.plan.costs.step import Cost, Rules
 from hvtrain.plan.forecast import Forecast, key_steps
+from hvtrain.system.secrets import without_secrets
 
 NUM_POINTS = 600
 
@@ -28,15 +29,17 @@ def amount(num_bytes: float) -> str:
 
 
 def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
-    """The command that starts the run; for several hosts, with a hostfile.
+    """The command that starts the run, without secrets; for several hosts, with a hostfile.
 
+    >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
+    "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'"
     >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
     ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain.launch -np 8 --hostfile hosts.txt -- model=cnn')
     """
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
     if num_ranks > ranks_per_host:
         line = f"python -m hvtrain.launch -np {num_ranks} --hostfile hosts.txt --"
-    return shlex.join([*line.split(), *words])
+    return shlex.join([*line.split(), *without_secrets(words)])
 
 
 def memory(forecast: Forecast) -> dict[str, int]:
@@ -117,7 +120,7 @@ def as_json(
     """The whole forecast, in SI units."""
     plan = forecast.plan
     return {
-        "words": options.words,
+        "words": without_secrets(options.words),
         "num_ranks": plan.size,
         "ranks_per_host": options.ranks_per_host,
         "global_batch": plan.global_batch,

@@ -10,6 +10,8 @@ SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|KEY(?!\w)|
 # Settings that only sound like one: dataset.image_key names a feature of a record.
 _HARMLESS = re.compile(r"TOKENIZ|(IMAGE|LABEL)_KEY", re.IGNORECASE)
 WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+# NAME: VALUE in the groups of a command line, such as +dataset.storage={key:...,url:...}.
+_IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
 
 
 def without_passwords(text: str) -> str:
@@ -40,6 +42,15 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
     >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
     ['model=cnn', 'dataset.api_key=***', '-cd']
+    >>> without_secrets(["+dataset.storage={key: hunter2, bucket: images}"])
+    ['+dataset.storage={key: ***, bucket: images}']
     """
     parts = [one.partition("=") for one in addresses.take(words)[0]]
-    return [f"{name}{equals}{redacted(value, name)}" if equals else redacted(name) for name, equals, value in parts]
+    return [f"{name}{equals}{_in_word(value, name)}" if equals else redacted(name) for name, equals, value in parts]
+
+
+def _in_word(value: str, name: str) -> str:
+    found: str = redacted(value, name)
+    if "{" not in found:
+        return found
+    return _IN_A_GROUP.sub(lambda one: f"{one[1]}{one[2]}{redacted(one[3], one[1])}", found)

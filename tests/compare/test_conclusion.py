@@ -140,8 +140,10 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
 
 def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
     facts = {"command": "x", "date": "d", "machine": {}, "num_rounds": 6, "speed_steps": 9, "versions": {}}
-    found = {**facts, "interrupted": True, **summary([SINGLE, HOROVOD], {}, {}, {}, 2, None)}
+    secret = replace(HOROVOD, words=("dataset.api_key=hunter2",))
+    found = {**facts, "interrupted": True, **summary([SINGLE, secret], {}, {}, {}, 2, None)}
     write(found, tmp_path)
+    assert "hunter2" not in (tmp_path / "compare.json").read_text()
     page = (tmp_path / "compare.html").read_text()
     assert "interrupted" in page and "did not train" in page and not (tmp_path / "compare.png").exists()
 

@@ -4,13 +4,14 @@ import json
 import re
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.find_batch import search
 from hvtrain.find_batch.__main__ import find
-from hvtrain.find_batch.fitting import Room, lacking, predicted_peak
+from hvtrain.find_batch.fitting import Room, Trial, lacking, predicted_peak
 from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
@@ -87,6 +88,15 @@ def test_ranks_of_a_host_share_its_memory():
     assert lacking(rooms) == ("s2", 2e9, 2 * 10**9)
     assert lacking(rooms[:2]) is None
     assert lacking([Room("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), "more than allowed already"
+
+
+def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
+    """It goes to the log file, too."""
+    lines = []
+    monkeypatch.setattr(search.log, "info", lambda text, *more: lines.append(text % more))
+    run = SimpleNamespace(plan=SimpleNamespace(size=2), folder=tmp_path)
+    search._report([Trial(8, 16, 0.1, [0, 0])], run, ["model=cnn", "dataset.api_key=hunter2"])
+    assert "  horovodrun -np 2 python -m hvtrain model=cnn 'dataset.api_key=***' train.batch_size=8" in lines
 
 
 def test_ranks_that_take_no_steps_of_their_own_are_refused():
