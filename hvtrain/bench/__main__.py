@@ -28,6 +28,8 @@ def bench() -> int:
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // many)
     what = getattr(options, {"allreduce": "transport", "input": "images"}.get(options.kind, "workload"))
     folder = Path(options.output or f"bench/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.kind}-{what}").absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder} is no folder; choose another name")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
     session: Collectives | Inputs | Scaling | Session
