@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
     """Exports to a new path; returns how far the outputs differ, in words.
 
     Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs, or if the
-    description beside it is that of another model.
+    a file beside it is that of another model.
     """
     if chosen == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise ConfigError(
@@ -36,12 +36,9 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
             "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
         )
     preprocessing = run.source.preprocessing()
-    # Exports of the same model to other formats share it.
-    beside = path.with_suffix(".json")
     described = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
     told = json.dumps(described, indent=2) + "\n"
-    if beside.exists() and beside.read_text(encoding="utf-8") != told:
-        raise ConfigError(f"--output {path} would replace {beside}, which describes another model; choose another path")
+    beside = files_beside(path, chosen, told, run.source.assets())
     whole = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
     expected = [as_arrays(whole(one, training=False)) for one in examples]
@@ -60,10 +57,23 @@ def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
         unfinished.rename(path)
     finally:
         remove(unfinished)
-    write_atomic(beside, told)
-    for name, content in run.source.assets().items():
-        write_atomic(path.with_name(name), content)
+    for file, content in beside.items():
+        write_atomic(file, content)
     return found
+
+
+def files_beside(path: Path, chosen: str, told: str, assets: Mapping[str, bytes]) -> dict[Path, bytes]:
+    """What an export writes beside the model: its description, and files such as a tokenizer.
+
+    Exports of the same model to other formats share them. Raises ConfigError if one of them is another model's.
+    """
+    name = path.name if chosen == "savedmodel" else path.stem  # A folder's name may have dots: lr0.1
+    files = {path.with_name(f"{name}.json"): told.encode()}
+    files |= {path.with_name(name): content for name, content in assets.items()}
+    for file, content in files.items():
+        if file.exists() and file.read_bytes() != content:
+            raise ConfigError(f"--output {path} would replace {file}, which is another model's; choose another path")
+    return files
 
 
 def real_examples(run: FinishedRun) -> list[Any]:

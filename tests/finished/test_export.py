@@ -78,9 +78,20 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
 
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
     (folder / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"would replace .*other.json, which describes another model; choose"):
+    with pytest.raises(ConfigError, match=r"would replace .*other.json, which is another model's; choose"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "other.onnx")
     assert (folder / "other.json").read_text() == "{}"
+
+
+def test_files_beside_are_named_after_the_model_and_never_those_of_another(tmp_path):
+    """A run folder may be called lr0.1, and the next one lr0.2; two texts have two tokenizers."""
+    assets = {"tokenizer.model": b"one"}
+    files = exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
+    assert files == {tmp_path / "lr0.1.json": b"{}", tmp_path / "tokenizer.model": b"one"}
+    assert [*exported.files_beside(tmp_path / "lr0.1.onnx", "onnx", "{}", {})] == [tmp_path / "lr0.1.json"]
+    (tmp_path / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(ConfigError, match=r"would replace .*tokenizer.model, which is another model's; choose"):
+        exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
 
 
 def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
