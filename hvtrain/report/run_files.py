@@ -1,6 +1,7 @@
 """A run as its folder describes it: settings, numbers, starts, messages and state. Without TensorFlow."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,8 @@ class RunFiles:
         if own in tested:
             return own, tested[own]
         for column in (name, name.removeprefix("val_")):
-            if values := [row.metrics[column] for row in self.history if column in row.metrics]:
+            measured = [row.metrics.get(column, math.nan) for row in self.history]
+            if values := [value for value in measured if math.isfinite(value)]:
                 return column, self.sign * max(self.sign * value for value in values)
         return None
 

@@ -1,6 +1,7 @@
 """`python -m hvtrain.runs [DIR]`: lists the runs below a folder, with their state, score and speed."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +45,11 @@ def list_runs() -> int:
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Run folders in a folder and those below it; it may be one itself."""
-    if is_run_folder(folder):
-        return [folder]
-    if depth == 0:
-        return []
     try:
+        if is_run_folder(folder):
+            return [folder]
+        if depth == 0:
+            return []
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:  # Another user's.
         return []
@@ -65,6 +66,8 @@ def described(path: Path, folder: Path) -> dict[str, Any]:
     except UserError as error:
         return {**row, "error": str(error)}
     metric, score = run.score or (None, None)
+    if score is not None and not math.isfinite(score):  # It has no place in an order, nor in JSON.
+        metric = score = None
     found = {"metric": metric, "score": score, "sign": run.sign, "examples_per_second": run.examples_per_second}
     more = {"num_ranks": run.num_ranks, "progress": run.progress, "began": run.began}
     return {**row, "state": run.state, "resumable": run.is_resumable, **found, **more}

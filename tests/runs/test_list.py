@@ -63,6 +63,21 @@ def test_replicas_and_workers_count_like_ranks(tmp_path, monkeypatch, capsys):
     assert {row["run"]: row["num_ranks"] for row in rows} == {"mirrored": 8, "older": 3, "servers": 5}
 
 
+def test_private_folders_of_others_and_scores_that_are_no_number(folder, monkeypatch, capsys):
+    def is_run_folder(path):
+        if path.name == "no_run":
+            raise PermissionError(13, "Permission denied")
+        return known(path)
+
+    known = command.is_run_folder
+    monkeypatch.setattr(command, "is_run_folder", is_run_folder)
+    write_run(folder / "diverged", metrics={"test_accuracy": float("nan")})
+    text = listed(monkeypatch, capsys, folder, "--sort", "score", "--json")
+    rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [row["score"] for row in rows if row["run"] == "diverged"] == [None]
+    assert [row["score"] for row in rows][:2] == [0.95, 0.9]
+
+
 def test_a_damaged_run_is_listed_with_its_error(folder, monkeypatch, capsys):
     rows = {row["run"]: row for row in json.loads(listed(monkeypatch, capsys, folder, "--json"))}
     assert rows["damaged"]["state"] == "damaged" and "result.json is damaged" in rows["damaged"]["error"]
