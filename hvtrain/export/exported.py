@@ -27,8 +27,8 @@ ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
     """Exports to a new path; returns how far the outputs differ, in words.
 
-    Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs, or if the
-    a file beside it is that of another model.
+    Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs, or if a
+    file beside it is that of another model.
     """
     if chosen == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
         raise ConfigError(
