@@ -29,7 +29,7 @@ def bench() -> int:
     what = getattr(options, {"allreduce": "transport", "input": "images"}.get(options.kind, "workload"))
     folder = Path(options.output or f"bench/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.kind}-{what}").absolute()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is no folder; choose another name")
+        raise ConfigError(f"--output {folder} is not a folder; choose another name")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
     session: Collectives | Inputs | Scaling | Session

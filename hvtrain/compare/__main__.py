@@ -75,7 +75,7 @@ def compare() -> int:
 def _contest(options: argparse.Namespace, taking_part: list[Contestant]) -> Contest:
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is no folder; choose another name")
+        raise ConfigError(f"--output {folder} is not a folder; choose another name")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
     hosts = ["-H", options.hosts] if options.hosts else []

@@ -141,7 +141,7 @@ def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size:
     for name in spec:
         if gaps := table[name].null_count:  # NumPy would make nan of them, of which a model predicts anything.
             row = next(row for row, value in enumerate(table[name]) if not value.is_valid)
-            raise DataError(f"input={path}: row {row} has no {name}; fill the {gaps} gaps or drop these rows")
+            raise DataError(f"input={path}: row {row} has no {name} (rows without it: {gaps}); fill or drop them")
     preprocessing = run.source.preprocessing()
 
     def column(rows: pa.Table, name: str) -> tf.Tensor:

@@ -79,6 +79,6 @@ def test_an_output_folder_that_is_in_use_is_refused(tmp_path):
     code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path)
     assert code == 2 and output == f"hvtrain: --output {tmp_path} is not empty; choose another folder\n"
     code, output = run(None, 1, *COMPARE, *words[:-1], str(tmp_path / "here"), cwd=tmp_path)
-    assert code == 2 and output == f"hvtrain: --output {tmp_path}/here is no folder; choose another name\n"
+    assert code == 2 and output == f"hvtrain: --output {tmp_path}/here is not a folder; choose another name\n"
     code, output = run(None, 1, *COMPARE, *words[:-2], "--target", "0.97", cwd=tmp_path)
     assert code == 2 and output.startswith("hvtrain: --target 0.97 is not a metric and its value; write it as val_acc")

@@ -63,7 +63,7 @@ def test_numbers_that_name_something_are_names(tmp_path):
 
 
 def test_gaps_in_a_table_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"rows.csv: row 1 has no size; fill the 1 gaps or drop these rows"):
+    with pytest.raises(DataError, match=r"rows.csv: row 1 has no size \(rows without it: 1\); fill or drop them"):
         table_of(tmp_path / "rows.csv", "zone,size\na,1.5\nb,\n", zone=tf.string, size=tf.float32)
 
 
