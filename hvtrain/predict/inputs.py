@@ -153,6 +153,8 @@ def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size:
             array = np.array(values, object if kind == tf.string else kind.as_numpy_dtype)
         except (TypeError, ValueError) as error:
             raise DataError(f"input={path}: column {name} is not all {kind.name}: {error}; fix the file") from error
+        if kind.is_integer and not np.array_equal(array, values):
+            raise DataError(f"input={path}: column {name} is not all {kind.name}; it has fractions; fix the file")
         return tf.constant(array.reshape(-1, *spec[name].shape), kind)
 
     def batches() -> Iterator[Batch]:

@@ -76,6 +76,7 @@ def test_an_embedded_table():
         ({"target": "pay"}, r"dataset.target=pay is no column of people; it has age, city, income, plan"),
         ({"features": {"size": "float"}}, r"dataset.features.size is no column of people; it has age, city, income"),
         ({"features": {"age": "number"}}, r"dataset.features.age=number is not one of float, float_normalized"),
+        ({"features": {"income": "integer_categorical"}}, r"people: row 0 has \S+ as income, which is integer_cat"),
         ({"features": {"city": "float"}}, r"people: the column city holds '\w+' and is to be float"),
         ({"crosses": [["city", "age"]]}, r"dataset.crosses names age, which is no categorical feature"),
         ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
@@ -94,5 +95,5 @@ def test_gaps_and_missing_files_are_named(tmp_path):
     ):
         Table("nowhere.csv").num_examples("train")
     csv.write_csv(pa.table({"a": [1.0, None, 3.0], "b": [1.0, 2.0, float("nan")], "c": [1, 0, 1]}), tmp_path / "t.csv")
-    with pytest.raises(DataError, match=r"t.csv: row 1 has no a; fill the 1 gaps"):
+    with pytest.raises(DataError, match=r"t.csv: row 1 has no a \(rows without it: 1\); fill or drop them"):
         Table(str(tmp_path / "t.csv"), "c", num_test=1).num_examples("train")

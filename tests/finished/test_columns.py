@@ -67,6 +67,11 @@ def test_gaps_in_a_table_are_refused(tmp_path):
         table_of(tmp_path / "rows.csv", "zone,size\na,1.5\nb,\n", zone=tf.string, size=tf.float32)
 
 
+def test_fractions_are_no_integers(tmp_path):
+    with pytest.raises(DataError, match=r"rows.csv: column size is not all int64; it has fractions; fix the file"):
+        table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
+
+
 def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "p.csv").mkdir()
     with pytest.raises(ConfigError, match=r"p.csv is a folder; choose the name of a file"):

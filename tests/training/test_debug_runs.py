@@ -17,6 +17,8 @@ CASES = {
                 "callbacks=early_stopping"],
     "uneven": ["debug=overfit", "train.steps=150", "optimizer.learning_rate=0.01", "train.batch_size=[24,8]"],
     "not learned": ["debug=overfit", "train.steps=5"],
+    "in two": ["data.one_batch=true", "train.steps=2", "checkpoint.every_steps=1"],
+    "in two/again": ["data.one_batch=true", "train.steps=4"],
     "output": ["debug=nan", "model.nan_on_rank=1"],
     "gradient": ["debug=nan", "model.root_on_rank=1"],
     "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
@@ -82,6 +84,13 @@ def test_overfit_fails_if_it_is_not(ranks):
     message = error(ranks, "not learned")
     assert message.startswith("TrainingError: one batch of 64 examples was not memorized in 5 steps: ")
     assert message.endswith("learning rate, or give more train.steps") and "\n" not in message
+
+
+@pytest.mark.distributed
+def test_a_run_that_resumes_is_not_judged(ranks, folder):
+    assert "was not memorized in 2 steps" in error(ranks, "in two")
+    assert record(ranks, "in two/again")["first_step"] > 0
+    assert "one batch was memorized is not judged, since the run resumed" in (folder / "output.txt").read_text()
 
 
 @pytest.mark.distributed

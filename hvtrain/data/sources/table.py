@@ -157,9 +157,9 @@ def read(file: str) -> Columns:
     found = {}
     for name in table.column_names:
         column = table[name]
-        if column.null_count:
+        if gaps := column.null_count:
             row = next(row for row, value in enumerate(column) if not value.is_valid)
-            raise DataError(f"{file}: row {row} has no {name}; fill the {column.null_count} gaps or drop these rows")
+            raise DataError(f"{file}: row {row} has no {name} (rows without it: {gaps}); fill or drop them")
         found[name] = column.to_numpy()
     return found
 
@@ -176,10 +176,13 @@ def _typed(values: np.ndarray, kind: str, name: str, table: str) -> np.ndarray:
         raise DataError(
             f"{table}: the column {name} holds {values[0]!r} and is to be {kind}; string_categorical takes names"
         )
-    if kind == "integer_categorical":
-        return values.astype(np.int64)
-    values = values.astype(np.float32)
     if not np.isfinite(values).all():
         row = int(np.argmin(np.isfinite(values)))
         raise DataError(f"{table}: row {row} has {values[row]} as {name}; fill such gaps or drop these rows")
-    return values
+    if kind != "integer_categorical":
+        return values.astype(np.float32)
+    whole = values.astype(np.int64)
+    if not np.array_equal(whole, values):
+        row = int(np.argmax(whole != values))
+        raise DataError(f"{table}: row {row} has {values[row]} as {name}, which is {kind}; choose float_discretized")
+    return whole

@@ -21,14 +21,14 @@ class OneBatch(RunCallback):
 
     Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and batch normalization
     takes its moving statistics; so the loss of the last epoch in training counts too. Put it after SameLogs, so that
-    all ranks decide alike.
+    all ranks decide alike. A run that resumes is not judged: what it had before its first step is not known.
     """
 
     training: dict[str, float]
     before: dict[str, float]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.before = self._evaluate()
+        self.training, self.before = {}, self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         self.training = logs
@@ -36,6 +36,9 @@ class OneBatch(RunCallback):
     def on_train_end(self, logs: Any = None) -> None:
         if not self.position.is_last:
             return  # Stopped by a signal or a limit of time.
+        if self.position.start_step:
+            log.info("whether one batch was memorized is not judged, since the run resumed; start it in a new run.dir")
+            return
         plan, best, after = self.position.plan, self.run.task.best, self._evaluate()
         shown = ", ".join(f"{name} {self.before[name]:.4g} -> {value:.4g}" for name, value in after.items())
         loss = self.training.get("loss")
