@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, place_of
@@ -78,6 +79,19 @@ def positive(text: str) -> float:
     if number == 0:
         raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
     return number
+
+
+def make_output(folder: Path) -> None:
+    """Makes the folder of --output. Raises ConfigError if that is impossible, or if something is in it already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_used = any(folder.iterdir())
+    except FileExistsError:
+        raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
+    if is_used:
+        raise ConfigError(f"--output {folder} is not empty; choose another folder")
 
 
 def enter(work: Callable[[], int]) -> None:

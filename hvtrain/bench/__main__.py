@@ -14,7 +14,7 @@ from hvtrain.bench.input import Inputs
 from hvtrain.bench.scaling import Scaling
 from hvtrain.bench.steps import Session
 from hvtrain.bench.workloads import WORKLOADS
-from hvtrain.cli import Parser, at_least, enter
+from hvtrain.cli import Parser, at_least, enter, make_output
 from hvtrain.errors import ConfigError
 
 DATA = ("synthetic", "fashion_mnist")
@@ -28,10 +28,6 @@ def bench() -> int:
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // many)
     what = getattr(options, {"allreduce": "transport", "input": "images"}.get(options.kind, "workload"))
     folder = Path(options.output or f"bench/{datetime.now():%Y-%m-%d_%H-%M-%S}-{options.kind}-{what}").absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is not a folder; choose another name")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--output {folder} is not empty; choose another folder")
     session: Collectives | Inputs | Scaling | Session
     if options.kind == "allreduce":
         sizes = tuple(size for size in SIZES if size <= options.largest << 20)
@@ -43,6 +39,7 @@ def bench() -> int:
         session = Scaling(work, options.data, options.ranks, options.threads, folder, options.steps or work.steps)
     else:
         session = compared(options, folder)
+    make_output(folder)
     session.run(options.rounds)
     session.write()
     session.plot()

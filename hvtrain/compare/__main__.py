@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter
+from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter, make_output
 from hvtrain.compare import longer
 from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import JOINT, RANK, Contestant, contestants
@@ -46,6 +46,7 @@ def compare() -> int:
     if not taking_part:
         return 0
     contest = _contest(options, taking_part)
+    make_output(contest.folder)
     facts = _facts(options)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # Then the run that it started ends too.
@@ -74,10 +75,6 @@ def compare() -> int:
 
 def _contest(options: argparse.Namespace, taking_part: list[Contestant]) -> Contest:
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is not a folder; choose another name")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--output {folder} is not empty; choose another folder")
     hosts = ["-H", options.hosts] if options.hosts else []
     hosts += ["--hostfile", options.hostfile] if options.hostfile else []
     starting = Starting(options.np, tuple(hosts), options.num_ps, options.single_cores)

@@ -107,6 +107,8 @@ def test_bad_input_is_one_line(tmp_path):
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        (["steps", "--output", "/proc/x"], "--output /proc/x cannot be written: No such file or directory; choose"),
+        (["steps", "--output", "/etc/hosts"], "--output /etc/hosts is not a folder; choose another name"),
         (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
         (["scaling", "-np", "3,4"], "the global batch of 256 cannot be divided evenly among 3 ranks"),
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
