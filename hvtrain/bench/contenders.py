@@ -7,6 +7,7 @@ from statistics import mean
 
 from hvtrain.bench import contender_report
 from hvtrain.bench.processes import HOROVOD, launch_and_report
+from hvtrain.config.words import word
 from hvtrain.errors import ConfigError
 
 RUNNER = "hvtrain"
@@ -124,7 +125,7 @@ def measure(
     more = list(contender.words)
     if contender.module == RUNNER:
         more += [f"+callbacks.bench._target_={CLOCK}", f"+callbacks.bench.num_steps={sum(steps)}"]
-        more.append(f"run.dir='{folder}/run'")
+        more.append(word("run.dir", f"{folder}/run"))
     variables = {contender_report.WARMUP: str(steps[0]), **dict(contender.variables)}
     what = contender.way, contender.module, [*words, *more]
     reports = launch_and_report(*what, size, folder, threads, variables, contender.on_terminal)

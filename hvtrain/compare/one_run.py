@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from hvtrain.compare.contestants import Contestant
+from hvtrain.config.words import word
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 from hvtrain.launch.start import going_with
@@ -55,7 +56,7 @@ class Starting:
 
     def command(self, one: Contestant, words: Sequence[str], folder: Path) -> list[str]:
         """The command line of a run that leaves its results in this folder."""
-        run = [*words, f"run.dir='{folder}'", "notify=[]"]
+        run = [*words, word("run.dir", str(folder)), "notify=[]"]
         if one.is_single:
             return [sys.executable, "-m", "hvtrain", *run]
         servers = ["--num-ps", str(self.num_ps)] if self.num_ps and one.has_servers else []

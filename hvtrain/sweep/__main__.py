@@ -10,9 +10,10 @@ from pathlib import Path
 from hvtrain.cli import RUN_SETTINGS, Parser, at_least, enter
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.words import word
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.sweep.goal import MAX, MIN, goal_of
-from hvtrain.sweep.search_space import SearchSpace, read_space, word
+from hvtrain.sweep.search_space import SearchSpace, read_space
 from hvtrain.sweep.study import Study
 from hvtrain.sweep.trials import Trials
 from hvtrain.system.run_lock import RunLock

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.compare.summary import aligned
+from hvtrain.config.words import word
 from hvtrain.core.records import write_atomic
 from hvtrain.sweep.goal import MAX
-from hvtrain.sweep.search_space import word
 from hvtrain.system.secrets import without_secrets
 
 FINISHED, PRUNED, FAILED = "finished", "pruned", "failed"

@@ -9,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 from hvtrain.bench.rounds import duration, progress
+from hvtrain.config.words import word
 from hvtrain.errors import INTERRUPTED
 from hvtrain.sweep.goal import Goal
 from hvtrain.sweep.one_trial import value_of
-from hvtrain.sweep.search_space import word
 from hvtrain.sweep.slices import write_png
 from hvtrain.sweep.study import Study
 from hvtrain.sweep.sweep_results import best_of, in_short, in_words, line_of, record, write

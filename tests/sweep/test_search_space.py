@@ -8,11 +8,12 @@ import pytest
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.config.words import word
 from hvtrain.core.records import EpochRecord
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.sweep.__main__ import sweep
 from hvtrain.sweep.goal import Goal, goal_of
-from hvtrain.sweep.search_space import Setting, read_space, word
+from hvtrain.sweep.search_space import Setting, read_space
 from hvtrain.sweep.sweep_results import line_of, ranked
 from hvtrain.system.run_lock import RunLock
 
