@@ -3,6 +3,7 @@
 import csv
 import json
 import struct
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -193,6 +194,7 @@ def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
     run = TrackedRun("some", tmp_path, {"seed": 1}, [])
     known: dict[str, str | None] = {"mlflow": None, "wandb": None}
     for state, status in [("stopped", "KILLED"), ("failed", "FAILED"), ("finished", "FINISHED")]:
+        time.sleep(1 - time.time() % 1)  # Offline, wandb names a folder by its second, and would reuse it.
         for name, tracker in [("mlflow", mlflow), ("wandb", wandb)]:
             found = tracker.start(run, known[name])
             assert known[name] in (None, found)
