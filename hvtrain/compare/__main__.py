@@ -97,7 +97,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
 
 def write(found: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
-    folder.mkdir(parents=True, exist_ok=True)
     shown = [{**one, "words": without_secrets(one["words"])} for one in found["strategies"]]
     write_atomic(folder / "compare.json", json.dumps({**found, "strategies": shown}, indent=1) + "\n")
     write_atomic(folder / "compare.html", html(found))

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.data.sources.table import refuse_gaps
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 
@@ -138,10 +139,7 @@ def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size:
         raise DataError(f"input={path} cannot be read: {in_one_line(error)}; fix the file") from error
     if missing := [name for name in spec if name not in table.column_names]:
         raise DataError(f"input={path} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
-    for name in spec:
-        if gaps := table[name].null_count:  # NumPy would make nan of them, of which a model predicts anything.
-            row = next(row for row, value in enumerate(table[name]) if not value.is_valid)
-            raise DataError(f"input={path}: row {row} has no {name} (rows without it: {gaps}); fill or drop them")
+    refuse_gaps(table, spec, f"input={path}")
     preprocessing = run.source.preprocessing()
 
     def column(rows: pa.Table, name: str) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """Tables: columns of a CSV or Parquet file, turned into features by keras.utils.FeatureSpace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +154,16 @@ def read(file: str) -> Columns:
         table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
-    found = {}
-    for name in table.column_names:
-        column = table[name]
-        if gaps := column.null_count:
-            row = next(row for row, value in enumerate(column) if not value.is_valid)
-            raise DataError(f"{file}: row {row} has no {name} (rows without it: {gaps}); fill or drop them")
-        found[name] = column.to_numpy()
-    return found
+    refuse_gaps(table, table.column_names, file)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def refuse_gaps(table: Any, names: Iterable[str], where: str) -> None:
+    """Raises DataError if a column of a pyarrow.Table has a gap, of which NumPy would make nan. where: the file."""
+    for name in names:
+        if gaps := table[name].null_count:
+            row = next(row for row, value in enumerate(table[name]) if not value.is_valid)
+            raise DataError(f"{where}: row {row} has no {name} (rows without it: {gaps}); fill or drop them")
 
 
 def _kind(values: np.ndarray) -> str:
