@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
 BIN = Path(sys.executable).parent
+WARM = Path(__file__).parent / "warm"
 HASTY = Path(__file__).parent / "launched" / "hasty"  # ssh and modules of hvtrain with shorter limits of time.
 
 LAUNCHERS = {
@@ -29,19 +35,53 @@ LAUNCHERS = {
 
 def environment(**extra: str) -> dict[str, str]:
     """The tests' environment without what a surrounding launcher left, with one thread a rank."""
-    left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_")
+    left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_", "PYTHONDONTWRITEBYTECODE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONFAULTHANDLER": "1", **extra}
 
 
-def start(launcher: str | None, num_ranks: int, *command: str, cwd: Path, **extra: str) -> subprocess.Popen[str]:
-    """Starts the command on num_ranks ranks, in a process group of its own."""
+def warm(variables: dict[str, str]) -> dict[str, str]:
+    """The same variables, with which `python` is a fork of a process that has imported TensorFlow: see warm/server.py.
+
+    HVTRAIN_TEST_COLD=1 makes all processes of the tests fresh ones.
+    """
+    if os.environ.get("HVTRAIN_TEST_COLD"):
+        return variables
+    path = f"{WARM / 'bin'}:{variables['PATH']}"
+    return {**variables, "PATH": path, "HVTRAIN_TEST_WARM": warm_server(), "HVTRAIN_TEST_PYTHON": str(BIN / "python")}
+
+
+@functools.cache
+def warm_server() -> str:
+    """Starts this process's server, which ends with it; the path of its socket."""
+    folder = tempfile.mkdtemp(prefix="hvtrain-warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = f"{folder}/socket"
+    server = subprocess.Popen(
+        [BIN / "python", WARM / "server.py", path], stdin=subprocess.PIPE, cwd=folder, env=environment()
+    )
+    atexit.register(server.stdin.close)
+    deadline = time.monotonic() + 280
+    while not os.path.exists(path):  # noqa: PTH110
+        assert server.poll() is None and time.monotonic() < deadline, "the warm server did not start"
+        time.sleep(0.05)
+    return path
+
+
+def start(
+    launcher: str | None, num_ranks: int, *command: str, cwd: Path, cold: bool = False, **extra: str
+) -> subprocess.Popen[str]:
+    """Starts the command on num_ranks ranks, in a process group of its own.
+
+    With `cold` each `python` is a fresh process: for tests of what a start or a single process does.
+    """
     prefix = [*LAUNCHERS[launcher], "-np", str(num_ranks)] if launcher else []
+    variables = environment(**extra)
     return subprocess.Popen(
         [*prefix, *command],
         cwd=cwd,
-        env=environment(**extra),
+        env=variables if cold or "PATH" in extra else warm(variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,10 +122,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    launcher: str | None, num_ranks: int, *command: str, cwd: Path, timeout: float = 280, **extra: str
+    launcher: str | None,
+    num_ranks: int,
+    *command: str,
+    cwd: Path,
+    timeout: float = 280,
+    cold: bool = False,
+    **extra: str,
 ) -> tuple[int, str]:
     """Exit code and everything printed."""
-    process = start(launcher, num_ranks, *command, cwd=cwd, **extra)
+    process = start(launcher, num_ranks, *command, cwd=cwd, cold=cold, **extra)
     output = finish(process, timeout)
     return process.returncode, output
 
