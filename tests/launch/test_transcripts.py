@@ -1,0 +1,192 @@
+"""What a front makes of a launcher's end: replayed from what each launcher really said, for each launcher and fate.
+
+tests/support/transcripts.py recorded it, on a lab. Everything between the launcher's pipes and the exit code is the
+product's own; only ssh to the other host is not. test_launch_faults.py strikes real ranks.
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+from functools import partial
+
+import pytest
+
+from hvtrain import horovodrun
+from hvtrain.launch import on_host, restart, start
+from hvtrain.launch.first_failure import AGAIN
+from hvtrain.launch.job import Job, parse_hosts
+from hvtrain.launch.line import Way
+from hvtrain.launch.on_host import Answer
+from hvtrain.launch.reach import Reached
+from lab import Lab, needs_lab
+from launcher_lab import HOW, last_line
+from launching import ROOT
+from transcripts import FATES, FOLDER, OF_A_LOST_HOST, record, said
+
+SPEAKER = ROOT / "tests" / "support" / "launched" / "speaker.py"
+KILLED = f"killed by SIGKILL; {AGAIN}"
+RAISED = "ValueError: a bad thing; see its traceback above"
+LOST = f"FIRST FAILURE rank 1 host s2: the connection to host s2 was lost; is it up? then {AGAIN}"
+ENDS = {
+    "sigkill-of-rank-0": (75, f"FIRST FAILURE rank 0 host s1: {KILLED}"),
+    "sigkill-of-rank-1": (75, f"FIRST FAILURE rank 1 host s2: {KILLED}"),
+    "rank-0-raises": (1, f"FIRST FAILURE rank 0 host s1: {RAISED}"),
+    "rank-1-raises": (1, f"FIRST FAILURE rank 1 host s2: {RAISED}"),
+    "rank-1-exits-with-7": (7, "FIRST FAILURE rank 1 host s2: ended with exit code 7; see its output above"),
+    "sigterm": (75, f"preempted, saved; {AGAIN}"),
+    "sigterm-twice": (75, f"ended by force after SIGTERM; {AGAIN}"),
+    "s2-stops": (75, LOST),
+    "s2-is-cut-off": (75, LOST),
+}
+CASES = [(how, name) for how in HOW for name in FATES]
+
+
+class Replayed(start.Launch):
+    """A launch whose launcher is the speaker, and whose other host answers as it did then."""
+
+    transcript = FOLDER
+    short_of_memory = ""
+
+    def __init__(self, line, environment, output, folder, known=None, label="rank {}".format):
+        line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
+        hosts = OtherHost(("s1", "s2"), {"s2": 0})
+        lost = self.transcript.read_text().partition("\n")[0].partition(": ")[2]
+        object.__setattr__(hosts, "answers", {"s2": None if lost == "s2" else Answer(count=1, oom_kills=0)})
+        if self.short_of_memory:
+            hosts.answers[self.short_of_memory]["oom_kills"] = 1
+        # With a rank's variable it is one that can be asked to save.
+        super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, hosts, label)
+
+
+class OtherHost(Reached):
+    def clear(self, mark, job=None):
+        on_host.clear(mark, job)
+        return self.answers
+
+
+@pytest.fixture
+def replay(monkeypatch, tmp_path, capfd):
+    """Exit code and both outputs of a front for which a transcript is replayed."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    for module in (restart, horovodrun):
+        monkeypatch.setattr(module, "Launch", Replayed)
+    monkeypatch.setattr(restart.reach, "check", lambda *_: None)
+    monkeypatch.setattr(restart.reach, "absent", lambda *_: {})
+    monkeypatch.setattr(Replayed, "short_of_memory", "")
+
+    def run(how, name, *options, max_restarts=0, transcript=None):
+        monkeypatch.setattr(Replayed, "transcript", transcript or FOLDER / how / f"{name}.txt")
+        if how.startswith("launch"):
+            controller = "gloo" if how == "launch-gloo" else "mpi"
+            job = Job(("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ))
+            code = restart.run(job, Way(mpirun=how == "launch-mpirun"), tmp_path / "logs", None, max_restarts)
+        else:
+            words = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
+            monkeypatch.setattr(sys, "argv", ["horovodrun", *options, *words])
+            with pytest.raises(SystemExit) as ended:
+                horovodrun.main()
+            code = ended.value.code
+        return code, capfd.readouterr()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("how", "name"), CASES)
+def test_the_end_of_a_launch(replay, how, name):
+    """The last line names rank, host and cause; the code says whether a restart can help; nothing is said twice."""
+    code, shown = replay(how, name)
+    output = "".join(shown)
+    expected, line = ENDS[name]
+    assert (code, last_line(output)) == (expected, f"hvtrain: {line}"), output
+    assert output.count("Traceback (most recent call last)") == name.endswith("raises"), output
+    assert output.count("ValueError: a bad thing") == 2 * name.endswith("raises"), "in the traceback and the last line"
+    for noise in ("Primary job", "HOROVOD_RANK", "hvtrain-verdict", "resource_tracker", "<stdout>:rank 0"):
+        assert noise not in output
+
+
+@pytest.mark.parametrize("name", FATES)
+@pytest.mark.parametrize("how", [how for how in HOW if how.startswith("horovodrun")])
+def test_with_prefix_it_is_the_same_end_with_all_marks(replay, how, name):
+    code, shown = replay(how, name, "--prefix")
+    assert (code, last_line(shown.err)) == (ENDS[name][0], f"hvtrain: {ENDS[name][1]}"), shown
+    for rank in (0, 1):
+        assert re.search(rf"^\[(1,)?{rank}\]<stdout>:rank {rank} first$", shown.out, re.MULTILINE), shown
+    for rank in range(2) if name.endswith("raises") else ():
+        marked = rf"^\[(1,)?{rank}\]<stderr>:ValueError: a bad thing$"
+        assert bool(re.search(marked, shown.err, re.MULTILINE)) == (name == f"rank-{rank}-raises"), shown
+
+
+@pytest.mark.parametrize("how", [how for how in HOW if how.startswith("horovodrun")])
+def test_without_prefix_rank_0_alone_has_no_mark(replay, how):
+    """Each output to where it belongs."""
+    _, shown = replay(how, "rank-0-raises")
+    assert re.search(r"^rank 0 first$", shown.out, re.MULTILINE), shown
+    assert re.search(r"^\[(1,)?1\]<stdout>:rank 1 first$", shown.out, re.MULTILINE), shown
+    assert re.search(r"^ValueError: a bad thing$", shown.err, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_rank_killed_for_lack_of_memory(replay, how, monkeypatch):
+    """The other host's kernel has killed a process meanwhile; a restart cannot help."""
+    monkeypatch.setattr(Replayed, "short_of_memory", "s2")
+    code, shown = replay(how, "sigkill-of-rank-1")
+    cause = "killed for lack of memory on s2; lower train.batch_size or use more hosts"
+    assert (code, last_line(shown.err)) == (1, f"hvtrain: FIRST FAILURE rank 1 host s2: {cause}"), shown
+
+
+@pytest.mark.parametrize(("name", "code"), [("rank-1-raises", 1), ("rank-1-exits-with-7", 7)])
+def test_what_cannot_heal_is_not_started_again(replay, tmp_path, name, code):
+    assert replay("launch-gloo", name, max_restarts=3)[0] == code
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["attempt-0001"]
+
+
+def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
+    code, shown = replay("launch-mpi", "sigkill-of-rank-1", max_restarts=1)
+    assert code == 75 and "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint, on s1:1,s2:1\n" in shown.err
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt-0001", "attempt-0002"]
+
+
+def test_ctrl_c_ends_the_pause_before_a_restart(replay, monkeypatch):
+    say = restart.console.say_error
+
+    def say_and_press(message, *arguments):
+        say(message, *arguments)
+        if "restart 1 of 9" in message:
+            threading.Timer(0.1, partial(os.kill, os.getpid(), signal.SIGINT)).start()
+
+    monkeypatch.setattr(restart.console, "say_error", say_and_press)
+    code, shown = replay("launch-gloo", "sigkill-of-rank-1", max_restarts=9)
+    assert code == 130 and "restart 2" not in shown.err, shown
+
+
+def test_some_time_after_sigterm_all_is_ended_by_force(replay, monkeypatch, tmp_path):
+    """Half a minute, here half a second."""
+    monkeypatch.setattr(start, "SECONDS_TO_SAVE", 0.5)
+    text = (FOLDER / "horovodrun-gloo" / "sigterm-twice.txt").read_text()
+    assert text.count("SIGTERM\n") == 2
+    (tmp_path / "once.txt").write_text(text.replace("SIGTERM\n", "", 1))
+    code, shown = replay("horovodrun-gloo", "sigterm-twice", transcript=tmp_path / "once.txt")
+    assert (code, last_line(shown.err)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), shown
+
+
+@needs_lab
+@pytest.mark.distributed
+@pytest.mark.release
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", HOW)
+def test_the_launchers_still_say_what_was_recorded(how):
+    """All fates anew. Of a lost host ssh or the launcher may hear first, which is chance."""
+    for name in FATES:
+        with Lab(2) as lab:
+            now = said(record(lab, how, name))
+        kept = said((FOLDER / how / f"{name}.txt").read_text())
+        if name in OF_A_LOST_HOST:
+            known = set().union(*(said((FOLDER / how / f"{other}.txt").read_text()) for other in OF_A_LOST_HOST))
+            assert now <= known, (name, sorted(now - known))
+        else:
+            assert now == kept, (name, sorted(now ^ kept))
