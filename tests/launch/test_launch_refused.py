@@ -61,13 +61,8 @@ def test_a_python_that_does_not_run(lab, tmp_path):
         on(lab, "s2", f"umount {real}")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("launch-gloo", marks=pytest.mark.nightly),
-        *(pytest.param(how, marks=pytest.mark.release) for how in ("horovodrun-mpi", "launch-mpirun")),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("how", ["launch-gloo", "horovodrun-mpi", "launch-mpirun"])
 def test_hosts_that_are_not_to_be_reached(tmp_path, how):
     """ssh refused, key refused, power off, no environment."""
     with Lab(3) as lab:

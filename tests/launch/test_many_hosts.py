@@ -13,6 +13,7 @@ from lab import PYTHON, Lab, needs_lab
 from launching import BIN, ROOT, WORKERS
 
 pytestmark = [pytest.mark.distributed, needs_lab]
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 CLASSES = {"dark": 40, "bright": 200}
 HOW = {"gloo": ["--gloo"], "mpi": ["--mpi"], "mpirun": ["--mpirun"]}
@@ -72,7 +73,7 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     assert (note["step"], note["host"]) == (16, "s1")
 
 
-@pytest.mark.nightly
+@release
 def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupted):
     """It travels by broadcast, and the run ends at the bits of the uninterrupted one."""
     line = ["-np", "2", "-H", "s1,s2", "--gloo", "--", *words(lab, "halves")]
@@ -86,20 +87,21 @@ def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupte
     assert checksum(whole) == checksum(halves)
 
 
+@release
 @pytest.mark.parametrize(
     ("how", "hosts", "places"),
     [
-        pytest.param("mpi", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU", marks=pytest.mark.nightly),
-        pytest.param("mpirun", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU", marks=pytest.mark.nightly),
-        pytest.param("gloo", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU", marks=pytest.mark.nightly),
-        pytest.param("mpirun", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU", marks=pytest.mark.release),
-        pytest.param(
-            *("mpi", "s1:1,s2:1,s3:1,s4:1", "0 s1 CPU, 1 s2 CPU, 2 s3 CPU, 3 s4 CPU"), marks=pytest.mark.release
-        ),
+        ("mpi", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU"),
+        ("mpirun", "s1:1,s2:1", "0 s1 CPU, 1 s2 CPU"),
+        ("gloo", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU"),
+        ("mpirun", "s1:2,s2:2", "0-1 s1 CPU, 2-3 s2 CPU"),
+        ("mpi", "s1:1,s2:1,s3:1,s4:1", "0 s1 CPU, 1 s2 CPU, 2 s3 CPU, 3 s4 CPU"),
     ],
 )
 def test_a_run_under_each_launcher(lab, how, hosts, places):
-    """Over Gloo on two hosts it is test_a_run_on_two_hosts."""
+    """Over Gloo on two hosts it is test_a_run_on_two_hosts. Each night test_ctrl_c trains over MPI, the cut network of
+    watchdog/test_network.py under mpirun, and test_another_user_port_and_key sums under all three.
+    """
     run, size = f"{how}-{hosts.count(',')}", sum(int(host[-1]) for host in hosts.split(","))
     code, output = lab.launch("-np", str(size), "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
     assert code == 0, output
@@ -111,9 +113,7 @@ def test_a_run_under_each_launcher(lab, how, hosts, places):
         assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs", "newest-checkpoint.json"}
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=pytest.mark.nightly), pytest.param("mpi", marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("how", [pytest.param("gloo", marks=nightly), pytest.param("mpi", marks=release)])
 def test_local_ranks_are_pinned_per_host(lab, how):
     """Each host shows its own GPUs, which are only said to be there."""
     code, output = lab.launch(
@@ -127,16 +127,33 @@ def test_local_ranks_are_pinned_per_host(lab, how):
     ]  # fmt: skip
 
 
-def test_the_same_with_horovodrun_alone_and_nothing_activated(lab):
-    """And a variable that the user names travels, but not what belongs to this host."""
-    seen = "import os; print(os.environ['MINE'], os.environ['HOME'], 'SSH_AUTH_SOCK' in os.environ)"
+ARGUMENTS = ["a b", "it's $HOME", "-h", ""]
+
+
+def test_horovodrun_alone_with_nothing_activated(lab):
+    """A variable that the user names travels, but not what belongs to this host; words arrive as they were; and the
+    code of a rank comes back.
+    """
+    program = (
+        "import os, socket, sys; "
+        "print(os.environ['MINE'], os.environ['HOME'], 'SSH_AUTH_SOCK' in os.environ, socket.gethostname(), "
+        "sys.argv[1:], flush=True); "
+        "sys.exit(7 * int(os.environ['HOROVOD_RANK']))"
+    )
     code, output = lab.run(
         "s1", "env", "MINE=yes", "HVTRAIN_ENV=MINE", "SSH_AUTH_SOCK=/nowhere",
-        BIN / "horovodrun", "--gloo", "-np", "2", "-H", "s1:1,s2:1",
-        "python", "-c", f"{seen}; import socket; print(socket.gethostname())",
+        BIN / "horovodrun", "--gloo", "-np", "2", "-H", "s1:1,s2:1", "python", "-c", program, *ARGUMENTS,
     )  # fmt: skip
-    assert code == 0, output
-    assert f"[1]<stdout>:yes {lab.home} False" in output and "[1]<stdout>:s2" in output
+    assert code == 7, output
+    assert f"[1]<stdout>:yes {lab.home} False s2 {ARGUMENTS}\n" in output, output
+
+
+@pytest.mark.parametrize("how", ["mpi", pytest.param("gloo", marks=release)])
+def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
+    program = "import sys; print(sys.argv[1:], 1, 2, flush=True); sys.exit(7)"
+    code, output = lab.launch("-np", "2", "-H", "s1,s2", f"--{how}", "--", "python", "-c", program, *ARGUMENTS)
+    assert code == 7, output
+    assert f"{ARGUMENTS} 1 2\n" in output
 
 
 def places(lab, *words, first="s1"):
@@ -151,7 +168,7 @@ def said(output):
     return sorted(re.findall(r"rank (\d) sum (\d) local (\d) host (s\d)", output))
 
 
-@pytest.mark.release
+@release
 def test_interfaces_of_other_names(lab):
     """eth0 here, ens5 there; and docker0, with the same address on each, is left out."""
     rename = "ip link set eth0 down; ip link set eth0 name ens5; ip link set ens5 up"
@@ -168,7 +185,7 @@ def test_interfaces_of_other_names(lab):
     assert (code, said(output)) == (0, PLACES), output
 
 
-@pytest.mark.nightly
+@nightly
 def test_another_user_port_and_key():
     """On port 2222 each host lets in trainer alone, with a key that lies in no usual place."""
     with Lab(2, "--port", "2222") as lab:
@@ -185,7 +202,7 @@ def test_another_user_port_and_key():
             assert "user trainer" in output, "of the rank that came by ssh"
 
 
-@pytest.mark.release
+@release
 @pytest.mark.parametrize("how", ["gloo", "mpi"])
 def test_hierarchical_allreduce(lab, how):
     """On a CPU Horovod has only the hierarchical allgather; with NCCL both settings act. The sums are right."""
@@ -198,50 +215,23 @@ def test_hierarchical_allreduce(lab, how):
     assert "weights equal on 4/4 ranks" in output
 
 
-def test_secrets_do_not_travel(lab):
-    """Neither in the ranks' environment nor on the command lines that every user of the host can read."""
-    code, output = lab.run(
-        "s1", "env", "AWS_SECRET_ACCESS_KEY=hunter2", "TF_API_TOKEN=hunter3", "TF_NUM_INTRAOP_THREADS=1",
-        PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2", "--gloo", "--",
-        "python", "-c", "import os, subprocess; print(dict(os.environ), subprocess.check_output(['ps', 'axww']))",
-    )  # fmt: skip
-    assert code == 0, output
-    assert "hunter" not in output
-    assert output.count("'TF_NUM_INTRAOP_THREADS': '1'") == 2
-
-
-def test_what_is_wrong_is_said_in_one_line():
-    """Each within seconds, and before a rank starts."""
-    with Lab(4) as lab:
-        see_what_is_wrong(lab)
-
-
-def see_what_is_wrong(lab):
-    run = ["--", "model=mlp"]
-    lab("exec", "s3", "bash", "-c", "touch /run/no-sshd; kill $(cat /run/sshd.pid)")
-    (lab.of("s4") / ".ssh" / "authorized_keys").unlink()
-    cases = {
-        ("-np", "3", "-H", "s1:1,s2:1"): "-np 3 needs as many slots and -H s1:1,s2:1 has 2; lower -np or add hosts",
-        ("-np", "2", "-H", "s1,s9"): "host s9 has no IPv4 address here; add it to /etc/hosts or DNS",
-        ("-np", "2", "-H", "s1,s3"): "nothing answers ssh on host s3, port 22; start sshd there, or name its port: -p",
-        ("-np", "2", "-H", "s1,s4"): "host s4 does not let root in without a password: Permission denied",
-        ("-np", "2", "-H", "s1,s2x:"): "-H s1,s2x:: 's2x:' is not a host and a number of ranks; write -H s1:4,s2:4",
-        ("-H", "s1", "--env", "NONE"): "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE",
-        ("-H", "s1", "cluster=slum"): "cluster=slum is not one of ssh, slurm, mpijob, trainjob, docker, spark; did you",
-        ("--port", "2"): "unrecognized arguments: --port",
-        ("-np", "0", "-H", "s1"): "argument -np: 0 came where a whole number of at least 1 was needed",
-        ("-np", "2", "cluster=slurm", "cluster.time=60", "-p", "22"): "-p came with cluster=slurm, which cannot use it",
-        ("-H", "s1", "--logs", "/proc/x"): "the ranks' logs cannot be written to /proc/x",
-        ("-np", "2", "-H", "s1,s2", "--mpi", "--min-np", "1"): "an elastic job needs Gloo, and --mpi was given",
-    }
-    for words, message in cases.items():
-        code, output = lab.launch(*words, *run)
-        assert code == 2, (words, output)
-        assert message in output and output.count("\n") == 1, (words, output)
-    code, output = lab.launch("-np", "2", "-H", "s1,s2", "--", "train.epoch=3")
-    assert (code, output) == (2, "hvtrain: unknown setting 'train.epoch'; did you mean 'train.epochs'?\n")
-    code, output = lab.launch("-np", "2")
-    assert code == 2 and "write them after --" in output
+def test_hosts_that_cannot_be_reached_are_one_line(lab):
+    """Before a rank starts. What is wrong in the words alone is in test_roles.py."""
+    keys = lab.of("s4") / ".ssh" / "authorized_keys"
+    stopped = "touch /run/no-sshd; kill $(cat /run/sshd.pid)"
+    lab("exec", "s3", "bash", "-c", stopped)
+    keys.rename(keys.with_name("kept"))
+    try:
+        for hosts, message in {
+            "s1,s9": "host s9 has no IPv4 address here; add it to /etc/hosts or DNS",
+            "s1,s3": "nothing answers ssh on host s3, port 22; start sshd there, or name its port: -p",
+            "s1,s4": "host s4 does not let root in without a password: Permission denied",
+        }.items():
+            code, output = lab.launch("-np", "2", "-H", hosts, "--", "model=mlp")
+            assert code == 2 and message in output and output.count("\n") == 1, output
+    finally:
+        keys.with_name("kept").rename(keys)
+        lab("exec", "s3", "bash", "-c", "rm /run/no-sshd; until ss -ltn | grep -q :22; do sleep 0.05; done")
 
 
 def test_a_host_without_the_working_folder(lab):
@@ -260,16 +250,6 @@ def test_a_host_whose_shell_ends_at_once(lab):
     code, output = lab.launch("-np", "2", "-H", "s1,s2", "--", "model=mlp")
     start_file.unlink()
     assert code == 2 and "host s2 let us in by ssh and ran nothing" in output, output
-
-
-@pytest.mark.parametrize("how", ["gloo", "mpi"])
-def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
-    code, output = lab.launch(
-        "-np", "2", "-H", "s1,s2", f"--{how}", "--",
-        "python", "-c", "import sys; print(sys.argv[1:], 1, 2, flush=True); sys.exit(7)", "a b", "it's $HOME", "-h", "",
-    )  # fmt: skip
-    assert code == 7, output
-    assert """['a b', "it's $HOME", '-h', ''] 1 2\n""" in output
 
 
 def test_the_script_of_a_dry_run_is_what_would_run(lab):
@@ -295,7 +275,7 @@ def test_a_host_without_this_environment(lab):
     assert f"host s2 has no {PYTHON}; put hvtrain there, at the same path as here" in output
 
 
-@pytest.mark.release
+@release
 def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same command resumes."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
@@ -317,10 +297,10 @@ def test_preemption(lab):
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(how, marks=pytest.mark.nightly if how == "mpi" else pytest.mark.release) for how in HOW],
+    [pytest.param(how, marks=nightly if how == "mpi" else pytest.mark.release) for how in HOW],
 )
 def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
-    """Exit code 130, and within seconds no rank is left anywhere."""
+    """Exit code 130, and soon no rank is left anywhere: they would train for hours."""
     run = f"{lab.home}/interrupted-{how}"
     line = ["-np", "2", "-H", "s1,s2", f"--{how}", "--", *words(lab, f"interrupted-{how}", "train.epochs=100000")]
     script = (
@@ -328,14 +308,14 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
         f"until [ -s {run}/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
         "kill -INT $launcher; wait $launcher; echo code $?; "
         "left() { ps ax; ssh s2 ps ax; }; "
-        f"for i in $(seq 100); do left | grep -q '[h]vtrain model=mlp' || break; sleep 0.2; done; echo looked $i times"
+        "for i in $(seq 500); do left | grep -q '[h]vtrain model=mlp' || break; sleep 0.2; done; echo looked $i times"
     )
     code, output = lab.run("s1", "bash", "-c", script)
     assert code == 0 and "code 130" in output, output
-    assert int(re.search(r"looked (\d+) times", output)[1]) < 100, "ranks were left"
+    assert int(re.search(r"looked (\d+) times", output)[1]) < 500, "ranks were left"
 
 
-@pytest.mark.release
+@release
 @pytest.mark.timeout(900)
 def test_the_section_of_the_readme():
     """Its text, on four hosts, with one rank on each: 16 are too many for the cores that there are here."""

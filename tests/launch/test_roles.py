@@ -113,6 +113,15 @@ def test_a_restart_has_as_many_processes():
         ("", ["strategy=servers", "strategy.num_ps=0"], "strategy.num_ps=0 is out of range; it must be a whole number"),
         ("--task-index 0", ["strategy=horovod"], "--task-index came without --job-name; give the job of this process"),
         ("--start-timeout 5", ["strategy=horovod"], "--start-timeout came without --job-name"),
+        ("-np 3 -H s1:1,s2:1", [], "-np 3 needs as many slots and -H s1:1,s2:1 has 2; lower -np or add hosts"),
+        ("-np 2 -H s1,s2x:", [], "-H s1,s2x:: 's2x:' is not a host and a number of ranks; write -H s1:4,s2:4"),
+        ("-H s1 --env NONE", [], "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE"),
+        ("-H s1 cluster=slum", [], "cluster=slum is not one of ssh, slurm, mpijob, trainjob, docker, spark; did you"),
+        ("--port 2", [], "unrecognized arguments: --port"),
+        ("-np 0 -H s1", [], "argument -np: 0 came where a whole number of at least 1 was needed"),
+        ("-np 2 cluster=slurm cluster.time=60 -p 22", [], "-p came with cluster=slurm, which cannot use it"),
+        ("-np 2 -H s1,s2 --mpi --min-np 1", [], "an elastic job needs Gloo, and --mpi was given"),
+        ("-np 2 -H s1,s2", ["train.epoch=3"], r"unknown setting 'train.epoch'; did you mean 'train.epochs'\?"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_is_one_line(would_run, options, words, message):
@@ -155,7 +164,7 @@ def test_a_failure_names_the_role():
 @needs_lab
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "how", ["--gloo", *(pytest.param(f"--{name}", marks=pytest.mark.nightly) for name in ("mpi", "mpirun"))]
+    "how", ["--gloo", *(pytest.param(f"--{name}", marks=pytest.mark.release) for name in ("mpi", "mpirun"))]
 )
 def test_over_two_hosts(tmp_path, how):
     """Two workers, a server and a coordinator; then a worker fails, all end, and the last line has its role."""
@@ -163,19 +172,8 @@ def test_over_two_hosts(tmp_path, how):
     there.mkdir()
     (tmp_path / "say.py").write_text(SAY)
     with Lab(2) as lab:
-        words = [
-            how,
-            "-np",
-            "2",
-            "-H",
-            "s1:1,s2:1",
-            "--num-ps",
-            "1",
-            "--",
-            "python",
-            str(tmp_path / "say.py"),
-            str(there),
-        ]
+        program = ["python", str(tmp_path / "say.py"), str(there)]
+        words = [how, "-np", "2", "-H", "s1:1,s2:1", "--num-ps", "1", "--", *program]
         code, output = lab.launch(*words)
     assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], output
     assert code == 3 and re.search(r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output), output
@@ -195,7 +193,7 @@ if rank == "2" and not again:
 
 
 @pytest.mark.distributed
-@pytest.mark.nightly
+@pytest.mark.release
 def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
     there = tmp_path / "there"
     there.mkdir()

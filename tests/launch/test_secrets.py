@@ -16,6 +16,7 @@ SECRETS = {
     "MY_PASSWORD": "hunter3",
     "DATABASE_URL": "postgres://me:hunter4@db/training",
     "TF_STORE": "redis://:hunter5@store:6379/0",
+    "TF_API_TOKEN": "hunter8",
 }
 SET = ["env", *(f"{name}={value}" for name, value in SECRETS.items())]
 # What this rank's host shows to everybody, and the names of the secrets that the rank itself has.
@@ -24,7 +25,8 @@ import json, os, socket, subprocess, time
 time.sleep(1)
 shown = subprocess.check_output(["ps", "axwwo", "args"], text=True)
 mine = sorted(name for name, value in os.environ.items() if "hunt" + "er" in value)
-print("look", json.dumps([socket.gethostname(), [text for text in shown.splitlines() if "hunt" + "er" in text], mine]))
+seen = [text for text in shown.splitlines() if "hunt" + "er" in text]
+print("look", json.dumps([socket.gethostname(), os.environ["TF_NUM_INTRAOP_THREADS"], seen, mine]))
 """
 
 
@@ -47,14 +49,19 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     the addresses of notices."""
     asked = ("--env", "WANDB_API_KEY") if how.startswith("launch") else ()
     words = line(how, "s1:1,s2:1", "python", "-c", LOOK, options=asked)
-    given = ["WANDB_API_KEY=hunter6", "HVTRAIN_ENV=WANDB_API_KEY", "HVTRAIN_NOTIFY=json://me:hunter7@host"]
+    given = [
+        "WANDB_API_KEY=hunter6",
+        "HVTRAIN_ENV=WANDB_API_KEY",
+        "HVTRAIN_NOTIFY=json://me:hunter7@host",
+        "TF_NUM_INTRAOP_THREADS=1",
+    ]
     code, output = lab.run("s1", *SET, *given, *words)
     assert code == 0, output
     said = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
     travelling = ["HVTRAIN_NOTIFY", "WANDB_API_KEY"]
     assert sorted(said) == [
-        ["s1", [], travelling if how.startswith("launch") else sorted([*SECRETS, *travelling])],
-        ["s2", [], travelling],
+        ["s1", "1", [], travelling if how.startswith("launch") else sorted([*SECRETS, *travelling])],
+        ["s2", "1", [], travelling],
     ]
 
 
