@@ -3,24 +3,22 @@
 Many runs share one start of the ranks, see workers/runs.py; each rank reports what it saw.
 """
 
-import csv
 import json
 import re
 
 import keras
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from hvtrain.core.topology import Topology
 from launching import ROOT, many_runs
+from run_results import different, error, history, record, state, steps
 
 pytestmark = pytest.mark.distributed
 
 DISAGREES = "+callbacks.a={_target_: leaves.Disagrees}"
 EARLY = "{_target_: keras.callbacks.EarlyStopping, monitor: mine, mode: min, patience: 2, restore_best_weights: true}"
 PLATEAU = "{_target_: keras.callbacks.ReduceLROnPlateau, monitor: mine, mode: min, patience: 1, factor: 0.5}"
-NORM = ["model.norm=true", "checkpoint.every_steps=4", "dataset.num_validation=40"]
 CASES = {
     "plain": ["train.epochs=2", "guard.every=5"],
     "plain/batch": ["train.epochs=3", "train.batch_size=16"],
@@ -29,7 +27,6 @@ CASES = {
     "plain/fewer": ["train.epochs=1", "optimizer.learning_rate=0.5"],
     "few": ["dataset.num_examples=1"],
     "blind": ["callbacks=early_stopping"],
-    "off": ["train.epochs=1", "guard.every=0", "guard.finite=false", "guard.batches=false"],
     # 6 steps an epoch.
     "weight": ["train.epochs=3", "guard.every=5", "checkpoint.every_steps=3",
                "+callbacks.p={_target_: leaves.Perturbs, rank: 1, batch: 3}"],
@@ -39,27 +36,25 @@ CASES = {
     "nan16": ["model.nan_on_rank=1", "train.precision=mixed_float16", "train.epochs=20"],
     "loss": ["model.loss_on_rank=1", "train.epochs=2"],
     "same": ["dataset.same_data=by_mistake"],
-    "meant": ["dataset.same_data=meant", "train.epochs=1"],
-    "accumulate": ["+optimizer.gradient_accumulation_steps=3", "train.epochs=2"],
-    "pad": ["data.uneven=pad", "train.epochs=2"],
+    "meant": ["dataset.same_data=meant", "+optimizer.gradient_accumulation_steps=3", "train.epochs=2"],
     "error": ["data.uneven=error"],
-    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad"],
+    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad",
+               "guard.every=0", "guard.finite=false", "guard.batches=false"],
     "numbers": ["train.batch_size=[24,8,4]"],
     "joint pad": ["data.uneven=pad", "train.epochs=2", "dataset.num_examples=201"],
     "joint unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad", "dataset.num_examples=201"],
     "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}"],
     "stops/again": ["train.epochs=3"],
     "early": ["train.epochs=8", DISAGREES, f"+callbacks.stop={EARLY}"],
-    "plateau": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}", "checkpoint.best=my_loss"],
+    # With moving statistics, of which each rank has its own between checkpoints.
+    "plateau": ["train.epochs=4", "model.norm=true", DISAGREES, f"+callbacks.plateau={PLATEAU}",
+                "checkpoint.best=my_loss"],
     "misspelt": ["checkpoint.best=val_acc"],
-    "halves": ["train.epochs=2", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
-    "halves/again": ["train.epochs=4", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "halves": ["train.epochs=2", "model.norm=true", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
+    "halves/again": ["train.epochs=4", "model.norm=true", DISAGREES, f"+callbacks.plateau={PLATEAU}"],
     "soon": ["train.max_time=0.001s"],
     "time": ["train.epochs=4000", "train.max_time=0.7s"],
     "time/again": ["train.epochs=3"],
-    "norm": [*NORM, "train.steps=10"],
-    "norm2": [*NORM, "train.steps=4"],
-    "norm2/again": [*NORM, "train.steps=10"],
 }  # fmt: skip
 
 
@@ -75,36 +70,16 @@ def ranks(folder):
     return found
 
 
-def records(ranks, name):
-    """Of each rank; they are those of one run, but for the times."""
-    found = [rank[name].get("record") or pytest.fail(rank[name]["error"]) for rank in ranks]
-    timeless = [{key: record[key] for key in ("num_steps", "reductions", "proof", "metrics")} for record in found]
+def same_record(ranks, name):
+    """The record of a run; but for the times it is the same on all ranks."""
+    records = [record([rank], name) for rank in ranks]
+    timeless = [{key: each[key] for key in ("num_steps", "reductions", "proof", "metrics")} for each in records]
     assert timeless == [timeless[0]] * len(ranks)
-    return found[0]
-
-
-def error(ranks, name):
-    """The same on all ranks."""
-    found = {rank[name].get("error") for rank in ranks}
-    assert len(found) == 1 and None not in found, found
-    return found.pop()
-
-
-def steps(folder, name):
-    return sorted(int(path.name[5:]) for path in (folder / name / "checkpoints").glob("step-*"))
-
-
-def state(folder, name, step):
-    return load_file(folder / name / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
-
-
-def history(folder, name):
-    with (folder / name / "history.csv").open() as stream:
-        return list(csv.DictReader(stream))
+    return records[0]
 
 
 def test_a_run_says_what_was_proved(ranks, folder):
-    proof = records(ranks, "plain")["proof"]
+    proof = same_record(ranks, "plain")["proof"]
     assert proof["reductions"] == proof["steps"] == 12
     # At the start, after steps 5 and 10, and before two checkpoints.
     assert proof["weight_checks"] == 5
@@ -117,7 +92,7 @@ def test_a_run_says_what_was_proved(ranks, folder):
 def test_a_resume_with_other_numbers_or_another_model_is_refused_and_nothing_is_lost(ranks, folder):
     assert "was made with batch_sizes [32, 32], now [16, 16]; steps_per_epoch 6, now 12;" in error(ranks, "plain/batch")
     assert "is of another model or optimizer: it holds model/0000/" in error(ranks, "plain/model")
-    assert steps(folder, "plain") == [6, 12]
+    assert steps(folder / "plain") == [6, 12]
 
 
 def test_more_ranks_than_examples(ranks):
@@ -127,12 +102,7 @@ def test_more_ranks_than_examples(ranks):
 
 
 def test_guards_can_be_turned_off(ranks):
-    assert records(ranks, "off")["proof"]["weight_checks"] == 0
-
-
-def test_accumulated_steps_are_reduced_once(ranks):
-    proof = records(ranks, "accumulate")["proof"]
-    assert (proof["reductions"], proof["steps"]) == (4, 4)
+    assert same_record(ranks, "unlike")["proof"]["weight_checks"] == 0
 
 
 def test_a_weight_that_changes_on_one_rank_stops_all(ranks, folder):
@@ -140,14 +110,14 @@ def test_a_weight_that_changes_on_one_rank_stops_all(ranks, folder):
     message = error(ranks, "weight")
     assert message.startswith("RankError: weights differ after step 5: rank 1 on ")
     assert "first in hidden/kernel by up to 0.001" in message
-    assert steps(folder, "weight") == [3]
+    assert steps(folder / "weight") == [3]
 
 
 def test_a_slot_that_changes_on_one_rank_is_found_before_the_checkpoint(ranks, folder):
     message = error(ranks, "slot")
     assert message.startswith("RankError: weights differ before the checkpoint of step 6: rank 1 on ")
     assert "momentum by up to 0.001" in message
-    assert steps(folder, "slot") == [4]
+    assert steps(folder / "slot") == [4]
 
 
 def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks, folder):
@@ -155,8 +125,8 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks, folder):
     message = error(ranks, "nan")
     assert message.startswith("TrainingError: the gradient of step 6 is not finite on rank 1; nothing of it reached")
     assert message.endswith("; the same command with debug=nan names the layer")
-    assert steps(folder, "nan") == [2, 4]
-    assert all(np.isfinite(array).all() for array in state(folder, "nan", 4).values())
+    assert steps(folder / "nan") == [2, 4]
+    assert all(np.isfinite(array).all() for array in state(folder / "nan", 4).values())
 
 
 def test_under_a_loss_scale_it_is_told_when_halving_does_not_help(ranks):
@@ -166,31 +136,26 @@ def test_under_a_loss_scale_it_is_told_when_halving_does_not_help(ranks):
 
 def test_a_loss_that_is_not_finite_ends_the_epoch(ranks, folder):
     assert error(ranks, "loss").startswith("TrainingError: the loss of epoch 1 is not finite (step 6) on rank 1;")
-    assert steps(folder, "loss") == []
+    assert steps(folder / "loss") == []
 
 
 def test_ranks_that_read_the_same_data_are_stopped(ranks):
     assert error(ranks, "same").startswith("DataError: ranks 0 and 1 read the same first batch of leaves;")
 
 
-def test_unless_it_is_meant(ranks):
-    assert records(ranks, "meant")["num_steps"] == 6
-
-
-def test_padded_epochs_see_every_sample_once(ranks):
-    record = records(ranks, "pad")
-    assert record["num_steps"] == 2 * 7
-    assert record["proof"]["examples_each_epoch"] == [400, 400]
+def test_unless_it_is_meant_and_accumulated_steps_are_reduced_once(ranks):
+    proof = same_record(ranks, "meant")["proof"]
+    assert (proof["reductions"], proof["steps"]) == (4, 4)
 
 
 def test_uneven_data_can_be_refused(ranks):
     assert "data.uneven=error and 16 of 400 training examples of leaves fill no batch" in error(ranks, "error")
 
 
-def test_unlike_ranks_share_the_data_by_their_batches(ranks):
-    record = records(ranks, "unlike")
-    assert (record["global_batch"], record["num_steps"]) == (32, 13)
-    assert record["proof"]["examples_each_epoch"] == [400]
+def test_unlike_ranks_share_the_data_by_their_batches_and_padded_epochs_see_every_sample_once(ranks):
+    unlike = same_record(ranks, "unlike")
+    assert (unlike["global_batch"], unlike["num_steps"]) == (32, 13)
+    assert unlike["proof"]["examples_each_epoch"] == [400]
 
 
 def test_batch_sizes_for_other_ranks_are_refused(ranks):
@@ -214,10 +179,10 @@ def test_uneven_batches_equal_one_process_on_the_joint_batches(ranks, name, size
 
 def test_a_wish_of_one_rank_stops_all_after_the_same_step(ranks, folder):
     """Wished by rank 1 after step 3; it travels with step 4. A resume does not train on."""
-    assert records(ranks, "stops")["num_steps"] == 4
-    assert steps(folder, "stops") == [4]
-    assert records(ranks, "stops/again")["num_steps"] == 4
-    assert records(ranks, "stops/again")["reductions"] == 0
+    assert same_record(ranks, "stops")["num_steps"] == 4
+    assert steps(folder / "stops") == [4]
+    assert same_record(ranks, "stops/again")["num_steps"] == 4
+    assert same_record(ranks, "stops/again")["reductions"] == 0
 
 
 def test_a_callback_that_watches_what_is_not_there_is_refused(ranks):
@@ -228,14 +193,14 @@ def test_a_callback_that_watches_what_is_not_there_is_refused(ranks):
 
 def test_early_stopping_is_decided_on_one_ranks_values(ranks, folder):
     """The number gets worse on rank 0 alone: epoch 1 is its best, and two later ones are not better."""
-    assert records(ranks, "early")["num_steps"] == 3 * 6
-    assert len(history(folder, "early")) == 3
+    assert same_record(ranks, "early")["num_steps"] == 3 * 6
+    assert len(history(folder / "early")) == 3
 
 
 def test_the_learning_rate_is_reduced_on_all_ranks_or_none(ranks, folder):
     """Halved after epochs 2 and 3 by rank 0's numbers; rank 1 alone would not. The weights stayed equal."""
-    assert records(ranks, "plateau")["proof"]["weight_checks"] == 5
-    rates = [float(row["learning_rate"]) for row in history(folder, "plateau")]
+    assert same_record(ranks, "plateau")["proof"]["weight_checks"] == 5
+    rates = [float(row["learning_rate"]) for row in history(folder / "plateau")]
     assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, rates[0] / 4])
 
 
@@ -244,19 +209,19 @@ def test_the_best_checkpoint_is_tested_and_saved_too(ranks, folder, monkeypatch)
     monkeypatch.syspath_prepend(ROOT / "tests/support/own")
     from leaves import leaves
 
-    record = records(ranks, "plateau")
-    best = record["best"]
-    assert (best["step"], best["metric"], best["value"], record["num_steps"]) == (6, "my_loss", 0.0, 24)
-    assert best["metrics"]["test_loss"] > record["test_loss"]
+    plateau = same_record(ranks, "plateau")
+    best = plateau["best"]
+    assert (best["step"], best["metric"], best["value"], plateau["num_steps"]) == (6, "my_loss", 0.0, 24)
+    assert best["metrics"]["test_loss"] > plateau["test_loss"]
     assert all(rank["plateau"]["record"]["best"] == best for rank in ranks)
     source = leaves()
     images = np.stack(source.raw_examples("test", Topology(), 51))
     labels = np.concatenate([y for _, y in source.evaluation("test", Topology(), 51).as_numpy_iterator()])
-    for name, expected in (("best.keras", best["metrics"]), ("model.keras", record["metrics"])):
+    for name, expected in (("best.keras", best["metrics"]), ("model.keras", plateau["metrics"])):
         found = keras.models.load_model(folder / "plateau" / name).evaluate(images, labels, verbose=0, return_dict=True)
         assert {f"test_{key}": pytest.approx(value, abs=1e-6) for key, value in found.items()} == expected
     assert json.loads((folder / "plateau" / "result.json").read_text())["best"] == best
-    assert records(ranks, "plain")["best"] is None
+    assert same_record(ranks, "plain")["best"] is None
 
 
 def test_a_best_metric_that_the_run_lacks_is_refused(ranks):
@@ -265,23 +230,25 @@ def test_a_best_metric_that_the_run_lacks_is_refused(ranks):
     )
 
 
-def test_what_callbacks_know_survives_a_resume(ranks, folder):
-    records(ranks, "halves/again")
-    assert history(folder, "halves")[-1]["learning_rate"] == history(folder, "plateau")[-1]["learning_rate"]
-    ours, theirs = state(folder, "halves", 24), state(folder, "plateau", 24)
-    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+def test_what_callbacks_and_moving_statistics_know_survives_a_resume(ranks, folder):
+    """Each rank's BatchNormalization follows its own batches; before checkpoints they get one value."""
+    same_record(ranks, "halves/again")
+    assert history(folder / "halves")[-1]["learning_rate"] == history(folder / "plateau")[-1]["learning_rate"]
+    ours, theirs = state(folder / "halves", 24), state(folder / "plateau", 24)
+    assert any("moving_variance" in key for key in theirs)
+    assert different(ours, theirs) == []
 
 
 def test_settings_that_a_resume_changes_are_said_and_recorded(ranks, folder):
     output = (folder / "output.txt").read_text()
-    assert records(ranks, "halves/again")["changes"] == [{"step": 12, "changed": {"train.epochs": [2, 4]}}]
+    assert same_record(ranks, "halves/again")["changes"] == [{"step": 12, "changed": {"train.epochs": [2, 4]}}]
     assert re.search(r"changed +train\.epochs 2 -> 4\n", output)
     assert "seed=9, but the run in this folder began with 1, which cannot change" in error(ranks, "plain/seed")
 
 
 def test_a_finished_run_is_not_trained_again(ranks, folder):
     output = (folder / "output.txt").read_text()
-    assert records(ranks, "plain/fewer")["reductions"] == 0
+    assert same_record(ranks, "plain/fewer")["reductions"] == 0
     assert "step-00000012: 12 of 12 steps were done; nothing is left to train\n" in output
     assert "optimizer.learning_rate 0.001 -> 0.5; train.epochs 2 -> 1\n" in output
     assert f"finished already and has been tested again; its results in {folder / 'plain'} stay as they are" in output
@@ -289,25 +256,17 @@ def test_a_finished_run_is_not_trained_again(ranks, folder):
 
 def test_time_that_is_over_at_once_saves_at_the_first_chance(ranks, folder):
     """In the middle of the first epoch, and it is no failure."""
-    stopped = records(ranks, "soon")["num_steps"]
-    assert 0 < stopped < 6 and steps(folder, "soon") == [stopped]
+    stopped = same_record(ranks, "soon")["num_steps"]
+    assert 0 < stopped < 6 and steps(folder / "soon") == [stopped]
 
 
 def test_time_that_is_over_saves_and_goes_on_later(ranks, folder):
-    stopped = records(ranks, "time")["num_steps"]
+    stopped = same_record(ranks, "time")["num_steps"]
     assert 0 < stopped < 4000 * 6
     assert f"stopped by train.max_time=0.7s after step {stopped:,} of 24,000" in (folder / "output.txt").read_text()
     again = ranks[0]["time/again"]
     if stopped < 18:
-        assert records(ranks, "time/again")["num_steps"] == 18
-        assert [row["epoch"] for row in history(folder, "time")] == ["1", "2", "3"]
+        assert same_record(ranks, "time/again")["num_steps"] == 18
+        assert [row["epoch"] for row in history(folder / "time")] == ["1", "2", "3"]
     else:
         assert again["record"]["reductions"] == 0
-
-
-def test_moving_statistics_are_one_model_on_all_ranks_and_survive_a_resume(ranks, folder):
-    """Each rank's BatchNormalization follows its own batches; before validation and checkpoints they get one value."""
-    assert records(ranks, "norm")["num_steps"] == records(ranks, "norm2/again")["num_steps"] == 10
-    ours, theirs = state(folder, "norm2", 10), state(folder, "norm", 10)
-    assert any("moving_variance" in key for key in theirs)
-    assert [key for key in theirs if not np.array_equal(ours[key], theirs[key])] == []

@@ -1,4 +1,4 @@
-"""Warm starts: a process that has imported TensorFlow, Keras and hvtrain, and forks for each `python` that a test starts.
+"""Warm starts: a process that has imported TensorFlow, Keras and hvtrain, and forks for each `python` of a test.
 
 An import of TensorFlow takes 4 to 5 CPU seconds, and the tests start some two hundred processes. `bin/python` beside
 this file stands before the real one on the PATH of tests (launching.environment). It hands its arguments, variables,
@@ -27,13 +27,18 @@ from typing import Any
 
 
 def import_what_runs_need() -> None:
-    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", OPENBLAS_NUM_THREADS="1")  # OpenBLAS would start threads.
+    os.environ.update(
+        TF_CPP_MIN_LOG_LEVEL="3",
+        # OpenBLAS and pyarrow's jemalloc would start threads.
+        OPENBLAS_NUM_THREADS="1",
+        JE_ARROW_MALLOC_CONF="background_thread:false",
+    )
     from hvtrain.system import console
 
     with console.quiet_import(verbose=False):
         import keras  # noqa: F401
     import h5py  # noqa: F401
-    import horovod.tensorflow
+    import horovod.tensorflow  # noqa: F401
     import hydra  # noqa: F401
     import safetensors.numpy  # noqa: F401
     import sklearn.preprocessing  # noqa: F401
@@ -42,8 +47,8 @@ def import_what_runs_need() -> None:
     import hvtrain.runner
     import hvtrain.strategies.horovod  # noqa: F401
 
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: a fork has none but the one that forks"
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert len(threads) == 1, f"a fork has none of these threads but the one that forks: {threads}"
 
 
 class Server:
@@ -166,7 +171,7 @@ def prepare(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.umask(job["umask"])
     os.sched_setaffinity(0, job["affinity"])
-    extra = [os.path.abspath(part) for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    extra = [str(Path(part).resolve()) for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:] = [*extra, *BASE_PATH]
     sys.orig_argv = [sys.executable, *job["argv"]]
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -177,7 +182,9 @@ def prepare(job: dict[str, Any]) -> None:
     random.seed()
     np.random.seed()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = open(number, "r" if number == 0 else "w", buffering=1 if number else -1, closefd=False)  # noqa: PTH123, SIM115
+        stream = os.fdopen(number, "w" if number else "r", closefd=False)
+        if number:
+            stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -186,7 +193,7 @@ def run(words: list[str]) -> None:
     """`python WORDS`: -m MODULE, -c CODE or a script."""
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

@@ -1,0 +1,278 @@
+"""The strategies of tf.distribute keep one contract: exact, the same as Horovod's ranks, resumed, and refused by name.
+
+mirrored is two replicas in one process, multi_worker_mirrored is two real workers. Each makes its runs in one start.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from launching import many_runs, without_hvtrain
+from run_results import different, record, state
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]  # Two starts with twenty runs each.
+
+WORDS = {
+    "mirrored": ["strategy=mirrored", "strategy.num_replicas=2"],
+    "multi_worker_mirrored": ["strategy=multi_worker_mirrored"],
+}
+WITHOUT_REDUCTION = {"mirrored": "ForgetfulReplicas", "multi_worker_mirrored": "ForgetfulWorkers"}
+# Each changes weights 20 times. Adam would magnify the rounding of gradients near 0, so it has no Embedding.
+JOINT = {
+    "classification": ["optimizer=adamw", "optimizer.global_clipnorm=0.5", "train.class_weights=balanced"],
+    "regression": ["optimizer=momentum"],  # With weights of examples.
+    "language": ["optimizer=momentum"],  # With an Embedding, and masked.
+    "custom": ["optimizer=momentum"],  # With inputs and outputs by name, ignored labels and an added loss.
+}
+CUSTOM = [
+    "task.loss={size: {_target_: keras.losses.MeanSquaredError}, "
+    "kind: {_target_: keras.losses.SparseCategoricalCrossentropy, from_logits: true, ignore_class: -1}}",
+    "task.loss_weights={kind: 0.5}",
+]
+SAVED = ["checkpoint.every_steps=1", "checkpoint.keep=99", "train.validate_every_epochs=null"]
+TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
+# Runs of which every strategy gives the same results. What is drawn by chance is each replica's own.
+SAME = {
+    "text": [
+        *["task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=8"],
+        *["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "optimizer=adamw"],
+    ],
+    "norm": ["model.norm=true", "dataset.num_validation=40"],
+    "parts": ["train.rates={hidden*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
+}
+MORE = {
+    "half": ["train.precision=mixed_float16"],
+    "mixed targets": ["dataset=digits", "model=mlp", "augment=[random_translation,mix_up]"],
+}
+DIGITS = ["dataset=digits", "model=cnn", "train.epochs=8"]
+LOADED = """
+import keras
+model = keras.models.load_model({path!r})
+print(type(model).__module__.split(".")[0])
+"""
+both = pytest.mark.parametrize("strategy", WORDS)
+
+
+def six_steps(own):
+    return [*own, *SAVED, "train.steps=6"]
+
+
+def words(kind, *more):
+    own = [f"task={kind}", "dataset._target_=kinds.data", "model._target_=kinds.model", "train.batch_size=8"]
+    own += [f"++dataset.kind={kind}", f"++model.kind={kind}", "optimizer.learning_rate=0.05"]
+    return [*own, *(CUSTOM if kind == "custom" else []), *more]
+
+
+def runs_of(strategy):
+    """Runs by name: against one process on the joint batches, whole ones, one in two starts, and refused ones."""
+    ours = WORDS[strategy]
+    # Workers may have batches that differ in size, replicas not.
+    joint = [*ours, "train.steps=20", *(["data.uneven=pad"] if strategy == "multi_worker_mirrored" else [])]
+    runs = {f"joint {kind}": words(kind, *own, *joint) for kind, own in JOINT.items()}
+    runs["joint one number"] = [
+        *words("multilabel", "optimizer=momentum", *joint),
+        "++task.loss={_target_: replicas.OneNumber}",
+    ]
+    runs["joint forgetful"] = [*runs["joint regression"], f"strategy._target_=replicas.{WITHOUT_REDUCTION[strategy]}"]
+    runs |= {name: [*six_steps(own), *ours] for name, own in SAME.items()}
+    runs |= {"text in two": [*runs["text"], "train.steps=5"], "text in two/again": runs["text"]}
+    runs["accumulates"] = ["train.accumulate=2", *ours]
+    runs["by xla"] = ["train.jit_compile=true", *ours]
+    runs["own step"] = words("regression", "model._target_=replicas.model", *ours)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """(what each rank saw, folder) of two ranks: multi_worker_mirrored, and what Horovod gives for comparison."""
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "text.txt").write_text(TEXT)
+    ours = WORDS["multi_worker_mirrored"]
+    runs = runs_of("multi_worker_mirrored")
+    runs |= {f"horovod {name}": six_steps(own) for name, own in SAME.items()}
+    runs |= {"to horovod": [*runs["norm"], "train.steps=5"], "to horovod/again": runs["horovod norm"]}
+    runs |= {"from horovod": [*runs["horovod norm"], "train.steps=5"], "from horovod/again": runs["norm"]}
+    runs["horovod for replicas"] = [*runs["horovod norm"], "train.steps=5"]
+    runs["nan"] = ["model.nan_on_rank=1", "checkpoint.every_steps=2", *ours]
+    runs["stops"] = ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}", *ours]
+    return many_runs("mpirun", 2, runs, folder, timeout=560)[0], folder
+
+
+@pytest.fixture(scope="module")
+def replicas(workers, tmp_path_factory):
+    """(what the process saw, folder) of two replicas: mirrored, which also goes on where ranks of Horovod stopped."""
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "text.txt").write_text(TEXT)
+    ours = WORDS["mirrored"]
+    runs = runs_of("mirrored")
+    runs["from horovod"] = [*runs["norm"], f"run.dir={workers[1] / 'horovod for replicas'}"]
+    runs["unlike"] = [*six_steps(SAME["norm"]), "train.batch_size=[8,24]", *ours]
+    runs["nan"] = ["model.nan_on_rank=0", "checkpoint.every_steps=2", *ours]
+    runs["pads"] = ["data.uneven=pad", *ours]
+    runs["synced"] = ["model.norm=true", "train.sync_batch_norm=true", *ours]
+    return many_runs(None, 1, runs, folder, timeout=560)[0], folder
+
+
+@pytest.fixture
+def found(request, strategy):
+    """(what each rank saw, folder) of the strategy's runs."""
+    return request.getfixturevalue({"mirrored": "replicas", "multi_worker_mirrored": "workers"}[strategy])
+
+
+def largest_gap(first, second):
+    """Of the weights of two checkpoints, relative to the largest value of each."""
+    names = [name for name in first if name.startswith("model/")]
+    return max(float(np.max(np.abs(first[n] - second[n])) / max(np.max(np.abs(first[n])), 1e-6)) for n in names)
+
+
+@both
+@pytest.mark.parametrize("kind", [*JOINT, "one number"])
+def test_twenty_steps_equal_one_process_on_the_joint_batches(found, strategy, kind):
+    """With weights, masks, clipping, rows of an Embedding, inputs by name and losses that layers add."""
+    for rank in found[0]:
+        result = rank[f"joint {kind}"]
+        assert result["exact"] < 1e-5
+        assert len(result["sizes"][0]) == 20
+        if kind in ("language", "custom") or (strategy, kind) == ("multi_worker_mirrored", "regression"):
+            assert result["uncorrected"] > 1e-4, "the masks, labels or weights of the two differ"
+
+
+@both
+def test_without_the_reduction_they_do_not(found):
+    assert found[0][0]["joint forgetful"]["exact"] > 1e-3
+
+
+@both
+@pytest.mark.parametrize("name", SAME)
+def test_a_run_gives_what_horovod_gives(found, workers, strategy, name):
+    """With dropout, batch normalization, parts at other rates and averages."""
+    ours, theirs = record(found[0], name), record(workers[0], f"horovod {name}")
+    by_chance = strategy == "mirrored" and name == "text"  # Replicas draw other masks of dropout than ranks.
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=0.2 if by_chance else 1e-3)
+    assert ours["global_batch"] == theirs["global_batch"] and ours["reductions"] == theirs["reductions"]
+    if strategy == "multi_worker_mirrored":
+        assert {**ours["proof"], "weight_checks": 0} == {**theirs["proof"], "weight_checks": 0}
+    if not by_chance:
+        assert largest_gap(state(workers[1] / f"horovod {name}", 6), state(found[1] / name, 6)) < 1e-3
+
+
+@both
+def test_it_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found):
+    """With dropout's seeds of each replica or worker."""
+    assert record(found[0], "text in two/again")["first_step"] == 5
+    assert different(state(found[1] / "text", 6), state(found[1] / "text in two", 6)) == []
+
+
+def test_replicas_go_on_where_ranks_of_horovod_stopped(replicas, workers):
+    assert record(replicas[0], "from horovod")["first_step"] == 5
+    assert largest_gap(state(workers[1] / "horovod norm", 6), state(workers[1] / "horovod for replicas", 6)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["to horovod", "from horovod"])
+def test_workers_go_on_where_horovod_stopped_and_the_other_way_round(workers, name):
+    assert record(workers[0], f"{name}/again")["first_step"] == 5
+    assert largest_gap(state(workers[1] / "horovod norm", 6), state(workers[1] / name, 6)) < 1e-4
+
+
+@both
+def test_a_run_leaves_what_every_run_leaves(found, workers):
+    ours, theirs = found[1] / "norm", workers[1] / "horovod norm"
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
+    results = [json.loads((run / "result.json").read_text()) for run in (ours, theirs)]
+    assert results[0].keys() == results[1].keys()
+    heads = [(run / "history.csv").read_text().splitlines()[0] for run in (ours, theirs)]
+    assert heads[0] == heads[1]
+
+
+def test_a_process_with_two_replicas_counts_them(replicas):
+    """Batches of ranks that differ in size are cut evenly."""
+    result = json.loads((replicas[1] / "norm/result.json").read_text())
+    assert (result["global_batch"], result["num_ranks"], result["num_replicas"]) == (64, 1, 2)
+    assert record(replicas[0], "unlike")["global_batch"] == 32
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_one_rank_stops_all(workers):
+    for rank in workers[0]:
+        assert "is not finite on rank 1; nothing of it reached the weights" in rank["nan"]["error"]
+    assert [rank["stops"]["record"]["num_steps"] for rank in workers[0]] == [4, 4]
+
+
+REFUSED = [
+    ("accumulates", r"strategy=\w+ and train.accumulate exclude each other"),
+    ("by xla", r"strategy=\w+ and train.jit_compile exclude each other; leave one of them out"),
+    ("own step", r"needs Keras's own train_step and compute_loss, .* and OwnStep has its own train_step; choose"),
+]
+REFUSED_BY_REPLICAS = [
+    ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
+    ("pads", r"strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim"),
+    ("synced", r"train.sync_batch_norm=true normalizes over ranks, and this strategy has 2 replicas in one process"),
+    ("accumulates", r"exclude each other, since Keras accumulates in a branch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "message"),
+    [
+        *((strategy, *case) for strategy in WORDS for case in REFUSED),
+        *(("mirrored", *case) for case in REFUSED_BY_REPLICAS),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(found, strategy, name, message):
+    for rank in found[0]:
+        assert re.search(message, rank[name]["error"])
+
+
+def more_runs_of(strategy):
+    ours = WORDS[strategy]
+    norm = [*six_steps(SAME["norm"]), *ours]
+    return {
+        **{f"{strategy} {name}": [*six_steps(own), *ours] for name, own in MORE.items()},
+        f"{strategy} norm": norm,
+        f"{strategy} cut": [*norm, "train.steps=5"],
+        f"{strategy} cut/again": norm,
+        f"{strategy} digits": [*DIGITS, *ours],
+    }
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """(what rank 0 saw, folder) of runs that take longer or add little, of both strategies and of Horovod."""
+    folder = tmp_path_factory.mktemp("more")
+    on_ranks = {f"horovod {name}": six_steps(own) for name, own in MORE.items()}
+    on_ranks |= more_runs_of("multi_worker_mirrored")
+    found = many_runs("mpirun", 2, on_ranks, folder, timeout=560)[0][0]
+    found |= many_runs(None, 1, more_runs_of("mirrored"), folder, timeout=560)[0][0]
+    to_horovod = {"mirrored cut": [*six_steps(SAME["norm"]), "train.steps=7"]}
+    found["to horovod"] = many_runs("mpirun", 2, to_horovod, folder)[0][0]["mirrored cut"]
+    return [found], folder
+
+
+@both
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_drawn_by_chance_or_rounded_differs_by_little(more, strategy, name):
+    ours, theirs = record(more[0], f"{strategy} {name}"), record(more[0], f"horovod {name}")
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=0.2)
+
+
+@both
+@pytest.mark.nightly
+def test_moving_statistics_go_on_with_the_same_bits(more, strategy):
+    assert record(more[0], f"{strategy} cut/again")["first_step"] == 5
+    assert different(state(more[1] / f"{strategy} norm", 6), state(more[1] / f"{strategy} cut", 6)) == []
+
+
+@pytest.mark.nightly
+def test_ranks_of_horovod_go_on_where_replicas_stopped(more):
+    result = record(more[0], "to horovod")
+    assert (result["first_step"], result["num_steps"], result["num_ranks"]) == (6, 7, 2)
+
+
+@both
+@pytest.mark.nightly
+def test_the_digits_are_learned_and_plain_keras_loads_the_model(more, strategy):
+    assert record(more[0], f"{strategy} digits")["test_accuracy"] > 0.95
+    path = str(more[1] / f"{strategy} digits/model.keras")
+    assert without_hvtrain(LOADED.format(path=path), cwd=more[1]).strip() == "keras"
