@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import re
 import signal
 import socket
 import socketserver
@@ -19,6 +18,7 @@ from hvtrain.launch.by_hand import Own, start
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.roles import Roles
 from lab import PYTHON, Lab, needs_lab
+from launcher_lab import fate, wait_for
 
 SERVERS = Roles(2, 1)
 TWO = Roles(2)
@@ -216,27 +216,53 @@ def by_hand(port, index, *words):
 
 
 @pytest.mark.distributed
-def test_ctrl_c_and_exit_codes_pass(tmp_path):
-    """Ctrl-C to the second of two processes that train for long: both save and stop."""
+def test_two_processes_sum_and_end_well(tmp_path):
+    port = free_port()
+    words = ("python", str(launching.WORKERS / "places.py"))
+    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    output, other = launching.finish(first), launching.finish(second)
+    assert (first.returncode, second.returncode) == (0, 0), output + other
+    assert "rank 0 sum 1 local 0" in output and "rank 1 sum 1 local 1" in other
+    assert "worker 1 is rank 1 of 2; waiting for all at" in other
+
+
+@pytest.mark.distributed
+def test_signals_and_exit_codes_pass(tmp_path):
+    """Each process has its own: Ctrl-C ends the second one, and the first one saves when a scheduler asks."""
+    port, words = free_port(), fate(tmp_path, "wait", "0")
+    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    for rank in range(2):
+        wait_for(tmp_path / f"rank-{rank}")
+    second.send_signal(signal.SIGINT)
+    other = launching.finish(second)
+    first.send_signal(signal.SIGUSR1)
+    output = launching.finish(first)
+    assert (first.returncode, second.returncode) == (75, 130), output + other
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_ctrl_c_to_one_of_two_trainings(tmp_path):
+    """Both save and stop."""
     port, folder = free_port(), tmp_path / "run"
     words = ("model=mlp", "train.epochs=100000", "checkpoint.every_epochs=null", f"run.dir={folder}")
     first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not (folder / "history.csv").exists() and first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     second.send_signal(signal.SIGINT)
     output, other = launching.finish(first), launching.finish(second)
     assert (first.returncode, second.returncode) == (130, 130), output + other
     assert "ranks          2 (Horovod on Gloo)" in output and list((folder / "checkpoints").glob("step-*"))
-    assert "worker 1 is rank 1 of 2; waiting for all at" in other
+    assert "Epoch" not in other
 
 
 @needs_lab
 @pytest.mark.distributed
 @pytest.mark.nightly
-def test_over_two_hosts(tmp_path):
+def test_over_two_hosts():
     """No ssh from one to the other."""
-    words = ("model=mlp", "train.epochs=1", f"run.dir={tmp_path}/run")
+    words = ("python", str(launching.WORKERS / "places.py"))
     with Lab(2) as lab, ThreadPoolExecutor(2) as pool:
 
         def run(index):
@@ -246,5 +272,5 @@ def test_over_two_hosts(tmp_path):
 
         (code, output), (other_code, other) = pool.map(run, range(2))
     assert (code, other_code) == (0, 0), output + other
-    assert re.search(r"devices +0 s1 CPU, 1 s2 CPU", output), output
-    assert "worker 1 is rank 1 of 2" in other and "Epoch" not in other
+    assert "rank 0 sum 1 local 0 host s1 over eth0" in output, output
+    assert "worker 1 is rank 1 of 2" in other and "rank 1 sum 1 local 0 host s2 over eth0" in other, other

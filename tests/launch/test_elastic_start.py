@@ -1,15 +1,46 @@
 """The start of an elastic job: its hosts are waited for, with a word, and not for ever."""
 
-import pytest
+import sys
+from types import SimpleNamespace
 
+import pytest
+from horovod.runner import launch
+
+from hvtrain.errors import ConfigError
+from hvtrain.horovodrun import elastic_start
 from launching import run
 
 SCRIPT = "--host-discovery-script ./hosts.sh failed:"
 WAITED = "waited 3 s (--elastic-timeout) for 2 slots (-np), and ./hosts.sh lists"
+WAITS = "hvtrain: waiting for 2 slots (-np), and ./hosts.sh lists"
+WORDS = [
+    "--gloo",
+    "-np",
+    "2",
+    "--min-np",
+    "1",
+    "--elastic-timeout",
+    "3",
+    "--host-discovery-script",
+    "./hosts.sh",
+    "true",
+]
+
+
+@pytest.fixture
+def discovery(tmp_path, monkeypatch):
+    """Writes the body of the host discovery script."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(body):
+        (tmp_path / "hosts.sh").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "hosts.sh").chmod(0o755)
+
+    return write
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("body", "said"),
     [
         (
             "exit 3",
@@ -20,26 +51,21 @@ WAITED = "waited 3 s (--elastic-timeout) for 2 slots (-np), and ./hosts.sh lists
         ("true", f"{WAITED} no host; make hosts available, or lower -np"),
     ],
 )
-def test_hosts_that_do_not_come(script, said, tmp_path):
-    path = tmp_path / "hosts.sh"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    words = [
-        "horovodrun",
-        "--gloo",
-        "-np",
-        "2",
-        "--min-np",
-        "1",
-        "--elastic-timeout",
-        "3",
-        "--host-discovery-script",
-        "./hosts.sh",
-        "true",
-    ]
-    code, output = run(None, 1, *words, cwd=tmp_path)
-    assert code == 2
-    *before, last = output.splitlines()
-    assert last.startswith(f"horovodrun: {said}")
-    waits = "waited" in said
-    assert ["hvtrain: waiting for 2 slots (-np), and ./hosts.sh lists" in line for line in before] == [True] * waits
+def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
+    discovery(body)
+    seconds = [0]
+    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda more: seconds.append(seconds.pop() + more))
+    monkeypatch.setattr(elastic_start, "time", clock)
+    monkeypatch.setattr(sys, "argv", ["horovodrun", *WORDS])
+    with pytest.raises(ConfigError) as error:
+        elastic_start.prepare(launch.parse_args())
+    assert str(error.value).startswith(said)
+    assert capsys.readouterr().err.count(WAITS) == ("waited" in said)
+
+
+@pytest.mark.distributed
+def test_a_job_without_hosts_ends_with_one_line(discovery, tmp_path):
+    discovery("echo localhost:1")
+    code, output = run(None, 1, "horovodrun", *WORDS, cwd=tmp_path)
+    waits, last = output.splitlines()
+    assert code == 2 and waits.startswith(WAITS) and last.startswith(f"horovodrun: {WAITED} localhost:1"), output

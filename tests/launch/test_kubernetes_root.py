@@ -20,7 +20,7 @@ from hvtrain.launch.job import Job
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 HOME = "/home/hvtrain"
-pytestmark = [pytest.mark.nightly, pytest.mark.distributed]
+pytestmark = pytest.mark.distributed
 
 # PLACES: what can be written. PARTS: this checkout and its environment, which stay visible where a tmpfs hides them.
 MAKE_POD = """
@@ -100,7 +100,13 @@ def in_pod(command: str, writable: list[str]) -> tuple[int, str]:
 PATH = f"{BIN}:{os.environ['PATH']}:/usr/sbin"
 
 
-@pytest.mark.parametrize("start", ["", "horovodrun --mpi -np 2 "], ids=["one", "mpi"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("horovodrun --mpi -np 2 ", id="mpi", marks=pytest.mark.nightly),
+        pytest.param("", id="one", marks=pytest.mark.release),
+    ],
+)
 def test_a_worker_trains_on_a_read_only_root(start):
     code, output = in_pod(f"{start}python -m hvtrain model=mlp train.steps=2", places())
     assert code == 0, output
@@ -109,6 +115,7 @@ def test_a_worker_trains_on_a_read_only_root(start):
     assert not start or "weights equal on 2/2 ranks" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("place", "said"), [("/tmp", "mktemp: failed"), (HOME, "cannot be written: Read-only file")])
 def test_each_place_is_needed(place, said):
     """The test above can fail: without the host key's folder no worker starts, and without a home no run."""

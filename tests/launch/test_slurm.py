@@ -88,7 +88,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
     run = cluster.folder / "runs" / f"slurm-{job_id}"
     assert not (run / "result.json").exists()
     cluster.start_again_soon(job_id)
-    cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED", 300)
+    cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     second = cluster.printed(job_id).partition("start 2")[2]
     assert "Epoch 1/40" not in second and "Epoch 40/40" in second, second
     assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", second, re.MULTILINE), second

@@ -91,9 +91,13 @@ sys.stderr.write(f"err {rank}\\n")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("mpi", marks=pytest.mark.nightly), pytest.param("gloo", marks=pytest.mark.release)]
+)
 def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
-    """Each output to where it belongs, and what the launcher itself says as it says it."""
+    """Each output to where it belongs, and what the launcher itself says as it says it. By default, without ranks, in
+    test_transcripts.py.
+    """
     (tmp_path / "speaks.py").write_text(SPEAKS)
 
     def lines(*words):

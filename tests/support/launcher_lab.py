@@ -58,7 +58,7 @@ def started(lab: Lab, words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
+def wait_for(path: Path, seconds: float = 200) -> None:
     """Until it is there."""
     deadline = time.monotonic() + seconds
     while not path.exists():
@@ -71,11 +71,11 @@ def last_line(output: str) -> str:
 
 
 def left(lab: Lab, hosts: tuple[str, ...] = ("s1", "s2")) -> str:
-    """Processes of a launch and files in shared memory, on these hosts; all that may go is given twenty seconds."""
+    """Processes of a launch and files in shared memory, on these hosts; all that may go is given 100 seconds."""
     look = "ps axo args | grep -E '[f]ate.py|[o]rted|[m]pirun|[h]orovodrun'; ls /dev/shm"
-    for _ in range(100):
-        found = "".join(lab.run(host, "bash", "-c", look)[1] for host in hosts)
-        if not found:
+    deadline = time.monotonic() + 100
+    while found := "".join(lab.run(host, "bash", "-c", look)[1] for host in hosts):
+        if time.monotonic() > deadline:
             break
         time.sleep(0.2)
     return re.sub(r"\s+", " ", found)

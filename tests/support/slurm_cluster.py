@@ -77,7 +77,7 @@ class SlurmCluster:
         shown = self.ask("scontrol", "--oneliner", "show", "job", job_id)
         return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
 
-    def wait(self, job_id, what, seconds=180):
+    def wait(self, job_id, what, seconds=400):
         """Waits until what() is true; a failure shows what the job printed."""
         deadline = time.monotonic() + seconds
         while not what():
@@ -114,7 +114,7 @@ def cluster(tmp_path_factory):
         start(cluster, "s1", "slurmctld", "-D")
         for host in ("s1", "s2"):
             start(cluster, host, "slurmd", "-D")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while cluster.ask("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle"] * 2:
             logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.out")))
             assert time.monotonic() < deadline, f"Slurm's daemons did not come up: {logs[-3000:]}"

@@ -12,12 +12,9 @@ from safetensors.numpy import load_file
 from lab import PYTHON, SCRIPT, Lab, needs_lab
 from launching import ROOT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), needs_lab]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), needs_lab]
 nightly, release = pytest.mark.nightly, pytest.mark.release
 
-HOW = pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=nightly), *(pytest.param(how, marks=release) for how in ("mpi", "mpirun"))]
-)
 WORDS = ["model=mlp", "train.deterministic=true", "train.epochs=100000"]
 STEPS = ["model=mlp", "train.deterministic=true", "train.steps=330", "checkpoint.every_epochs=5"]
 
@@ -50,7 +47,7 @@ class Run:
     def output(self):
         return "".join(self.lines)
 
-    def wait_for(self, text, seconds=120):
+    def wait_for(self, text, seconds=300):
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < deadline and self.process.poll() is None, self.output
@@ -77,11 +74,8 @@ def left(lab):
     return [line for line in found if " ps " not in line]
 
 
-@HOW
-def test_a_bad_link_is_survived_with_the_same_result(lab, how):
-    """Down for 5 s, then 20% loss, then 200 ms delay, each for a while; the end equals that of a good link."""
-    quiet = Run(lab, "gloo", "quiet", *STEPS)
-    assert quiet.end(200) == 0, quiet.output
+def on_a_bad_link(lab, how):
+    """A training through a link that is down for 5 s, then loses 20%, then takes 200 ms, each for a while."""
     run = Run(lab, how, how, *STEPS)
     run.wait_for("Epoch 2/")
     for words in (("down",), ("loss", "20%"), ("delay", "200ms")):
@@ -89,7 +83,23 @@ def test_a_bad_link_is_survived_with_the_same_result(lab, how):
         time.sleep(5)
         lab("net", "s2", *(("up",) if words == ("down",) else ("clear",)))
         assert run.process.poll() is None or run.process.returncode == 0, run.output
-    assert run.end(240) == 0, run.output
+    assert run.end(400) == 0, run.output
+    return run
+
+
+@nightly
+def test_a_bad_link_is_survived(lab):
+    run = on_a_bad_link(lab, "gloo")
+    assert run.state()[0] == "step-00000330" and "weights equal on 2/2 ranks" in run.output, run.output
+
+
+@release
+@pytest.mark.parametrize("how", ["gloo", "mpi", "mpirun"])
+def test_a_bad_link_is_survived_with_the_same_result(lab, how):
+    """The end equals that of a good link."""
+    quiet = Run(lab, "gloo", "quiet", *STEPS)
+    assert quiet.end(400) == 0, quiet.output
+    run = on_a_bad_link(lab, how)
     (ours, state), (theirs, expected) = run.state(), quiet.state()
     assert ours == theirs == "step-00000330"
     if how == "gloo":
@@ -105,14 +115,14 @@ def test_a_network_that_is_cut_for_good(lab, how):
     run.wait_for("Epoch 3/")
     lab("net", "s2", "down")
     began = time.monotonic()
-    code = run.end(120)
+    code = run.end(400)
     print(f"{how}: the launcher ended {time.monotonic() - began:.0f} s after the cut, with {code}")
     told = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
     assert told in run.output
     assert f"run the same command with run.dir={lab.home}/run to resume from step-000000" in run.output
     assert "Traceback" not in run.output
     assert code == 75 or how == "mpirun", run.output
-    deadline = began + 120
+    deadline = began + 400
     while left(lab) and time.monotonic() < deadline:
         time.sleep(0.5)
     print(f"{how}: nothing was left {time.monotonic() - began:.0f} s after the cut")
@@ -127,11 +137,12 @@ def test_a_host_that_dies(lab):
     run.wait_for("Epoch 3/")
     lab("net", "s2", "down")
     lab("stop", "s2")
-    run.end(120)
+    run.end(400)
     assert "rank 1 on s2 cannot be reached any more" in run.output
 
 
-@HOW
+@release
+@pytest.mark.parametrize("how", ["gloo", "mpi", "mpirun"])
 def test_the_launcher_is_killed(lab, how):
     """kill -9 of what started the ranks, on the first host; those on the other go too."""
     run = Run(lab, how, "run", *WORDS)
@@ -140,7 +151,7 @@ def test_the_launcher_is_killed(lab, how):
     ranks = len(left(lab))
     lab("exec", "s1", "pkill", "-9", "-f", name)
     began = time.monotonic()
-    while left(lab) and time.monotonic() < began + 60:
+    while left(lab) and time.monotonic() < began + 300:
         time.sleep(0.5)
     print(f"{how}: nothing of {ranks} processes was left {time.monotonic() - began:.0f} s later")
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,6 @@
 """python attacker.py MARKER SECONDS [ADDRESS:PORT ...]: sends garbage and pickles that would make MARKER to each of
-the ports, or, without any, again and again to each port that this host comes to listen on. Prints which they were."""
+the ports, or, without any, again and again to each port that this host comes to listen on, until the file MARKER.end is
+there or the seconds are over. Prints which ports they were."""
 
 import base64
 import os
@@ -70,7 +71,7 @@ while True:
         seen[place] = seen.get(place, 0) + 1
         if seen[place] <= 3:
             attack(place)
-    if given or time.monotonic() > deadline:
+    if given or time.monotonic() > deadline or Path(f"{marker}.end").exists():
         break
     time.sleep(0.02)
 print("attacked", " ".join(seen))
