@@ -1,5 +1,7 @@
 """What the command line takes, says and refuses; nothing here reaches TensorFlow."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -8,12 +10,17 @@ import yaml
 
 from hvtrain.__main__ import compose_and_run
 from hvtrain.errors import ConfigError
+from in_process import run_command
+from launching import ROOT
 
 
 def hvtrain(*words, cwd):
-    done = subprocess.run(
-        [sys.executable, "-m", "hvtrain", *words], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    return run_command("hvtrain", *words, cwd=cwd)
+
+
+def process(*words, cwd):
+    line = [sys.executable, "-m", "hvtrain", *words]
+    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -96,9 +103,11 @@ def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, co
     assert (done.returncode, done.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("words", [["train.epoch=3"], ["train.epochs=0"], ["model=resnext"]])
-def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(words, tmp_path):
-    code, output, errors = hvtrain(*words, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("start", "word"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
+)
+def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, word, tmp_path):
+    code, output, errors = start(word, cwd=tmp_path)
     assert code == 2
     assert output == ""
     assert errors.startswith("hvtrain: ") and errors.count("\n") == 1
@@ -190,19 +199,35 @@ COMMANDS = {
 }
 
 
+# The commands follow each other in one process, so the first with a module in its list is the one that imports it.
+ALL_HELP = """
+import json, sys
+from in_process import run_command
+
+found = {}
+for name in sys.argv[1:]:
+    ended = run_command(f"hvtrain.{name}", "--help", cwd=".")
+    found[name] = [*ended, sorted({"tensorflow", "keras"} & set(sys.modules))]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory):
+    """For each command its exit code, output and error output, and what of TensorFlow and Keras was imported."""
+    folder = tmp_path_factory.mktemp("help")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    line = [sys.executable, "-c", ALL_HELP, *COMMANDS]
+    done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command_comes_without_tensorflow(name, tmp_path):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = ['hvtrain.{name}', '--help']\n"
-        "try:\n"
-        f"    runpy.run_module('hvtrain.{name}', run_name='__main__')\n"
-        "finally:\n"
-        '    sys.exit(f\'{sorted({"tensorflow", "keras"} & set(sys.modules))}\')\n'
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stderr == "[]\n"
-    assert done.stdout.startswith(f"usage: python -m hvtrain.{name} ")
-    assert "examples:" in done.stdout or name == "bench"
-    assert [text for text in COMMANDS[name] if text not in done.stdout] == []
-    assert list(tmp_path.iterdir()) == []
+def test_help_of_every_command_comes_without_tensorflow(name, helps):
+    code, output, errors, imported = helps[name]
+    assert (code, errors, imported) == (0, "", [])
+    assert output.startswith(f"usage: python -m hvtrain.{name} ")
+    assert "examples:" in output or name == "bench"
+    assert [text for text in COMMANDS[name] if text not in output] == []

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from in_process import run_command
 from launching import finish, run, start
 from ranks import MARK, rank_processes, wait_until_gone
 
@@ -76,9 +77,11 @@ def test_its_ranks_end_with_it(tmp_path):
 def test_an_output_folder_that_is_in_use_is_refused(tmp_path):
     (tmp_path / "here").write_text("")
     words = ["strategy=single,horovod", *RUN, "--output", str(tmp_path)]
-    code, output = run(None, 1, *COMPARE, *words, cwd=tmp_path)
-    assert code == 2 and output == f"hvtrain: --output {tmp_path} is not empty; choose another folder\n"
-    code, output = run(None, 1, *COMPARE, *words[:-1], str(tmp_path / "here"), cwd=tmp_path)
-    assert code == 2 and output == f"hvtrain: --output {tmp_path}/here is not a folder; choose another name\n"
-    code, output = run(None, 1, *COMPARE, *words[:-2], "--target", "0.97", cwd=tmp_path)
-    assert code == 2 and output.startswith("hvtrain: --target 0.97 is not a metric and its value; write it as val_acc")
+    for given, message in (
+        (words, f"--output {tmp_path} is not empty; choose another folder\n"),
+        ([*words[:-1], str(tmp_path / "here")], f"--output {tmp_path}/here is not a folder; choose another name\n"),
+        ([*words[:-2], "--target", "0.97"], "--target 0.97 is not a metric and its value; write it as val_acc"),
+    ):
+        code, output, errors = run_command(*COMPARE[2:], *given, cwd=tmp_path)
+        assert (code, output) == (2, "") and errors.startswith(f"hvtrain: {message}"), errors
+        assert len(errors.splitlines()) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from in_process import run_command
 from launching import WORKERS, run
 
 pytest.importorskip("libcst", reason="libcst is not installed: scripts/install-test-tools")
@@ -17,10 +18,7 @@ OLD = "import tensorflow as tf\nmodel = tf.keras.Sequential()\nmodel.predict_cla
 
 
 def command(*words, cwd):
-    done = subprocess.run(
-        [sys.executable, "-m", "hvtrain.migrate", *words], cwd=cwd, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
+    return run_command("hvtrain.migrate", *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +53,12 @@ def test_ten_scripts():
 
 def test_a_diff_is_shown_and_nothing_is_written(tmp_path):
     (tmp_path / "a.py").write_text(OLD)
-    code, output, errors = command("a.py", cwd=tmp_path)
-    assert (code, errors) == (1, "")
-    assert (
-        "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n" in output
-        and "\x1b" not in output
-    )
-    assert output.endswith("a.py: line 3: predict_classes was removed; use np.argmax(model.predict(x), axis=-1)\n")
+    line = [sys.executable, "-m", "hvtrain.migrate", "a.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert done.stdout.endswith("a.py: line 3: predict_classes was removed; use np.argmax(model.predict(x), axis=-1)\n")
     assert (tmp_path / "a.py").read_text() == OLD
 
 

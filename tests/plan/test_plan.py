@@ -1,4 +1,4 @@
-"""`python -m hvtrain.plan` as a process: what it prints, draws and writes, and that it starts nothing."""
+"""`python -m hvtrain.plan`: what it prints, draws and writes, and that it starts nothing."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ from hvtrain.plan import machine
 from hvtrain.plan.__main__ import measured_step_seconds, plan
 from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
 from hvtrain.plan.forecast import forecast, key_steps
+from in_process import run_command
 
-PLAN = [sys.executable, "-m", "hvtrain.plan"]
 RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"]
 # It must neither start Horovod nor train.
 ALONE = """
@@ -29,9 +29,10 @@ sys.exit(code or (3 if "horovod" in sys.modules else 0))
 """
 
 
-def run(*words, line=PLAN, cwd):
-    done = subprocess.run([*line, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout + done.stderr
+def python(*words, cwd):
+    line = [sys.executable, *words]
+    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def planned(tmp_path_factory):
     words = ["-np", "256", "--ranks-per-host", "8", "--step-seconds", "0.05", "--link-gbits", "10", "--output", "out"]
     words += [*RESNET20, "dataset.num_train=1000000", "train.batch_size=64", "train.epochs=9", "schedule=step"]
     words += ["schedule.at_epochs=[3,6]", "optimizer=momentum"]
-    code, output = run(*words, line=[sys.executable, "-c", ALONE], cwd=folder)
-    assert code == 0, output
+    code, output, errors = python("-c", ALONE, *words, cwd=folder)
+    assert code == 0, output + errors
     return output, json.loads((folder / "out" / "plan.json").read_text()), folder / "out"
 
 
@@ -75,10 +76,8 @@ def test_launch_line_is_one_that_launch_takes(planned):
     words = content["launch"].split()
     assert words[:4] == ["python", "-m", "hvtrain.launch", "-np"]
     (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
-    code, said = run(
-        *words[3:5], "--dry-run", *words[5:7], "--", *RESNET20, line=[sys.executable, *words[1:3]], cwd=folder
-    )
-    assert code == 0 and "-np 256" in said, said
+    code, said, errors = run_command(words[2], *words[3:5], "--dry-run", *words[5:7], "--", *RESNET20, cwd=folder)
+    assert code == 0 and "-np 256" in said, said + errors
 
 
 def test_step_on_1_to_n_ranks(planned):
@@ -116,18 +115,8 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     measured(tmp_path / "inside.json", 2, 2e-4, 5e9)
     measured(tmp_path / "between.json", 4, 3e-4, 1e8)
     words = ["-np", "4", "--ranks-per-host", "2", "--step-seconds", "0.1", "--straggler", "0", "--examples", "5000"]
-    words += [
-        "--latency-us",
-        "0",
-        "--inside-latency-us",
-        "0",
-        "--output",
-        "out",
-        "--algorithm",
-        "ring",
-        "--classes",
-        "10",
-    ]
+    words += ["--latency-us", "0", "--inside-latency-us", "0", "--output", "out", "--algorithm", "ring"]
+    words += ["--classes", "10"]
     words += ["--calibrate", "inside.json", "--calibrate", "between.json", "model=mlp", "dataset=image_folder"]
     words += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
     monkeypatch.chdir(tmp_path)
@@ -164,8 +153,13 @@ def test_measured_here():
     ],
 )
 def test_wrong_words_are_one_line(words, said, tmp_path):
-    code, output = run(*words, cwd=tmp_path)
-    assert code == 2 and said in output and len(output.splitlines()) == 1, output
+    code, output, errors = run_command("hvtrain.plan", *words, cwd=tmp_path)
+    assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
+
+
+def test_libraries_add_nothing_to_that_line(tmp_path):
+    code, output, errors = python("-m", "hvtrain.plan", "-np", "2", "modle=cnn", cwd=tmp_path)
+    assert (code, output) == (2, "") and "unknown setting 'modle'" in errors and len(errors.splitlines()) == 1, errors
 
 
 def test_what_does_not_fit_the_data_is_said():
