@@ -4,10 +4,11 @@ import json
 import sys
 
 import pytest
-from goals import of_steps
 
+from benchmarks.goals import of_steps
 from hvtrain.bench.contenders import CONTENDERS
 from hvtrain.bench.input import Inputs
+from in_process import run_command
 from launching import finish, run, start
 
 pytestmark = pytest.mark.distributed
@@ -100,7 +101,6 @@ def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
     assert found["224x224"] >= {("image_folder", "keras"), ("tfrecord", "hvtrain"), ("parquet", "by-hand")}
 
 
-@nightly
 def test_bad_input_is_one_line(tmp_path):
     for words, said in (
         (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
@@ -114,8 +114,8 @@ def test_bad_input_is_one_line(tmp_path):
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),
     ):
-        code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
-        assert code == 2 and said in output and len(output.splitlines()) == 1, output
+        code, output, errors = run_command("hvtrain.bench", *words, cwd=tmp_path)
+        assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
 
 
 @nightly

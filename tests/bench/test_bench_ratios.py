@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from goals import GOALS, of_allreduce, of_steps, verdict
 
+from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
 from hvtrain.bench.allreduce import WORKER
 from hvtrain.bench.contenders import CLOCK, CONTENDERS, Measured, named
 from hvtrain.bench.rounds import Ratio, ratio

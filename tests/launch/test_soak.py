@@ -1,4 +1,4 @@
-"""The quick form of the soak: two kills at random moments, and the very bits of a run that nobody touched."""
+"""The soak: kills at random moments, and the very bits of a run that nobody touched."""
 
 import subprocess
 import sys
@@ -7,14 +7,20 @@ import pytest
 
 from launching import ROOT
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_two_kills_lose_nothing():
-    # With 20 epochs a run outlasts several kills.
-    command = [sys.executable, str(ROOT / "tests/support/soak.py"), "--kills", "2", "--epochs", "20"]
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        pytest.param(1, ["--epochs", "6", "--launchers", "gloo"], marks=pytest.mark.nightly),
+        # With 20 epochs a run outlasts several kills.
+        pytest.param(2, ["--epochs", "20"], marks=pytest.mark.release),
+    ],
+    ids=["short", "full"],
+)
+def test_kills_lose_nothing(kills, words):
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", str(kills), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr
-    assert "2 kills" in done.stderr and "the very bits of the uninterrupted run" in done.stderr
+    assert f"{kills} kills" in done.stderr and "the very bits of the uninterrupted run" in done.stderr

@@ -1,8 +1,8 @@
-"""The arithmetic of tests.plan.here; what it measures takes an hour, and a quiet machine."""
+"""The arithmetic of benchmarks.plan_here; what it measures takes an hour, and a quiet machine."""
 
 import pytest
-from here import RULES, predict
 
+from benchmarks.plan_here import RULES, predict
 from hvtrain.plan.costs.step import Gradient, slowdown
 
 

@@ -1,12 +1,12 @@
 """Published runs as inputs of the cost model, with what was published of their speed and where.
 
-    python tests/plan/published.py            the table of docs/plan.md: published against predicted
-    python tests/plan/published.py --fit      how the three constants were found
+    python -m benchmarks.plan_published            the table of docs/plan.md: published against predicted
+    python -m benchmarks.plan_published --fit      how the three constants were found
 
 Every input is a published figure: images a second of one GPU, batch, links, GPUs of a host, the network's gradients
-(networks.json has them as keras.applications builds them; test_published.py looks). What no publication gives is one
-set of constants for all cases: links.LINK_SHARE, step.Rules.interference and .deviation, fitted to FITTED alone, and
-the latencies that NCCL's own tuning has.
+(networks.json has them as keras.applications builds them; tests/plan/test_published.py checks). No publication gives
+the rest, one set of constants for all cases: algorithms.LINK_SHARE, step.Rules.interference and .deviation, fitted to
+FITTED alone, and the latencies, which are those of NCCL's own tuning.
 """
 
 from __future__ import annotations

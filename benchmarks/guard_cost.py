@@ -1,6 +1,6 @@
 """What guards, watchdog and checkpoints cost: step times with the defaults and without any of them, in turns.
 
-    python tests/support/cost.py --pairs 5
+    python -m benchmarks.guard_cost --pairs 5
 
 Two ranks train the CNN on Fashion-MNIST. Each run takes a step's time as wall time over whole epochs, the checkpoint
 at each epoch's end included, the first epoch left out. The figure is the median over pairs of the ratio with / without.
@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launching import environment
+from launching import ROOT, environment
 
 WORDS = ["dataset=fashion_mnist", "train.batch_size=64", "train.validate_every_epochs=null", "train.epochs=3"]
-CLOCK = "+callbacks.clock._target_=cost.clock"
+CLOCK = "+callbacks.clock._target_=benchmarks.guard_cost.clock"
 WITHOUT = ["guard.every=0", "guard.finite=false", "guard.batches=false", "guard.data=false"]
 WITHOUT += ["watchdog.abort_seconds=0", "checkpoint.every_epochs=null"]
 
@@ -51,8 +51,8 @@ def clock() -> Any:
 def step_seconds(words: list[str], folder: Path, name: str) -> float:
     file = folder / f"{name}.json"
     line = ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain", *WORDS, *words, CLOCK]
-    own = Path(__file__).parent
-    variables = environment(HVTRAIN_COST_FILE=str(file), PYTHONPATH=f"{own}:{os.environ.get('PYTHONPATH', '')}")
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    variables = environment(HVTRAIN_COST_FILE=str(file), PYTHONPATH=path)
     done = subprocess.run(
         [*line, f"run.dir={folder / name}"], env=variables, capture_output=True, text=True, check=False
     )

@@ -1,7 +1,7 @@
 """The goals for hvtrain's speed, and whether a session of `bench steps` or `bench allreduce` meets them.
 
-python tests/bench/goals.py bench/.../bench.json            the ratios for the goals' table in docs/bench.md
-python tests/bench/goals.py bench/.../allreduce.json
+python -m benchmarks.goals bench/.../bench.json            the ratios for the goals' table in docs/bench.md
+python -m benchmarks.goals bench/.../allreduce.json
 """
 
 from __future__ import annotations

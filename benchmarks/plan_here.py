@@ -1,7 +1,7 @@
 """What the cost model predicts for this machine, against what is measured: 2 and 4 ranks, and a narrow link.
 
-    python -m tests.plan.here                              about an hour; the machine must be quiet
-    python -m tests.plan.here --ranks 2 --workloads cnn --rounds 1 --largest 4 --rate ""     a look
+    python -m benchmarks.plan_here              about an hour; the machine must be quiet
+    python -m benchmarks.plan_here --ranks 2 --workloads cnn --rounds 1 --largest 4 --rate ""     a look
 
 One number of ranks after the other: `bench allreduce` gives the link (a least-squares fit), `bench steps` the rest. One
 rank's step is taken under the conditions of n ranks, which share cores with each other and with Horovod's threads: n
@@ -38,7 +38,7 @@ from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 from hvtrain.plan.machine import Measured, corrected, fit
 
 # Its losses are its own: a contender with data of its own is not compared.
-JOINED = Contender("joined", "ranks that reduce nothing", "tests.plan.joined", HOROVOD[0], data="synthetic")
+JOINED = Contender("joined", "ranks that reduce nothing", "benchmarks.joined_ranks", HOROVOD[0], data="synthetic")
 CONTENDERS = (JOINED, *(named(name) for name in ("independent", "keras", "hvtrain-1", "hvtrain-mpi")))
 HOSTS = "s1:1,s2:1"
 # What a fit starts with already: the bench's time holds the cycle and all latencies.
@@ -69,7 +69,7 @@ def main() -> None:
             rows.append(row("one host", work, alone[num_ranks, work.name], cost, seconds["hvtrain-mpi"]))
     if options.rate:
         rows += in_the_lab(options, folder, workloads, messages, alone)
-    told = shlex.join(["python", "-m", "tests.plan.here", *options.told])
+    told = shlex.join(["python", "-m", "benchmarks.plan_here", *options.told])
     print(f"\n{told}, {datetime.now():%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds\n")
     print(
         "| where | ranks | workload | one rank ms | reducing ms | predicted ms | measured ms | predicted / measured |"
@@ -104,7 +104,6 @@ def in_the_lab(
     alone: dict[tuple[int, str], float],
 ) -> list[str]:
     """Two hosts with a rank each and a narrow link between them."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     from lab import Lab
 
     if not any(num_ranks == 2 for num_ranks, _ in alone):
@@ -141,7 +140,7 @@ def _on_hosts(lab, place: Path, threads: int, module: str, words: list[str], war
         contender_report.FILE: f"{place}/report",
         contender_report.BEGAN: repr(time.time()),
         contender_report.WARMUP: str(warmup),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         **{name: str(threads) for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")},
     }

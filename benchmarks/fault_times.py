@@ -1,6 +1,6 @@
 """How long it takes from a fault to its end: until the launcher has exited and no process of the run is left.
 
-    python tests/support/times.py --rounds 3
+    python -m benchmarks.fault_times --rounds 3
 
 Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from outside, the clock
 begins with it; where a rank makes or meets it, with the first line that speaks of it (an image: with the first epoch;

@@ -1,6 +1,6 @@
 """Kills random ranks at random moments, resumes each time, and compares the end with an uninterrupted run.
 
-    python tests/support/soak.py --kills 200
+    python -m benchmarks.soak --kills 200
 
 Every start is the same command with the same run.dir. After each kill all ranks are gone, no shared memory is left, and
 the exit code says that a restart helps. At the end all arrays of the last checkpoint (weights, slots, step, rate,
