@@ -77,6 +77,19 @@ def said(output):
 @on_spark
 @pytest.mark.distributed
 @pytest.mark.nightly
+def test_two_executors_train_together(tmp_path, spark_conf):
+    words = ["model=mlp", "model.hidden=[8]", "train.steps=20", "guard.every=5", "run.report=false", "run.dir=run"]
+    code, output = run("python", "-m", "hvtrain.spark", "--np", "2", *words, cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["num_ranks"] == 2 and result["reductions"] == result["num_steps"] > 0
+    assert len(list((tmp_path / "run" / "logs").glob("rank-000?.log"))) == 2
+
+
+@on_spark
+@pytest.mark.distributed
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, spark_conf):
     """By the launcher's line for spark-submit, on Gloo; then by python -m, on MPI, from the checkpoint on."""
