@@ -1,19 +1,21 @@
 """README and docs agree with each other, with the files that they name, and with the settings that exist."""
 
 import dataclasses
+import doctest
 import re
 import typing
 from collections.abc import Iterator
 
 import pytest
 
+import pages
 from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
 from launching import ROOT
+from pages import PAGES, PATHS, prose, rows, sections
 
-README = (ROOT / "README.md").read_text()
-BENCH = (ROOT / "docs/bench.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES["README"]
+BENCH = PAGES["bench"]
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Rows of README's table of speed, and where docs/bench.md has the same.
 ROWS = {
@@ -21,12 +23,6 @@ ROWS = {
     "throughput / that of MultiWorkerMirroredStrategy": "throughput / `multi-worker`",
     "throughput / that of independent jobs, which never communicate": "throughput / `independent`",
 }
-
-
-def rows(text: str) -> dict[str, list[str]]:
-    """The rows of all tables: first cell, and the other cells."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {first: others for first, *others in cells}
 
 
 def speeds(readme: str, bench: str) -> Iterator[tuple[str, str]]:
@@ -40,9 +36,9 @@ def speeds(readme: str, bench: str) -> Iterator[tuple[str, str]]:
 
 def quoted(readme: str) -> list[str]:
     """Figures of speed in README's prose."""
-    prose = re.sub(r"^```.*?^```$|^\|.*?$", "", readme, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\|.*$", "", prose(readme), flags=re.MULTILINE)
     unit = r"(?: to [\d.,]+)?\s*(?:times|ms\b|us\b|examples/s|GB/s|of the (?:time|speed)|% (?:faster|slower|of))"
-    return [number for match in re.finditer(rf"{NUMBER.pattern}{unit}", prose) for number in NUMBER.findall(match[0])]
+    return [number for match in re.finditer(rf"{NUMBER.pattern}{unit}", text) for number in NUMBER.findall(match[0])]
 
 
 def agree(readme: str, bench: str) -> bool:
@@ -77,22 +73,25 @@ def test_configuration_lists_all_settings_with_their_defaults():
             elif item.name not in (*GROUPS, *SEVERAL):
                 yield prefix + item.name, "null" if item.default is None else str(item.default).lower()
 
-    text = (ROOT / "docs/configuration.md").read_text().partition("\n## Settings\n")[2]
+    text = PAGES["configuration"].partition("\n## Settings\n")[2]
     found = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
     assert found == dict([*settings(RunConfig), *settings(ModelOptions, "model.")])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PATHS, ids=lambda page: page.name)
 def test_files_and_links_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text):
         assert (page.parent / target).exists(), target
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", text):
-        headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+        headings = sections(((page.parent / target) if target else page).read_text())
         assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain)/[\w/.-]*\w", prose):
+    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain)/[\w/.-]*\w", prose(text)):
         assert list(ROOT.glob(path)), path
     for module in re.findall(r"python -m ((?:hvtrain|tests)[\w.]*\w)", text):
         place = ROOT / module.replace(".", "/")
         assert place.is_dir() or place.with_suffix(".py").exists(), module
+
+
+def test_the_examples_of_the_parser():
+    assert doctest.testmod(pages) == (0, 7)

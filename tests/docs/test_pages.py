@@ -1,69 +1,82 @@
-"""Every training of the pages on tasks, with the files that stand on the page, comes to what the page says."""
+"""Commands of the pages: composed by default, parts of six pages nightly, all pages before a release."""
 
+import importlib.util
+import itertools
 import json
 import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from page_table import NIGHTLY, TABLE, Row
 
+from hvtrain import compose
 from hvtrain.data.formats.documents import embedded
 from hvtrain.data.formats.tokenizer import train_tokenizer
-from launching import ROOT, run, without_hvtrain
+from kernel import execute, notebook, text_of
+from launching import ROOT, run, train, without_hvtrain
+from pages import PAGES, blocks, commands, files, languages
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
-
-PAGES = {
-    name: (ROOT / f"docs/{name}.md").read_text()
-    for name in ("tasks", "text", "segmentation", "augmentation")
-}  # fmt: skip
-FILES = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^(?:PYTHONPATH=\. |python \S+ && )?horovodrun .*$", re.MULTILINE)
-COMMANDS = [(page, command) for page, text in PAGES.items() for command in COMMAND.findall(text)]
-# By the end of the command: a metric of the test data, and its range.
-EXPECTED = {
-    "table_regression": ("test_mean_absolute_error", 40, 48),
-    "digits_multilabel": ("test_accuracy", 0.96, 1),
-    "denoise": ("test_error", 0, 0.03),
-    "houses": ("test_price_error", 0, 0.2),
-    "text_transformer": ("test_perplexity", 100, 500),
-    "runs/tales": ("test_perplexity", 20, 500),
-    "runs/own": ("test_perplexity", 20, 400),
-    "runs/masked": ("test_perplexity", 50, 900),
-    "shapes_deeplab": ("test_mean_iou", 0.5, 1),
-    "leaves": ("test_mean_iou", 0.9, 1),
-    "runs/mixed": ("test_accuracy", 0.85, 1),
-    "runs/sheared": ("test_accuracy", 0.85, 1),
-    "runs/striped": ("test_accuracy", 0.85, 1),
-}
-# A quarter of those that take minutes; their files say what the whole comes to.
-SHORTER = {"text_transformer": " train.epochs=3", "runs/masked": " train.epochs=2", "shapes_deeplab": " train.epochs=5"}
+# These take the settings of a run, beside options of their own; hvtrain.launch takes them after --.
+NAMES = ("doctor", "find_batch", "find_lr", "launch", "plan", "verify")
+MODULES = ("hvtrain", *(f"hvtrain.{name}" for name in NAMES))
+NEEDS = {"data": "datasets", "keras-hub": "keras_hub"}
 
 
-def end(command):
-    return command.rpartition("=")[2]
+def settings(command: str) -> list[str]:
+    """The settings of a run in a command; none where a page leaves out the value (`...`) or a shell has it (`$NAME`).
+
+    >>> settings("horovodrun -np 2 python -m hvtrain 'model.freeze=[conv*]' dataset=...")
+    ['model.freeze=[conv*]']
+    >>> settings("python -m hvtrain.launch -np 2 cluster=slurm -- model=mlp")
+    ['model=mlp']
+    """
+    words = shlex.split(command)
+    if "-m" not in words:
+        return []
+    module, *words = words[words.index("-m") + 1 :]
+    if module == "hvtrain.launch":
+        words = words[words.index("--") + 1 :] if "--" in words else []
+    if module not in MODULES or words[:1] == ["python"]:
+        return []
+    return [word for word in words if re.match(r"[+~]?[\w.@/]+=(?!\.\.\.|\$)", word)]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[end(command) for _, command in COMMANDS])
-def test_a_command_trains_to_what_the_page_says(page, command, tmp_path):
-    for name, text in FILES.findall(PAGES[page]):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    if page == "text":
-        write_tales(tmp_path)
-    shorter = SHORTER.get(end(command), "")
-    code, output = run(None, 1, "bash", "-c", command + shorter, cwd=tmp_path, timeout=580)
-    assert code == 0, output
-    assert "Warning" not in output
-    (result,) = (tmp_path / "runs").glob("*/result.json")
-    found = json.loads(result.read_text())
-    name, low, high = EXPECTED[end(command)]
-    assert found["num_ranks"] == 2 and low <= found["metrics"][name] <= high
-    if end(command) == "runs/tales":
-        assert without_hvtrain((tmp_path / "write.py").read_text(), cwd=tmp_path).startswith("The statement")
+def composed_commands() -> list[object]:
+    """Each page's sets of settings, once. Those with --config-dir need the page's files."""
+    found = {}
+    for name, text in PAGES.items():
+        for command in commands(text):
+            words = [] if "--config-dir" in command else settings(command)
+            if words:
+                found[(name, *words)] = pytest.param(words, id=f"{name} {words[0]}")
+    return list(found.values())
 
 
-def write_tales(folder):
-    """What docs/text.md supposes: a folder of texts, and a tokenizer."""
+@pytest.mark.parametrize("words", composed_commands())
+def test_the_settings_of_a_command_are_settings(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose(words)
+
+
+def test_each_command_is_run_or_stands_with_its_reason():
+    assert len(composed_commands()) >= 50
+    assert {name for name, text in PAGES.items() if commands(text)} == {*TABLE, "tutorial"}
+    for name, rows in TABLE.items():
+        parts = [row.part for row in rows if row.is_on_page]
+        pairs = itertools.zip_longest(commands(PAGES[name]), parts, fillvalue="")
+        assert [pair for pair in pairs if not pair[1] or pair[1] not in pair[0]] == [], name
+        reasons = [path for row in rows for path in re.findall(r"[\w/-]+/[\w./-]+", row.held)]
+        assert [path for path in reasons if not (ROOT / path).exists()] == []
+    assert {row.part.split()[-1] for row in TABLE["library"] if not row.is_on_page} == set(files(PAGES["library"]))
+    assert all(len(steps(name, rows)) == len(rows) for name, rows in NIGHTLY.items())
+    known = {"", "console", "python", "yaml"}
+    assert set().union(*map(languages, PAGES.values())) == known, "commands stand in blocks of no language or a console"
+
+
+def write_tales(folder: Path) -> None:
+    """A folder of texts, and a tokenizer."""
     documents = embedded()[:30]
     (folder / "tales").mkdir()
     for number, text in enumerate(documents):
@@ -71,5 +84,117 @@ def write_tales(folder):
     (folder / "own.model").write_bytes(train_tokenizer(documents, 800).model)
 
 
-def test_the_pages_have_these_commands():
-    assert [end(command) for _, command in COMMANDS] == list(EXPECTED)
+def train_on_tales(folder: Path) -> None:
+    """A finished run of a language model."""
+    write_tales(folder)
+    words = ["dataset=text", "dataset.file=tales", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
+    words += ["model=transformer", "model.width=16", "model.blocks=1", "train.steps=20", "run.dir=runs/tales"]
+    code, output = train(None, 1, *words, cwd=folder)
+    assert code == 0, output
+
+
+def make_three_runs(folder: Path) -> None:
+    for name in ("first", "second", "third"):
+        code, output = train(None, 1, "strategy=single", "train.steps=2", f"run.dir=runs/{name}", cwd=folder)
+        assert code == 0, output
+
+
+def write_measurements(folder: Path) -> None:
+    """All-reduces of two and of four ranks, as hvtrain.bench leaves them."""
+    seconds = {str(size): [1e-4 + size / 1e9] * 3 for size in (4, 4096, 1 << 20, 1 << 26)}
+    for name, num_ranks in (("two", 2), ("four", 4)):
+        (folder / "bench" / name).mkdir(parents=True)
+        measured = {"num_ranks": num_ranks, "seconds": {"hvtrain": seconds}}
+        (folder / "bench" / name / "allreduce.json").write_text(json.dumps(measured))
+
+
+def check_plain_keras(folder: Path) -> None:
+    assert without_hvtrain((folder / "write.py").read_text(), cwd=folder).startswith("The statement")
+
+
+def check_metrics_and_export(folder: Path) -> None:
+    assert json.loads((folder / "metrics.json").read_text())["metrics"]["accuracy"] > 0.9
+    assert (folder / "digits.json").exists(), "the description of the exported model"
+
+
+SUPPOSED: dict[str, Callable[[Path], None]] = {
+    "plan": write_measurements,
+    "report": make_three_runs,
+    "text": write_tales,
+    "use": train_on_tales,
+}
+CHECKS: dict[str, Callable[[Path], None]] = {"text": check_plain_keras, "use": check_metrics_and_export}
+
+
+def steps(name: str, rows: list[Row]) -> list[tuple[str, Row]]:
+    """The rows that tests run, each with the page's next command that fits it."""
+    lines = iter(commands(PAGES[name]))
+    pairs = [(next(line for line in lines if row.part in line) if row.is_on_page else row.part, row) for row in rows]
+    return [(command, row) for command, row in pairs if not row.held]
+
+
+def as_run(command: str, row: Row) -> str:
+    """The command with the row's stand-ins, and its words at the end; in a loop, at the end of what it repeats."""
+    for text, stand_in in row.swaps:
+        assert text in command
+        command = command.replace(text, stand_in)
+    command, done = re.fullmatch(r"(.*?)((?:; done)*)", command).groups()
+    return f"{command} {row.more}{done}"
+
+
+def follow(name: str, rows: list[Row], folder: Path, cold: bool = False) -> None:
+    """Runs these commands in one folder, with what the page supposes, and checks what the table says of them."""
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    (folder / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
+    (folder / "hosts.sh").chmod(0o755)
+    for path, text in files(PAGES[name]).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    if name in SUPPOSED:
+        SUPPOSED[name](folder)
+    for command, row in steps(name, rows):
+        earlier = set(folder.glob("runs/*/result.json"))
+        line = as_run(command, row)
+        code, output = run(None, 1, "bash", "-ec", line, cwd=folder, timeout=800, cold=cold)
+        assert code == 0, f"{command}\nas {line}\n{output}"
+        assert re.search(row.prints, output), output
+        assert (folder / row.makes).exists(), output
+        if row.metric:
+            assert "Warning" not in output
+            (path,) = set(folder.glob("runs/*/result.json")) - earlier
+            result = json.loads(path.read_text())
+            assert result["num_ranks"] == 2
+            assert row.low <= result["metrics"][row.metric] <= row.high, command
+    if name in CHECKS:
+        CHECKS[name](folder)
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_a_part_of_a_page(name, tmp_path):
+    follow(name, NIGHTLY[name], tmp_path)
+
+
+# Whole trainings and up to nine commands take minutes; within one page a command needs what another one left. Each
+# python is a fresh process, as it is for a reader.
+@pytest.mark.distributed
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name, rows in TABLE.items() if not all(row.held for row in rows)])
+def test_a_page(name, tmp_path):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed; scripts/install-test-tools does it")
+    follow(name, TABLE[name], tmp_path, cold=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.release
+@pytest.mark.skipif(
+    importlib.util.find_spec("nbclient") is None, reason="nbclient (scripts/lock/notebook.txt) is missing"
+)
+def test_the_cells_of_a_notebook(tmp_path):
+    cells = [block for block in blocks(PAGES["use"], "python") if not block.startswith("# use.py")]
+    _, values, shown = map(text_of, execute(notebook(["%load_ext hvtrain", *cells], tmp_path)).cells)
+    assert re.search(r"^\[(0\.\d+), \1\]$", values, re.MULTILINE), values
+    assert "2 ranks, the sum is 3.0" in shown

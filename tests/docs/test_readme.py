@@ -1,4 +1,4 @@
-"""Runs the commands and examples of README.md and docs, from a clean clone or with two ranks."""
+"""Runs the commands and examples of README.md with two ranks, from a clean clone, or in an environment of one's own."""
 
 import ast
 import json
@@ -11,29 +11,25 @@ import numpy as np
 import pytest
 
 from launching import ROOT, environment, run, without_hvtrain
+from pages import PAGES, commands, files
 
 pytestmark = pytest.mark.distributed
 
-PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/results.md")]
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
-LIBRARY = re.findall(
-    r"^```python\n# (\S+)\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), re.MULTILINE | re.DOTALL
-)
-FILES = "\n".join(text for language, text in FENCED if language in ("python", "yaml"))
-BLOCKS = re.findall(r"^# (\S+\.(?:py|yaml))\n(.*?)(?=^# \S+\.(?:py|yaml)$|\Z)", FILES, re.MULTILINE | re.DOTALL)
-COMMANDS = [text for language, text in FENCED if not language]
+README = PAGES["README"]
+FIRST, *_ = COMMANDS = commands(README)
+FILES = files(README)
 
 
-def command(start):
-    """The README's only command line with this start, without its comment."""
-    (line,) = {line for block in COMMANDS for line in block.splitlines() if line.startswith(start)}
-    return line.partition("  #")[0]
+def command(part: str) -> str:
+    """The README's only command with this in it."""
+    (line,) = [line for line in COMMANDS if part in line]
+    return line
 
 
 @pytest.fixture
 def user(tmp_path):
     """A user's folder with the files of README.md and docs/results.md."""
-    for name, text in BLOCKS:
+    for name, text in {**FILES, **files(PAGES["results"])}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     rng = np.random.default_rng(0)
@@ -46,7 +42,7 @@ def user(tmp_path):
 
 
 def test_own_model_and_data_set(user):
-    code, output = run(None, 1, "bash", "-c", command("PYTHONPATH=. horovodrun"), cwd=user)
+    code, output = run(None, 1, "bash", "-c", command("--config-dir conf"), cwd=user)
     assert code == 0, output
     (result,) = (user / "runs").glob("*/result.json")
     found = json.loads(result.read_text())
@@ -61,7 +57,7 @@ def test_own_model_and_data_set(user):
 
 
 def test_own_example_is_short():
-    lines = [line for name, text in BLOCKS if name not in ("script.py", "predict.py") for line in text.splitlines()]
+    lines = [line for name, text in FILES.items() if name != "script.py" for line in text.splitlines()]
     code = [line for line in lines if line.strip() and not line.startswith(("import", "from"))]
     assert len(code) <= 10, code
 
@@ -73,24 +69,7 @@ def test_the_library_alone(user):
     assert "]<stdout>" not in output, "rank 0 alone prints, and without a prefix"
 
 
-@pytest.mark.nightly
-def test_the_examples_of_the_library(tmp_path):
-    """docs/library.md: a custom loop on two ranks, and an elastic job without its launcher."""
-    examples = dict(LIBRARY)
-    assert set(examples) == {"own_loop.py", "masked_loop.py", "elastic.py"}
-    for name, text in examples.items():
-        (tmp_path / name).write_text(text)
-    code, output = run("mpirun", 2, "python", "own_loop.py", cwd=tmp_path)
-    assert code == 0, output
-    assert re.search(r"loss 0\.\d+ after 100 steps, 100 reductions", output), output
-    code, output = run("mpirun", 2, "python", "masked_loop.py", cwd=tmp_path)
-    assert code == 0, output
-    assert float(re.search(r"loss (\d\.\d+) of the tokens", output)[1]) < 0.5, "it starts at ln 50 = 3.9"
-    code, output = run(None, 1, "python", "elastic.py", cwd=tmp_path)
-    assert code == 0, output
-    assert "trained 3 epochs on 1 rank(s)" in output
-
-
+# It makes the environment as a reader does, which takes minutes.
 @pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_first_command_from_a_clean_clone(tmp_path):
@@ -99,7 +78,9 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in environment().items() if key != "VIRTUAL_ENV"}
     kept["PATH"] = ":".join(part for part in kept["PATH"].split(":") if not part.startswith(str(ROOT)))
-    line = ["bash", "-c", command("./scripts/run horovodrun -np 2")]
+    first = f"./scripts/run {FIRST}"
+    assert first in README
+    line = ["bash", "-c", first]
     options = {"cwd": clone, "capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
     # Offline, uv takes the library that it has built already; where its cache holds none, it is built here.
     done = subprocess.run(line, env={**kept, "UV_OFFLINE": "1"}, **options)
@@ -114,6 +95,21 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     again = subprocess.run(["./scripts/run", "true"], cwd=clone, env=kept, capture_output=True, check=False)
     assert (again.returncode, again.stderr) == (0, b""), "a second call makes nothing"
     shutil.rmtree(clone)
+
+
+# It resolves, downloads and builds an environment, Horovod in it.
+@pytest.mark.release
+@pytest.mark.timeout(900)
+def test_the_packages_install_into_an_environment_of_ones_own(tmp_path):
+    own = tmp_path / "own"
+    install = command("CXXFLAGS=").replace("YOUR_ENVIRONMENT", str(own))
+    line = f"git clone -q {ROOT} clone && cd clone && uv venv -q {own} && {install}"
+    code, output = run(None, 1, "bash", "-ec", line, cwd=tmp_path, timeout=850)
+    assert code == 0, output
+    line = f"env -u OPAL_PREFIX -u PYTHONPATH {own}/bin/python -m hvtrain.launch -np 2 -- model=mlp train.steps=2"
+    code, output = run(None, 1, *line.split(), cwd=tmp_path, PATH="/usr/bin:/bin")
+    assert code == 0, output
+    assert "reductions 2 of 2 steps; weights equal on 2/2 ranks" in output
 
 
 def test_the_wheel_carries_the_configs(tmp_path):

@@ -1,7 +1,4 @@
-"""docs/tutorial.md: its commands print each line that the page shows for them.
-
-The whole takes minutes, and other tests hold its faults nightly. The release runs it; nightly it is one section.
-"""
+"""docs/tutorial.md: its commands print each line that the page shows for them."""
 
 import re
 
@@ -9,14 +6,9 @@ import pytest
 
 from lab import Lab, needs_lab
 from launching import ROOT, run
+from pages import PAGES, blocks, sections
 
-pytestmark = [pytest.mark.distributed, needs_lab]
-
-TEXT = (ROOT / "docs/tutorial.md").read_text()
-SECTIONS = {
-    title: re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for title, text in re.findall(r"^#+ (.+?)\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-}
+SECTIONS = {title: blocks(text, "console") for title, text in sections(PAGES["tutorial"]).items()}
 
 
 def pattern(line):
@@ -51,12 +43,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.nightly
-def test_the_faults_that_the_doctor_finds(folder):
-    with Lab(4) as lab:
-        follow("Faults that the doctor finds", folder, lab)
-
-
+# It takes minutes, because ranks start in each section and some wait for a fault. tests/doctor and tests/launch hold
+# these faults nightly.
+@pytest.mark.distributed
+@needs_lab
 @pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_the_whole_page(folder):
@@ -70,8 +60,8 @@ def test_the_whole_page(folder):
 
 
 def test_the_page_has_these_sections():
-    assert [title for title, blocks in SECTIONS.items() if blocks] == [
+    assert [title for title, listings in SECTIONS.items() if listings] == [
         "Tutorial: from one process to four hosts", "One process", "Two ranks", "Hosts", "Faults that the doctor finds",
         "A slow cable", "A killed rank", "A rank that hangs", "A lost host",
     ]  # fmt: skip
-    assert len(TEXT.splitlines()) <= 200
+    assert len(PAGES["tutorial"].splitlines()) <= 200
