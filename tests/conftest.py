@@ -1,12 +1,60 @@
-"""Order of the tests: two files run at a time, so those whose ranks take minutes come first."""
+"""Order of the tests, and what a file leaves behind in the process that it shares with others.
+
+Two files run at a time. Those that take longest come first, so that no worker ends alone with a long one: by the seconds
+that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
+"""
 
 import sys
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
+DURATIONS = Path(__file__).parent / "durations.txt"
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the seconds of each file to tests/durations.txt, longest first"
+    parser.addoption("--record-durations", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+class Recorder:
+    """Adds up the seconds of each file, of all workers."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest_first = sorted(self.seconds.items(), key=lambda item: -item[1])
+        lines = [f"{seconds:6.1f} {path}\n" for path, seconds in longest_first if seconds >= 1]
+        DURATIONS.write_text("".join(lines))
+
+
+def recorded_seconds() -> dict[str, float]:
+    """File -> the seconds that its tests took when they were recorded."""
+    if not DURATIONS.exists():
+        return {}
+    rows = [line.split(maxsplit=1) for line in DURATIONS.read_text().splitlines()]
+    return {path: float(seconds) for seconds, path in rows}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+    seconds = recorded_seconds()
+
+    def order(item: pytest.Item) -> tuple[float, bool]:
+        path = item.path.relative_to(ROOT).as_posix() if item.path.is_relative_to(ROOT) else ""
+        return -seconds.get(path, 0), item.get_closest_marker("distributed") is None
+
+    items.sort(key=order)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 ROOMS = re.findall(r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
@@ -52,29 +50,32 @@ def test_the_table_names_every_room_on_disk() -> None:
     assert len(set(ROOMS)) == len(ROOMS) > 20
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_rooms_above_it_in_the_table(path: Path) -> None:
-    mine = room_of(path)
-    for name in imports(path):
-        if not name.startswith("hvtrain.") or name == "hvtrain.__version__":
-            continue
-        other = room(name.removeprefix("hvtrain.").replace(".", "/"))
-        assert other in ROOMS, f"{name} is in no room"
-        # The face of a room hands on what its inner rooms have.
-        if path.name == "__init__.py" and other.startswith(mine):
-            continue
-        assert ROOMS.index(other) <= ROOMS.index(mine), f"{mine} imports {name}, of a room below it"
+def test_a_room_imports_only_rooms_above_it_in_the_table() -> None:
+    wrong = []
+    for path in FILES:
+        mine = room_of(path)
+        for name in imports(path):
+            if not name.startswith("hvtrain.") or name == "hvtrain.__version__":
+                continue
+            other = room(name.removeprefix("hvtrain.").replace(".", "/"))
+            assert other in ROOMS, f"{path}: {name} is in no room"
+            # The face of a room hands on what its inner rooms have.
+            if path.name == "__init__.py" and other.startswith(mine):
+                continue
+            if ROOMS.index(other) > ROOMS.index(mine):
+                wrong.append(f"{path}: {mine} imports {name}, of a room below it")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_who_imports_horovod_and_tensorflow(path: Path) -> None:
-    if room_of(path) not in USE_HOROVOD:
-        assert not {"horovod", "mpi4py"} & top_level(path)
-    if room_of(path) in NO_TENSORFLOW:
-        assert not {"tensorflow", "keras", "horovod"} & top_level(path) or room_of(path) in USE_HOROVOD
-    if room_of(path) in ("core/", "watchdog/"):
-        more = {"psutil"} if room_of(path) == "watchdog/" else set()
-        assert top_level(path) <= {*sys.stdlib_module_names, "hvtrain", *more}, "nothing but the standard library"
+def test_who_imports_horovod_and_tensorflow() -> None:
+    for path in FILES:
+        mine, imported = room_of(path), top_level(path)
+        if mine not in USE_HOROVOD:
+            assert not {"horovod", "mpi4py"} & imported, path
+            assert mine not in NO_TENSORFLOW or not {"tensorflow", "keras"} & imported, path
+        if mine in ("core/", "watchdog/"):
+            more = {"psutil"} if mine == "watchdog/" else set()
+            assert imported <= {*sys.stdlib_module_names, "hvtrain", *more}, f"{path}: only the standard library"
 
 
 def test_commands_and_pure_rooms_start_without_tensorflow() -> None:
