@@ -99,8 +99,8 @@ def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupte
     ],
 )
 def test_a_run_under_each_launcher(lab, how, hosts, places):
-    """Over Gloo on two hosts it is test_a_run_on_two_hosts. Each night test_ctrl_c trains over MPI, the cut network of
-    watchdog/test_network.py under mpirun, and test_another_user_port_and_key sums under all three.
+    """Over Gloo on two hosts it is test_a_run_on_two_hosts. Each night test_ctrl_c trains over MPI, and
+    test_another_user_port_and_key sums under mpirun.
     """
     run, size = f"{how}-{hosts.count(',')}", sum(int(host[-1]) for host in hosts.split(","))
     code, output = lab.launch("-np", str(size), "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
@@ -196,10 +196,14 @@ def test_another_user_port_and_key():
         assert code == 2 and "nothing answers ssh on host s2, port 22" in output
         code, output = places(lab, "-np", "2", "-H", "s1,s2", "-p", "2222")
         assert code == 2 and "does not let root in without a password" in output and "ssh-copy-id -p 2222" in output
-        for how in ("gloo", "mpi", "mpirun"):
-            code, output = places(lab, "-np", "2", "-H", "s1,s2", f"--{how}", "-p", "2222", "-i", f"{lab.home}/key")
-            assert (code, said(output)) == (0, PLACES), output
-            assert "user trainer" in output, "of the rank that came by ssh"
+        reach = ["-np", "2", "-H", "s1,s2", "-p", "2222", "-i", f"{lab.home}/key"]
+        who = "import os, socket; print(socket.gethostname(), os.environ['USER'], flush=True)"
+        for how in ("gloo", "mpi"):
+            code, output = lab.launch(*reach, f"--{how}", "--", "python", "-c", who)
+            assert code == 0 and "s2 trainer\n" in output, output
+        code, output = places(lab, *reach, "--mpirun")
+        assert (code, said(output)) == (0, PLACES), output
+        assert "user trainer" in output, "of the rank that came by ssh"
 
 
 @release

@@ -146,16 +146,10 @@ def training(tmp_path, name, how, struck, *words):
     return sorted((run_dir / "checkpoints").glob("step-*"))[-1]
 
 
-@nightly
-def test_a_training_goes_on_from_its_newest_checkpoint(tmp_path):
-    """Killed in its second epoch. To which bits: test_soak.py and the test below."""
-    assert training(tmp_path, "struck", "--gloo", 1, "model=mlp").name == "step-00000066"
-
-
 @release
 @pytest.mark.parametrize(("how", "rank"), [("--gloo", 1), ("--mpi", 0)])
 def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, rank):
-    """Weights, slots and all else of the last checkpoint are those of a run left alone."""
+    """Weights, slots and all else of the last checkpoint are those of a run left alone. Each night: test_soak.py."""
     ends = []
     for name, struck in (("whole", -1), ("struck", rank)):
         newest = training(tmp_path, name, how, struck, "train.deterministic=true")
@@ -225,7 +219,7 @@ def test_no_row_of_the_history_is_lost(tmp_path):
         f"+callbacks.strike.done={tmp_path / 'done'}",
     ]  # fmt: skip
     for expected in (-9, 0):
-        code, output = run(None, 1, "python", "-m", "hvtrain", *words, cwd=tmp_path, **STRIKES)
+        code, output = run(None, 1, "python", "-m", "hvtrain", *words, cwd=tmp_path, cold=True, **STRIKES)
         assert code == expected, output
     rows = [line.split(",") for line in (tmp_path / "run" / "history.csv").read_text().splitlines()]
     steps_of_an_epoch = int(rows[1][1])

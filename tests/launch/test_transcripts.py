@@ -7,8 +7,11 @@ product's own; only ssh to the other host is not. test_launch_faults.py strikes 
 import os
 import re
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -48,19 +51,22 @@ class Replayed(start.Launch):
 
     transcript = FOLDER
     short_of_memory = ""
+    environments = ()
 
     def __init__(self, line, environment, output, folder, known=None, label="rank {}".format):
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
-        hosts = OtherHost(("s1", "s2"), {"s2": 0})
-        lost = self.transcript.read_text().partition("\n")[0].partition(": ")[2]
-        object.__setattr__(hosts, "answers", {"s2": None if lost == "s2" else Answer(count=1, oom_kills=0)})
-        if self.short_of_memory:
-            hosts.answers[self.short_of_memory]["oom_kills"] = 1
+        is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
+        answer = None if is_lost else Answer(count=1, oom_kills=int(self.short_of_memory == "s2"))
+        hosts = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
+        self.environments.append(environment)
         # With a rank's variable it is one that can be asked to save.
         super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, hosts, label)
 
 
+@dataclass(frozen=True)
 class OtherHost(Reached):
+    answers: Mapping[str, Answer | None] = field(default_factory=dict)
+
     def clear(self, mark, job=None):
         on_host.clear(mark, job)
         return self.answers
@@ -75,14 +81,15 @@ def replay(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(module, "Launch", Replayed)
     monkeypatch.setattr(restart.reach, "check", lambda *_: None)
     monkeypatch.setattr(restart.reach, "absent", lambda *_: {})
-    monkeypatch.setattr(Replayed, "short_of_memory", "")
+    monkeypatch.setattr(Replayed, "environments", [])
 
-    def run(how, name, *options, max_restarts=0, transcript=None):
+    def run(how, name, *options, max_restarts=0, transcript=None, run_dir=None):
         monkeypatch.setattr(Replayed, "transcript", transcript or FOLDER / how / f"{name}.txt")
         if how.startswith("launch"):
             controller = "gloo" if how == "launch-gloo" else "mpi"
             job = Job(("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ))
-            code = restart.run(job, Way(mpirun=how == "launch-mpirun"), tmp_path / "logs", None, max_restarts)
+            way = Way(mpirun=how == "launch-mpirun")
+            code = restart.run(job, way, tmp_path / "logs", run_dir, max_restarts)
         else:
             words = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
             monkeypatch.setattr(sys, "argv", ["horovodrun", *options, *words])
@@ -146,8 +153,14 @@ def test_what_cannot_heal_is_not_started_again(replay, tmp_path, name, code):
 
 
 def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
-    code, shown = replay("launch-mpi", "sigkill-of-rank-1", max_restarts=1)
-    assert code == 75 and "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint, on s1:1,s2:1\n" in shown.err
+    """From the newest checkpoint, of which the ranks are told."""
+    for step in (7, 28, 21):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    code, shown = replay("launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run"))
+    told = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
+    assert code == 75 and told in shown.err, shown
+    notes = [variables.get("HVTRAIN_NEWEST_CHECKPOINT") for variables in Replayed.environments]
+    assert notes == [None, f"28@{socket.gethostname()}"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt-0001", "attempt-0002"]
 
 
