@@ -4,11 +4,15 @@ Two files run at a time. Those that take longest come first, so that no worker e
 that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
 """
 
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+# TensorFlow's threads write the tracebacks of functions that tests let fail after pytest has stopped to capture.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 DURATIONS = Path(__file__).parent / "durations.txt"
 ROOT = Path(__file__).parents[1]

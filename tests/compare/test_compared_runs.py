@@ -14,10 +14,12 @@ from ranks import MARK, rank_processes, wait_until_gone
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
+# Fresh processes, not forks of the warm server: it measures the memory of the processes that it starts.
 COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "4"]
 RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validation=100", "schedule.warmup_epochs=0"]
 
 
+@pytest.mark.nightly
 def test_single_and_horovod_and_one_that_fails(tmp_path):
     """One that fails costs its own runs, not the comparison."""
     strategies = "strategy=single,horovod,horovod@compression=int8"

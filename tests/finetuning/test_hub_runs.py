@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 from hub_presets import save_preset
 from launching import many_runs, without_hvtrain
 
-hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; scripts/install-test-tools does it")
+hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 SIZE = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}

@@ -15,7 +15,7 @@ from hvtrain.finetuning.parts import freeze, head_of
 from hvtrain.finetuning.remat import recompute
 from hvtrain.models.hub_models import hub_model
 
-hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; scripts/install-test-tools does it")
+hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
 
 SIZE = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
 TOKENS = np.random.default_rng(0).integers(1, 100, (3, 16)).astype("int32")

@@ -11,7 +11,7 @@ import pytest
 from in_process import run_command
 from launching import WORKERS, run
 
-pytest.importorskip("libcst", reason="libcst is not installed: scripts/install-test-tools")
+pytest.importorskip("libcst", reason="libcst is not installed; ./scripts/run pytest does it")
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 OLD = "import tensorflow as tf\nmodel = tf.keras.Sequential()\nmodel.predict_classes(x)\n"

@@ -7,7 +7,7 @@ import pytest
 from hvtrain.errors import ConfigError
 from hvtrain.migrate.keras_names import TF_KERAS, exists
 
-pytest.importorskip("libcst", reason="libcst is not installed: scripts/install-test-tools")
+pytest.importorskip("libcst", reason="libcst is not installed; ./scripts/run pytest does it")
 
 from hvtrain.migrate.renamed import _EXACT, ADVICE
 from hvtrain.migrate.rewriting import migrate

@@ -33,7 +33,7 @@ def test_a_model_file_builds(path):
     facts = {"image_shape": (32, 32, 3), "input_shape": (32, 32, 3), "num_outputs": 10}
     facts |= {"input_spec": tf.TensorSpec((6,), tf.int32), "vocabulary_size": 10}
     if path.stem == "keras_hub":
-        pytest.importorskip("keras_hub", reason="keras-hub is not installed; scripts/install-test-tools does it")
+        pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
         config.name, config.backbone = "ViTBackbone", VIT
         del config.weights  # A setting of all models, which builders do not get.
         facts |= {"input_spec": tf.TensorSpec((32, 32, 3)), "output_shape": (10,)}

@@ -12,7 +12,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.models.hub_models import hub_model
 from launching import without_hvtrain
 
-hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; scripts/install-test-tools does it")
+hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
 
 TEXT, IMAGE = {"input_spec": tf.TensorSpec((16,), tf.int32), "vocabulary_size": 100}, (32, 32, 3)
 PICTURE = {"input_spec": tf.TensorSpec(IMAGE, tf.float32), "image_shape": IMAGE}

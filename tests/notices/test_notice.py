@@ -17,8 +17,8 @@ from hvtrain.notices.notice import Notice, cause_in_words
 from hvtrain.notices.sender import read
 from receivers import SECRET, free_port, receiving
 
-pytest.importorskip("apprise", reason="apprise is not installed: scripts/install-test-tools")
-pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed: scripts/install-test-tools")
+pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
+pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed; ./scripts/run pytest does it")
 
 # Stands for rank 0: begins a notice to the addresses of its input, then does what the first argument says.
 RANK = """

@@ -8,8 +8,8 @@ import pytest
 from launching import ROOT, many_runs, run
 from receivers import SECRET, free_port, receiving
 
-pytest.importorskip("apprise", reason="apprise is not installed: scripts/install-test-tools")
-pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed: scripts/install-test-tools")
+pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
+pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed; ./scripts/run pytest does it")
 pytestmark = pytest.mark.distributed
 
 HOST = os.uname().nodename

@@ -164,7 +164,7 @@ def test_every_tool_of_the_build_has_a_version_and_a_hash(variant):
 
 def test_every_script_that_installs_asks_for_hashes():
     """Of the checkout itself, --no-deps --no-build-isolation, nothing is fetched."""
-    for script in ("make-environment", "install-test-tools"):
+    for script in ("make-environment", "make-test-environment"):
         text = (ROOT / "scripts" / script).read_text().replace("\\\n", "")
         commands = re.findall(r'^.*(?:"\$uv" pip|uv pip (?:install|sync)|-m pip) .*$', text, re.MULTILINE)
         assert commands, script

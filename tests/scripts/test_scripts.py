@@ -129,6 +129,29 @@ def test_a_build_that_failed_is_made_anew(clone):
     assert (clone / "builds").read_text() == "built\nbuilt\n"
 
 
+def test_pytest_alone_adds_what_the_tests_need_and_only_once(clone):
+    stub_build(clone, MAKES_AN_ENVIRONMENT)
+    tool(clone, "pytest", "echo tested")
+    (clone / "scripts" / "make-test-environment").write_text(f"#!/bin/bash\necho added >>{clone}/additions\n")
+    assert run(clone, "bash", "-c", ":")[0] == 0
+    assert not (clone / "additions").exists(), "whoever trains does not wait for it"
+    for _ in range(2):
+        assert run(clone, "pytest") == (0, "tested\n", "")
+    assert (clone / "additions").read_text() == "added\n"
+    with (clone / "scripts" / "lock" / "sweep.txt").open("a") as stream:
+        stream.write("# changed\n")
+    assert run(clone, "pytest")[0] == 0
+    assert (clone / "additions").read_text() == "added\nadded\n"
+
+
+def test_without_what_the_tests_need_they_do_not_start(clone):
+    stub_build(clone, MAKES_AN_ENVIRONMENT)
+    tool(clone, "pytest", "echo tested")
+    (clone / "scripts" / "make-test-environment").write_text("#!/bin/bash\nexit 3\n")
+    assert run(clone, "pytest")[:2] == (3, "")
+    assert not (clone / ".venv" / ".ready-for-tests").exists()
+
+
 def test_a_changed_lock_makes_the_environment_anew(clone):
     stub_build(clone, MAKES_AN_ENVIRONMENT)
     assert run(clone, "bash", "-c", ":")[0] == 0

@@ -35,7 +35,8 @@ LAUNCHERS = {
 
 def environment(**extra: str) -> dict[str, str]:
     """The tests' environment without what a surrounding launcher left, with one thread a rank."""
-    left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_", "PYTHONDONTWRITEBYTECODE")
+    left = ("HOROVOD_", "OMPI_COMM", "OMPI_MCA_orte", "OMPI_MCA_ess", "PMI", "PMIX_", "PYTHONDONTWRITEBYTECODE",
+            "TF_CPP_MIN_LOG_LEVEL")  # fmt: skip
     kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONFAULTHANDLER": "1", **extra}

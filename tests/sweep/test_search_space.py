@@ -96,7 +96,7 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message, tmp_path, monkeypatch):
-    pytest.importorskip("optuna", reason="optuna is not installed: scripts/install-test-tools")
+    pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("train.epoch: {low: 1, high: 3}\n")
     Path("wide.yaml").write_text("train.batch_size: {low: 0, high: 64}\n")
@@ -111,7 +111,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message,
 
 
 def test_a_sweep_has_its_folder_to_itself(tmp_path, monkeypatch):
-    pytest.importorskip("optuna", reason="optuna is not installed: scripts/install-test-tools")
+    pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
     monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA, "--output", str(tmp_path)])
     with RunLock() as lock:
         lock.take(tmp_path)

@@ -5,7 +5,7 @@ import pytest
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.sweep.search_space import SearchSpace, Setting
 
-pytest.importorskip("optuna", reason="optuna is not installed: scripts/install-test-tools")
+pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
 from hvtrain.sweep.study import Study
 
 FACTS = {"direction": "max", "words": ["model=mlp"], "space": {"x": 1}}

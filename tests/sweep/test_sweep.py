@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sqlite3
-import sys
 import time
 from contextlib import suppress
 
@@ -16,10 +15,10 @@ import pytest
 from hvtrain.report.run_files import read_run
 from launching import finish, run, start
 
-optuna = pytest.importorskip("optuna", reason="optuna is not installed: scripts/install-test-tools")
+optuna = pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-SWEEP = [sys.executable, "-m", "hvtrain.sweep", "sweep=own.yaml", "-np", "2", "--output", "out"]
+SWEEP = ["python", "-m", "hvtrain.sweep", "sweep=own.yaml", "-np", "2", "--output", "out"]
 RUN = ["model=mlp", "model.hidden=[16]", "dataset.num_validation=100", "schedule.warmup_epochs=0", "run.report=false"]
 
 

@@ -173,6 +173,7 @@ def prepare(job: dict[str, Any]) -> None:
     os.sched_setaffinity(0, job["affinity"])
     extra = [str(Path(part).resolve()) for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:] = [*extra, *BASE_PATH]
+    sys.executable = job["executable"]  # What the fork starts with it is a fork too.
     sys.orig_argv = [sys.executable, *job["argv"]]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in job["ignored"]:
