@@ -97,9 +97,11 @@ class Listener:
                 return ""
             block = self.rest()
             return "" if self._understands(" ".join(block.split())) else block
-        if found := verdict.read(text):
+        # A process between the launcher and a rank may have begun the line ("Exception in thread ") and died.
+        begun, prefix, rest = line.partition(verdict.PREFIX)
+        if found := verdict.read(f"{prefix}{rest}"):
             self.first = self.first or End(str(found.rank), shell_code(found.code or 0))
-            return ""
+            return f"{begun}\n" if begun else ""
         self._read_ssh(text)
         return "" if re.match(_NOISE_LINE, text) else line
 

@@ -7,6 +7,7 @@ import pytest
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
 from hvtrain.launch.output import Relay
+from hvtrain.launch.unmarked import Channel, Unmarked
 from hvtrain.system import console, verdict
 from hvtrain.system.verdict import UNSAVED, Verdict
 
@@ -86,6 +87,16 @@ def heard(text):
 def test_the_first_end_is_found_and_its_text_is_not_shown(text, end):
     listener, shown = heard(text)
     assert (listener.first, shown) == (end, "")
+
+
+def test_an_end_in_a_line_that_another_process_began():
+    """One that Horovod puts between launcher and rank, and that dies as it complains, has the same error output."""
+    begun = "Exception in thread "
+    text = f'{begun}hvtrain-verdict: {{"rank": "1", "code": 255}}\n'
+    listener, shown = heard(text)
+    assert (listener.first, shown) == (End("1", 255), f"{begun}\n")
+    channel = Channel(Unmarked()._read_error, lambda: False)
+    assert "".join(channel.text(letter) for letter in text) + channel.rest() == f"{begun}\n"
 
 
 def test_a_host_that_died_under_mpi():
