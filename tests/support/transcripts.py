@@ -38,7 +38,6 @@ FATES = {
     "s2-stops": ("wait", "0"),
     "s2-is-cut-off": ("wait", "0"),
 }
-OF_A_LOST_HOST = ("s2-stops", "s2-is-cut-off")
 RETURN = "\\r"
 _REPLACED = {
     r"with PID \d+": "with PID 50",
@@ -117,6 +116,8 @@ def said(transcript: str) -> set[tuple[str, str]]:
         own, *marked = re.split(rf"({MARK.pattern})", f"{text}\n")
         for mark, piece in (("", own), *zip(marked[::4], marked[3::4])):
             texts[name + mark] = texts.get(name + mark, "") + piece
+    # A process of Horovod's that is killed as it complains leaves the beginning of a line.
+    texts = {source: text.replace("Exception in thread ", "") for source, text in texts.items()}
     lines = {(source, line) for source, text in texts.items() for line in text.splitlines() if line}
     return {("", line) for line in head.splitlines()} | {found for found in lines if not _CHANCE.match(found[1])}
 
