@@ -80,13 +80,44 @@ def test_sums_are_those_of_sha256sum(tmp_path):
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "step-00000003", check=True)
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A kill does not show what is still in memory alone; a power cut does. The name itself is flushed last."""
+    calls = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(handle):
+        calls.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    def note_rename(before, after):
+        calls.append(f"{Path(before).name} -> {Path(after).name}")
+        rename(before, after)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    writer.write(tmp_path, 3, {"model/0000/kernel": np.zeros(3, np.float32)}, META)
+    files = ["state.safetensors", "meta.json", "SHA256SUMS"]
+    temporary = ".tmp-step-00000003"
+    assert calls == [*files, temporary, f"{temporary} -> step-00000003", "checkpoints"]
+
+
+def test_checkpoints_are_ordered_by_step(tmp_path):
+    """Not by name, in which 100,000,000 comes before 99,999,999."""
+    arrays = {"model/0000/kernel": np.zeros(3, np.float32)}
+    for step in (99_999_999, 100_000_000):
+        writer.write(tmp_path, step, arrays, META)
+    assert newest(tmp_path)[0].step == 100_000_000
+    writer.prune(tmp_path, keep=1, written_step=100_000_000)
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-100000000"]
+
+
 @pytest.mark.parametrize("name", ["state.safetensors", "meta.json", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
 def test_any_damage_is_noticed(tmp_path, name, damage):
     written(tmp_path, 10, 20)
     path = tmp_path / "step-00000020" / name
     data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 4
+    data[-9] ^= 4  # Of the arrays it is a number, which looks as good as another one.
     path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage])
     if damage == "remove":
         path.unlink()

@@ -93,6 +93,16 @@ def test_the_order_depends_on_seed_epoch_and_rank(kind, make_source):
     assert not set(epoch(1, 0, rank=0)) & set(epoch(1, 0, rank=1))
 
 
+def test_each_rank_has_an_order_of_its_own(make_source):
+    """Within its shard, of which it takes all places."""
+    source = make_source("arrays", 24)
+    place_of = {image: number // 2 for number, image in enumerate(scaled(random_images(24)[0]))}
+    requests = [StreamRequest(Topology(rank, 2), 1, seed=1, start_step=0, steps_per_epoch=12) for rank in range(2)]
+    first, second = ([place_of[image] for image in images_of(source.training(one), 12)] for one in requests)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
 @every_kind
 def test_labels_stay_with_their_images(kind, make_source):
     images, labels = random_images(23)
