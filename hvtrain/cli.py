@@ -1,6 +1,7 @@
 """What every command does around its work: options and help, one line for an error, and an exit code."""
 
 import argparse
+import atexit
 import functools
 import os
 import socket
@@ -15,6 +16,7 @@ from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError,
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 2.0
+SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
 RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
 
 
@@ -108,11 +110,21 @@ def enter(work: Callable[[], int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        # At exit Horovod may wait for ranks that wait for this one: limit that.
-        last_resort = threading.Timer(SECONDS_TO_EXIT, os._exit, [code])
-        last_resort.daemon = True
-        last_resort.start()
+        _end_within(SECONDS_TO_EXIT, code)
         sys.exit(code)
+    # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
+    atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Ends the process in that time, if it has not ended by itself.
+
+    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. After a success, too, the
+    launcher would wait for such a process for ever, though all its work is done.
+    """
+    last_resort = threading.Timer(seconds, os._exit, [code])
+    last_resort.daemon = True
+    last_resort.start()
 
 
 def _report(error: BaseException, rank: int) -> int:

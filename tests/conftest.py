@@ -1,7 +1,7 @@
 """Order of the tests, and what a file leaves behind in the process that it shares with others.
 
-Two files run at a time. Those that take longest come first, so that no worker ends alone with a long one: by the seconds
-that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
+Two files run at a time. Those that take longest come first, so that no worker ends alone with a long one: by the
+seconds that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
 """
 
 import os

@@ -103,6 +103,23 @@ def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, co
     assert (done.returncode, done.stderr) == (code, said)
 
 
+HANGS_AT_EXIT = """
+import atexit, time
+from hvtrain import cli
+cli.SECONDS_TO_EXIT_AFTER_SUCCESS = 0.1
+atexit.register(time.sleep, 1000)
+cli.enter(lambda: 0)
+print("done", flush=True)
+"""
+
+
+def test_a_process_that_has_done_its_work_and_hangs_at_its_exit_is_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize(
     ("start", "word"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
 )

@@ -49,8 +49,14 @@ def warm(variables: dict[str, str]) -> dict[str, str]:
     """
     if os.environ.get("HVTRAIN_TEST_COLD"):
         return variables
-    path = f"{WARM / 'bin'}:{variables['PATH']}"
-    return {**variables, "PATH": path, "HVTRAIN_TEST_WARM": warm_server(), "HVTRAIN_TEST_PYTHON": str(BIN / "python")}
+    namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("mnt", "net", "pid", "user", "uts")]
+    return {
+        **variables,
+        "PATH": f"{WARM / 'bin'}:{variables['PATH']}",
+        "HVTRAIN_TEST_WARM": warm_server(),
+        "HVTRAIN_TEST_PYTHON": str(BIN / "python"),
+        "HVTRAIN_TEST_NAMESPACES": " ".join(namespaces),
+    }
 
 
 @functools.cache
@@ -100,7 +106,10 @@ def finish(process: subprocess.Popen[str], timeout: float = 280) -> str:
     except subprocess.TimeoutExpired:
         found = left_over(process)
         kill(process)
-        printed = process.communicate()[0]
+        try:
+            printed = process.communicate(timeout=30)[0]
+        except subprocess.TimeoutExpired as held:  # Somebody else holds its output open.
+            printed = (held.output or b"").decode(errors="replace")
         raise AssertionError("\n".join([f"ranks did not end in {timeout} s:", *found, "printed:", printed])) from None
 
 
@@ -119,6 +128,11 @@ def left_over(process: subprocess.Popen[str]) -> list[str]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
+    """Kills the process and all that it has started, which Open MPI and horovodrun put into other process groups."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import runpy
 import selectors
 import signal
@@ -171,6 +172,9 @@ def prepare(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.umask(job["umask"])
     os.sched_setaffinity(0, job["affinity"])
+    for number, limits in job["limits"].items():
+        if tuple(limits) != resource.getrlimit(int(number)):
+            resource.setrlimit(int(number), tuple(limits))
     extra = [str(Path(part).resolve()) for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:] = [*extra, *BASE_PATH]
     sys.executable = job["executable"]  # What the fork starts with it is a fork too.
