@@ -227,11 +227,19 @@ FAULTS = [
     ),
     Fault(
         "newest-by-name",
-        "a run resumes from an older checkpoint, as names are sorted as texts",
+        "after step 99,999,999 a run resumes from an older checkpoint, as they are sorted by name",
         "checkpoint/store.py",
         "for step in sorted(steps)",
-        "for step in sorted(steps, key=str)",
+        "for step in sorted(steps, key=folder_name)",
         (f"{CHECKPOINTS}::test_checkpoints_are_ordered_by_step",),
+    ),
+    Fault(
+        "oldest-of-hosts",
+        "of the checkpoints on several hosts, the oldest is resumed from",
+        "restore/newest.py",
+        "newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
+        "newest = min(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
+        ("tests/restore/test_newest.py::test_the_newest_of_all_hosts_travels_to_rank_0",),
     ),
     Fault(
         "seeds-forgotten",
