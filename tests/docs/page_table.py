@@ -132,7 +132,7 @@ TABLE = {
         *("docker build", "docker build", "docker run", "docker buildx", "docker build", "docker run"),
     ),
     "faults": [
-        *held("tests/launch/test_launch_faults.py", "--max-restarts 3"),
+        *held("tests/launch/test_restart.py", "--max-restarts 3"),
         Row("strategy=elastic", STEPS, (("-np 4", "-np 2"),)),
     ],
     "find-batch": [

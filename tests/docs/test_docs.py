@@ -86,9 +86,9 @@ def test_files_and_links_exist(page):
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", text):
         headings = sections(((page.parent / target) if target else page).read_text())
         assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
-    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain)/[\w/.-]*\w", prose(text)):
+    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain|benchmarks)/[\w/.-]*\w", prose(text)):
         assert list(ROOT.glob(path)), path
-    for module in re.findall(r"python -m ((?:hvtrain|tests)[\w.]*\w)", text):
+    for module in re.findall(r"python -m ((?:hvtrain|tests|benchmarks)[\w.]*\w)", text):
         place = ROOT / module.replace(".", "/")
         assert place.is_dir() or place.with_suffix(".py").exists(), module
 

@@ -6,7 +6,7 @@ import pytest
 
 from launching import ROOT, WORKERS, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 OWN_LOOP, GRAPH = (str(ROOT / f"examples/{name}.py") for name in ("own_loop", "tf1_monitored_session"))
 # In this order: the second of each pair goes on where the first stopped.

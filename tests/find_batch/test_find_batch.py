@@ -58,6 +58,7 @@ def test_the_search_ends_with_the_data(tmp_path):
     assert content(tmp_path / "test")[0] == [128, 256]
 
 
+@pytest.mark.nightly
 def test_a_size_that_exceeds_the_memory_is_not_begun(tmp_path):
     words = ("model=cnn", "dataset=synthetic", "dataset.image_shape=[64,64,3]", "dataset.num_train=200000")
     code, output = run(None, 1, *MODULE, *words, "--memory", "2", "--first", "64", "--steps", "1", cwd=tmp_path)

@@ -223,7 +223,7 @@ def test_the_library_needs_no_hydra():
 @pytest.mark.parametrize(
     ("launcher", "variables", "cycle", "gives_way"),
     [
-        ("mpirun", {}, "0.1", "1"),
+        pytest.param("mpirun", {}, "0.1", "1", marks=pytest.mark.nightly),
         pytest.param(
             *("mpirun", {"HOROVOD_CYCLE_TIME": "3", "OMPI_MCA_mpi_yield_when_idle": "0"}, "3", "0"),
             marks=pytest.mark.release,

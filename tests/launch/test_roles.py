@@ -130,6 +130,14 @@ def test_what_cannot_start_is_one_line(would_run, options, words, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_line_without_the_settings_of_a_run_says_where_they_go(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch", "-np", "2"])
+    with pytest.raises(
+        ConfigError, match=r"^the settings of the run are missing; write them after --, for example: -- m"
+    ):
+        launch()
+
+
 def test_slurms_file_asks_for_those_that_train_and_starts_this_launcher(would_run):
     text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00 --num-ps 2", "strategy=servers")
     assert "#SBATCH --ntasks=4\n" in text and " strategy.num_ps=2 " in text

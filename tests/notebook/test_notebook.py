@@ -51,6 +51,7 @@ hvd.allreduce(1.0)
 
 @needs_kernel
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_a_notebook_on_two_ranks(tmp_path):
     wrong = ["%%ranks two\nprint()", "%%ranks 2\nprint(", "hvtrain.run_ranks(0, print)"]
     client = notebook(["%load_ext hvtrain", TASK, CALL, FAILING, *wrong], tmp_path, allow_errors=True)

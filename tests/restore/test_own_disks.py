@@ -9,8 +9,10 @@ import pytest
 
 from launching import WORKERS, many_runs
 
+# By default tests/restore/test_newest.py holds which checkpoint is taken and that it travels.
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.nightly,
     pytest.mark.skipif(os.geteuid() != 0, reason="a mount needs root"),
 ]
 

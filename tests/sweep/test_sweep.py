@@ -34,6 +34,7 @@ def searches(folder, name, values):
     raise AssertionError("no seed draws that")
 
 
+@pytest.mark.nightly  # By default test_study.py, test_one_trial.py and test_search_space.py hold the parts of a sweep.
 def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
     seed = searches(tmp_path, "train.batch_size", [4096, 32])
     command = [*SWEEP, *seed, "trials=2", *RUN, "train.epochs=2"]

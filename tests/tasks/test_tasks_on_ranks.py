@@ -12,6 +12,7 @@ import pytest
 
 from launching import many_runs
 from run_results import different, record, state
+from tiers import with_nightly
 
 pytestmark = pytest.mark.distributed
 
@@ -56,9 +57,12 @@ def joint_runs():
 RESUMED = {
     "custom": (words("custom", *SAVED), 5, 6),
     "causal": (text("causal", *SAVED), 5, 6),
+    "on the device": ([*AUGMENTED, *SAVED, "train.steps=6", "data.augment_on=device"], 3, 6),
+}
+# Their seeds are a function of step and rank in the input pipeline, which tests/data holds by default.
+RESUMED_NIGHTLY = {
     "masked": (text("masked", *SAVED), 5, 6),
     "augmented": ([*AUGMENTED, *SAVED, "train.steps=6", "data.augment_on=cpu"], 3, 6),
-    "on the device": ([*AUGMENTED, *SAVED, "train.steps=6", "data.augment_on=device"], 3, 6),
 }
 
 
@@ -68,10 +72,11 @@ def start(num_ranks, runs, folder):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(request, tmp_path_factory):
     """(what each rank saw, folder)."""
     runs = joint_runs()
-    for name, (own, cut, _) in RESUMED.items():
+    resumed = {**RESUMED, **RESUMED_NIGHTLY} if with_nightly(request) else RESUMED
+    for name, (own, cut, _) in resumed.items():
         runs |= {name: own, f"{name} in two": [*own, f"train.steps={cut}"], f"{name} in two/again": own}
     runs["halves"] = text("causal", "train.precision=mixed_bfloat16")
     folder = tmp_path_factory.mktemp("tasks")
@@ -127,10 +132,12 @@ def test_ranks_on_mixed_targets_equal_keras_in_one_process(ranks):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [*RESUMED, *(pytest.param(name, marks=pytest.mark.nightly) for name in RESUMED_NIGHTLY)]
+)
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(two_ranks, name):
     ranks, folder = two_ranks
-    _, cut, last = RESUMED[name]
+    _, cut, last = {**RESUMED, **RESUMED_NIGHTLY}[name]
     whole, resumed = record(ranks, name), record(ranks, f"{name} in two/again")
     assert (record(ranks, f"{name} in two")["num_steps"], resumed["first_step"], resumed["num_steps"]) == (
         cut,
@@ -143,11 +150,17 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(two_ranks, n
 
 def test_a_text_is_learned_and_continued(two_ranks):
     ranks, folder = two_ranks
-    causal, masked, halves = (record(ranks, name) for name in ("causal", "masked", "halves"))
+    causal, halves = (record(ranks, name) for name in ("causal", "halves"))
     assert causal == ranks[1]["causal"]["record"] | {"seconds": causal["seconds"]}, "the same on every rank"
-    assert causal["sample"].count("' -> ") == 1 and masked["sample"] is None
+    assert causal["sample"].count("' -> ") == 1
     assert causal["per_second"]["tokens"] == pytest.approx(8 * causal["examples_per_second"])
-    assert 1 < halves["metrics"]["test_perplexity"] < 280 and masked["metrics"]["test_perplexity"] > 1
+    assert 1 < halves["metrics"]["test_perplexity"] < 280
     tokenizers = {name: (folder / name / "tokenizer.model").read_bytes() for name in ("causal", "causal in two")}
     assert len(set(tokenizers.values())) == 1, "a resumed run has the same"
     assert json.loads((folder / "causal/model.json").read_text())["input"] == {"shape": [8], "dtype": "int32"}
+
+
+@pytest.mark.nightly
+def test_a_masked_text_is_learned_and_has_no_sample(two_ranks):
+    masked = record(two_ranks[0], "masked")
+    assert masked["metrics"]["test_perplexity"] > 1 and masked["sample"] is None

@@ -186,6 +186,7 @@ def test_a_missing_package_is_refused_before_training(ran):
     }
 
 
+@pytest.mark.nightly
 @needs_trackers
 def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
     """And goes on in the same tracked run; in another one if that has been deleted."""

@@ -30,7 +30,7 @@ MORE = (RANKS, pytest.mark.release)
     ("start", "columns"),
     [
         ("alone", 80),
-        pytest.param("horovodrun", 80, marks=RANKS),
+        pytest.param("horovodrun", 80, marks=(RANKS, pytest.mark.nightly)),
         pytest.param("launch", 80, marks=(RANKS, pytest.mark.nightly)),
         pytest.param("launch-gloo", 120, marks=MORE),
         pytest.param("launch-mpirun", 120, marks=MORE),
