@@ -14,12 +14,13 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_dataset
 from hvtrain.errors import ConfigError, DataError
 from launching import ROOT
+from tiers import mostly_nightly
 
 sys.path.insert(0, str(ROOT / "tests/support/own"))
 import pipelines
 
 KINDS = ["shuffled", "by_epoch", "batches", "batches_of_five"]
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "shuffled", "batches_of_five"))
 
 
 def read(source, request, number):

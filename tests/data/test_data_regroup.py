@@ -12,6 +12,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.training.run import training_batches
 from launching import ROOT
+from tiers import mostly_nightly
 from tiny_data import KINDS
 
 sys.path.insert(0, str(ROOT / "tests/support/own"))
@@ -59,7 +60,7 @@ def test_so_they_are_with_every_kind_of_source(kind, make_source):
     assert same(joint(source, plan.on(2), at, 3), joint(source, plan, at, 3))
 
 
-@pytest.mark.parametrize("how", ["shuffled", "by_epoch", "batches"])
+@pytest.mark.parametrize("how", mostly_nightly(["shuffled", "by_epoch", "batches"], "batches"))
 def test_so_they_are_with_pipelines_of_the_users_own(how):
     source = pipelines.data(how)
     plan = plan_for(source, [3, 3])

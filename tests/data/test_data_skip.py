@@ -14,10 +14,11 @@ from hvtrain.data import StreamRequest, write_tfrecords
 from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
+from tiers import mostly_nightly
 from tiny_data import SHAPE, images_of, random_images, scaled
 
-every_kind = pytest.mark.parametrize("kind", FILE_KINDS)
-main_kinds = pytest.mark.parametrize("kind", ["image_folder", "parquet", "tfrecord"])
+every_kind = pytest.mark.parametrize("kind", mostly_nightly(FILE_KINDS, "image_folder", "tfrecord"))
+main_kinds = pytest.mark.parametrize("kind", mostly_nightly(["image_folder", "parquet", "tfrecord"], "parquet"))
 BAD = {3, 8, 9}
 
 

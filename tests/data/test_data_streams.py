@@ -10,9 +10,11 @@ from tensorflow.python.framework import config as tensorflow_config
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.errors import ConfigError
+from tiers import mostly_nightly
 from tiny_data import KINDS, images_of, joined, random_images, scaled
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+# Image folders and Parquet have files of their own besides.
+every_kind = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "arrays", "tfrecord"))
 
 
 @every_kind

@@ -119,7 +119,7 @@ def test_a_deeper_source_is_refused(tmp_path):
         begin_with(network(), str(tmp_path / "deep.keras"))
 
 
-@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+@pytest.mark.parametrize("ending", [".keras", pytest.param(".weights.h5", marks=pytest.mark.nightly)])
 def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
     """As keras.applications saves it, with a last convolution that DeepLabv3+ leaves out."""
     sides = {"alpha": 0.35, "input_shape": (32, 32, 3)}

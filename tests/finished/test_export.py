@@ -13,6 +13,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.export import exported
 from hvtrain.export.__main__ import export
 from launching import without_hvtrain
+from tiers import mostly_nightly
 
 DIGITS = ["model=mlp", "model.hidden=[16]", "dataset=digits", "dataset.num_test=60", "dataset.standardize=per_pixel"]
 ONE = [*DIGITS, "strategy=single", "train.steps=6", "train.precision=mixed_bfloat16"]
@@ -56,7 +57,7 @@ def export_words(monkeypatch, *words):
     assert export() == 0
 
 
-@pytest.mark.parametrize("chosen", list(SCRIPTS))
+@pytest.mark.parametrize("chosen", mostly_nightly(SCRIPTS, "keras", "onnx"))
 def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, capsys):
     if chosen == "onnx" and not HAS_ONNX:
         pytest.skip("tf2onnx and onnxruntime (scripts/lock/export.txt) are missing")

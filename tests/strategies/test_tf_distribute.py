@@ -12,7 +12,7 @@ import pytest
 
 from launching import many_runs, without_hvtrain
 from run_results import different, history, record, state
-from tiers import with_nightly
+from tiers import mostly_nightly, with_nightly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # Nightly, two starts with some thirty runs each.
 nightly = pytest.mark.nightly
@@ -57,11 +57,6 @@ print(type(model).__module__.split(".")[0])
 """
 both = pytest.mark.parametrize("strategy", WORDS)
 BY_DEFAULT = ("classification", "language", "norm")
-
-
-def tiers(names):
-    """Parameters, nightly but for those of BY_DEFAULT."""
-    return [name if name in BY_DEFAULT else pytest.param(name, marks=nightly) for name in names]
 
 
 def six_steps(own):
@@ -168,7 +163,7 @@ def largest_gap(first, second):
 
 
 @both
-@pytest.mark.parametrize("kind", tiers([*JOINT, "one number"]))
+@pytest.mark.parametrize("kind", mostly_nightly([*JOINT, "one number"], *BY_DEFAULT))
 def test_twenty_steps_equal_one_process_on_the_joint_batches(found, strategy, kind):
     """With weights, masks, clipping, rows of an Embedding, inputs by name and losses that layers add."""
     for rank in found[0]:
@@ -185,7 +180,7 @@ def test_without_the_reduction_they_do_not(found):
 
 
 @both
-@pytest.mark.parametrize("name", tiers([*SAME, *MORE]))
+@pytest.mark.parametrize("name", mostly_nightly([*SAME, *MORE], *BY_DEFAULT))
 def test_a_run_gives_what_horovod_gives(found, workers, strategy, name):
     """With dropout, batch normalization, parts at other rates, averages, half precision and mixed targets."""
     ours, theirs = record(found[0], name), record(workers[0], f"horovod {name}")

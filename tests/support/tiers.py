@@ -1,6 +1,14 @@
-"""Which tests are selected: the runs that only nightly tests read are made if one of those is selected."""
+"""What is nightly: choices beside those that a test makes by default, and runs that only nightly tests read."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
+
+
+def mostly_nightly(names: Iterable[str], *by_default: str) -> list[Any]:
+    """Parameters of a test, nightly but for those that are named."""
+    return [name if name in by_default else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def with_nightly(request: pytest.FixtureRequest) -> bool:
