@@ -25,6 +25,7 @@ def content(folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_path):
     """A tensor of a million gigabytes on rank 1 from batches of 32 on: TensorFlow's own error, in its step alone."""
     words = ("--config-dir", str(OWN / "conf"), "model=tiny", "dataset=leaves", "model.huge_on_rank=1")

@@ -19,6 +19,7 @@ from hvtrain.evaluate.__main__ import evaluate
 from hvtrain.finished.pace import Pace
 from hvtrain.predict.__main__ import predict
 from hvtrain.predict.writers import writer_for
+from tiers import with_nightly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -38,7 +39,6 @@ def model(image_shape, num_outputs, **_):
 TASKS = [
     ["digits", "train", *TRAIN, "train.ema=0.9", "run.dir=digits"],
     ["table", "train", *TABLE, "train.epochs=2", "run.dir=table"],
-    ["pixels", "train", *PIXELS, "train.epochs=2", "run.dir=masks_run"],
     ["second epoch", "mark", "digits", "42"],
     ["best", "evaluate", "run=digits", "split=validation", *SMALL, "--output", "best.json"],
     ["last", "evaluate", *LAST, "--output", "last.json"],
@@ -51,17 +51,21 @@ TASKS = [
     ["array", "predict", *LAST, "input=digits.npy", *SMALL, "--output", "array.csv"],
     ["rows", "predict", "run=table", "input=rows.csv", "train.evaluation_batch_size=3", "--output", "rows_out.csv"],
     ["rows of test", "predict", "run=table", "split=test", "--output", "rows_test.csv"],
-    ["masks", "predict", "run=masks_run", "train.evaluation_batch_size=2", "--output", "masks"],
-    ["masks alone", "alone:predict", "run=masks_run", "--output", "masks_alone"],
     ["missing", "predict", "run=digits", "input=missing"],
     ["no kind", "predict", "run=digits", "--output", "predictions.txt"],
     ["damaged", "predict", "run=digits", "input=damaged", "--output", "damaged.csv"],
     ["other task", "predict", "run=table", "input=pictures", "--output", "other task.csv"],
 ]  # fmt: skip
+# By default the writers below have masks, and test_tasks_on_ranks.py a segmentation.
+NIGHTLY_TASKS = [
+    ["pixels", "train", *PIXELS, "train.epochs=2", "run.dir=masks_run"],
+    ["masks", "predict", "run=masks_run", "train.evaluation_batch_size=2", "--output", "masks"],
+    ["masks alone", "alone:predict", "run=masks_run", "--output", "masks_alone"],
+]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     source = digits(361, 61)
     raw = source.parts()["test"].elements[0][:7]
@@ -77,7 +81,7 @@ def found(tmp_path_factory):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows({name: value[0] for name, value in row.items()} for row in rows)
-    return folder, on_two_ranks(folder, *TASKS)
+    return folder, on_two_ranks(folder, *TASKS, *(NIGHTLY_TASKS if with_nightly(request) else []))
 
 
 def numbers(path):
@@ -137,6 +141,7 @@ def test_files_are_predicted_like_the_examples_of_the_data_set(found):
         assert float(row["prediction"]) == pytest.approx(float(other["prediction"]), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_masks_become_images(found):
     folder, _ = found
     masks = [np.asarray(Image.open(path)) for path in sorted((folder / "masks").iterdir())]

@@ -151,7 +151,7 @@ def run(
     return process.returncode, output
 
 
-def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: str) -> tuple[int, str]:
+def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: Any) -> tuple[int, str]:
     """`python -m hvtrain` with these words, without the report, which takes a second, unless they ask for it."""
     more = () if any(word.startswith("run.report=") for word in words) else ("run.report=false",)
     return run(launcher, num_ranks, "python", "-m", "hvtrain", *words, *more, cwd=cwd, **extra)

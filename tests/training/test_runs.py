@@ -38,7 +38,7 @@ def default_run(tmp_path_factory):
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
     words = [f"run.dir={run}", "profile.timeline=true", "run.report=true"]
-    code, output = train("mpi", 2, *words, cwd=folder, WATCHED=str(run), PYTHONPATH=str(folder))
+    code, output = train("mpi", 2, *words, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output
 
