@@ -14,6 +14,7 @@ from tests.support import launching
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly  # By default the tests below hold the search on given losses.
 def test_two_ranks_find_a_rate_and_stop_where_the_loss_diverges(tmp_path):
     code, output = launching.run(
         *("mpi", 2, "python", "-m", "hvtrain.find_lr", "model=mlp", "optimizer=adam", "optimizer.learning_rate=0.5"),

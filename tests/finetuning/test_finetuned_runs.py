@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 from hvtrain.core.topology import Topology
 from launching import many_runs, without_hvtrain
 from own.leaves import leaves
-from tiers import with_nightly
 
-pytestmark = pytest.mark.distributed
+# By default test_parts.py, test_first_weights.py, test_built_model.py and test_rates_and_averages.py hold what is changed
+# in a model; only here ranks train it and go on.
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 NORM = ["model.norm=true", "dataset.num_validation=48", "train.steps=20", "checkpoint.keep=9"]
 TUNED = [
@@ -31,11 +32,6 @@ RUNS = {
     "joint plain": ["model.norm=true", "train.steps=20", "optimizer=momentum"],
     "wide": [*NORM, "model.units=9", "model.weights={folder}/source"],
     "own arguments": ["model._target_=leaves.loads_by_itself", "model.weights={folder}/source"],
-}
-# By default test_parts.py and test_hub_weights.py hold LoRA, keras/test_sync_batch_norm.py and the joint batches above
-# synchronized batch normalization, test_built_model.py its recomputation and what is saved, and the tuned run that
-# resumes with the same bits.
-NIGHTLY_RUNS = {
     "tuned in parts/3": TUNED,
     "lora": LORA,
     "lora in parts/1": [*LORA, "train.steps=7"],
@@ -45,15 +41,13 @@ NIGHTLY_RUNS = {
     "synced in parts/2": SYNCED,
     "synced again": [*SYNCED, "train.remat=true"],
 }
-nightly = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def two_ranks(request, tmp_path_factory):
+def two_ranks(tmp_path_factory):
     """(folder, what each rank saw, all output)."""
     folder = tmp_path_factory.mktemp("finetuned")
-    runs = {**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})}
-    runs = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in runs.items()}
+    runs = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in RUNS.items()}
     found, output = many_runs("gloo", 2, runs, folder, HOROVOD_GLOO_TIMEOUT_SECONDS="60")
     return folder, found, output
 
@@ -62,7 +56,7 @@ def arrays(folder, step=20):
     return load_file(folder / f"checkpoints/step-{step:08d}/state.safetensors")
 
 
-@pytest.mark.parametrize("name", ["tuned", pytest.param("lora", marks=nightly), pytest.param("synced", marks=nightly)])
+@pytest.mark.parametrize("name", ["tuned", "lora", "synced"])
 def test_a_resumed_run_ends_with_the_same_bits(two_ranks, name):
     folder, found, _ = two_ranks
     assert found[0][f"{name} in parts/2"]["record"]["first_step"] in (7, 8)
@@ -78,7 +72,6 @@ def test_the_checkpoint_wins_over_the_first_weights(two_ranks):
     assert output.count("resumed        step-00000008: 8 of 20 steps were done") == 1
 
 
-@nightly
 def test_a_finished_run_is_tested_as_before(two_ranks):
     _, found, _ = two_ranks
     assert "error" not in found[0]["tuned in parts/3"]
@@ -118,7 +111,6 @@ def test_the_average_is_validated_and_saved_and_training_goes_on_without_it(two_
     assert validated == [pytest.approx(losses[0], rel=1e-5)]
 
 
-@nightly
 def test_lora_trains_little_and_leaves_a_plain_model(two_ranks):
     folder, found, output = two_ranks
     assert found[0]["lora"]["record"]["num_parameters"] == 364 + 36 * 2 + 2 * 8
@@ -148,7 +140,6 @@ def test_synchronized_batch_normalization_equals_one_process_on_the_joint_batch(
         assert rank["joint plain"]["exact"] > 1e-3, "each rank's own batch gives something else"
 
 
-@nightly
 def test_recomputation_synchronizes_the_same(two_ranks):
     folder, _, _ = two_ranks
     once, again = arrays(folder / "synced"), arrays(folder / "synced again")
@@ -156,7 +147,6 @@ def test_recomputation_synchronizes_the_same(two_ranks):
         np.testing.assert_allclose(once[key], again[key], rtol=1e-4, atol=1e-6, err_msg=key)
 
 
-@nightly
 def test_saved_models_have_keras_own_batch_normalization(two_ranks):
     folder, _, _ = two_ranks
     model = f"keras.models.load_model({str(folder / 'synced/model.keras')!r}).layers[-1]"

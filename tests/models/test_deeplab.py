@@ -126,6 +126,7 @@ def test_a_call_is_inference():
     assert np.abs(first - model(images, training=True)).max() > 0.1
 
 
+@pytest.mark.nightly
 def test_it_loads_in_plain_keras(tmp_path):
     model = deeplabv3plus((33, 40, 3), 4, **TINY)
     images = np.random.default_rng(0).normal(size=(2, 33, 40, 3)).astype("float32")

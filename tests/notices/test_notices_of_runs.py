@@ -10,7 +10,8 @@ from receivers import SECRET, free_port, receiving
 
 pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
 pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed; ./scripts/run pytest does it")
-pytestmark = pytest.mark.distributed
+# By default test_notice.py holds what is sent, by whom, and that it has no secret.
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 HOST = os.uname().nodename
 
@@ -103,7 +104,6 @@ CASES = [("--gloo", "hanging", 1), *(("--gloo", *case) for case in STRUCK), *(("
 """A launcher, what happens, and the rank to which it does."""
 
 
-@pytest.mark.nightly  # By default a run that ends well, one out of time and one that cannot send tell of themselves.
 @pytest.mark.parametrize(("how", "fate", "rank"), CASES)
 def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_path):
     name = f"{fate}-{rank}{how}"

@@ -7,9 +7,9 @@ import pytest
 
 from hvtrain.report.run_files import read_run
 from launching import many_runs
-from tiers import with_nightly
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+# By default tasks/test_review.py holds what a task shows, and report/test_page.py how the page shows it.
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
 REPORTED = ["run.report=true", "train.epochs=2"]
@@ -19,9 +19,6 @@ RUNS = {
     "digits/again": ["dataset=digits", "model=mlp", "train.batch_size=64", "train.steps=22", "run.report=true"],
     "table": ["task=regression", "dataset=table", "model=mlp", *REPORTED],
     "off": ["train.epochs=1"],
-}
-# By default tasks/test_review.py holds what these tasks show, and report/test_page.py how the page shows it.
-NIGHTLY_RUNS = {
     "shapes": [
         *("task=segmentation", *SHAPES, "dataset.num_validation=4", "train.batch_size=4", *REPORTED),
         *("model._target_=kinds.model", "++model.kind=segmentation"),  # It sees one pixel at a time.
@@ -31,16 +28,14 @@ NIGHTLY_RUNS = {
         *("model=transformer", "model.blocks=1", "model.width=16", *REPORTED),
     ],
 }
-nightly = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def folder(request, tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     (folder / "text.txt").write_text(TEXT)
-    runs = {**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})}
-    found, output = many_runs("mpirun", 2, runs, folder, timeout=380)
-    for name in runs:
+    found, output = many_runs("mpirun", 2, RUNS, folder, timeout=380)
+    for name in RUNS:
         assert all("record" in rank[name] for rank in found), (name, found[0][name])
     assert "report.html is not written" not in output and "will show no predictions" not in output
     return folder
@@ -51,8 +46,8 @@ def folder(request, tmp_path_factory):
     [
         ("digits", ["matrix", "pictures"]),
         ("table", ["scatter", "scatter"]),
-        pytest.param("shapes", ["table", "pictures"], marks=nightly),
-        pytest.param("text", ["texts"], marks=nightly),
+        ("shapes", ["table", "pictures"]),
+        ("text", ["texts"]),
     ],
 )
 def test_a_run_ends_with_a_page_of_what_its_task_shows(folder, name, kinds):

@@ -100,6 +100,7 @@ def wandb_run(run):
     return ids, rows, files, settings
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_tensorboard_has_every_epoch_of_a_resumed_run_once(ran, folder):
@@ -112,6 +113,7 @@ def test_tensorboard_has_every_epoch_of_a_resumed_run_once(ran, folder):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_mlflow_goes_on_in_the_same_run(ran, folder):
@@ -131,6 +133,7 @@ def test_mlflow_goes_on_in_the_same_run(ran, folder):
     assert files == {"config.yaml", "result.json", "report.html", "curves.png", "best.keras"}
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_weights_and_biases_goes_on_under_the_same_id(ran, folder):
@@ -143,6 +146,7 @@ def test_weights_and_biases_goes_on_under_the_same_id(ran, folder):
     assert {"config.yaml", "result.json", "report.html", "curves.png", "best.keras"} <= set(files)
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
@@ -157,6 +161,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
     assert [row["_step"] for row in wandb_run(folder / "broken")[1]] == STEPS
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_a_run_that_cannot_note_its_trackers_goes_on_without_them(ran):
@@ -167,6 +172,7 @@ def test_a_run_that_cannot_note_its_trackers_goes_on_without_them(ran):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @needs_trackers
 def test_a_password_in_an_address_reaches_no_record(ran, folder):
@@ -177,6 +183,7 @@ def test_a_password_in_an_address_reaches_no_record(ran, folder):
     assert json.loads((folder / "broken" / "result.json").read_text())["config"]["tracker"]["mlflow"]["uri"] == "***"
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_missing_package_is_refused_before_training(ran):
     """On all ranks, though rank 0 alone would use it."""

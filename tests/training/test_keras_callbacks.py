@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from launching import many_runs, without_hvtrain
+from tiers import with_nightly
 
 # Settings of each.
 WORK = {
@@ -51,10 +52,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ran(folder):
+def ran(request, folder):
     """(what came of each run, all output), in one process."""
     checkpoint = WORK["ModelCheckpoint"]
-    settings = {**WORK, **{name: words for name, (words, _) in REFUSED.items()}, **dict.fromkeys(SAVED, checkpoint)}
+    settings = {**WORK, **{name: words for name, (words, _) in REFUSED.items()}}
+    if with_nightly(request):
+        settings |= dict.fromkeys(SAVED, checkpoint)
     runs = {}
     for name, own in settings.items():
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
@@ -89,6 +92,7 @@ def test_what_does_harm_is_refused(ran, name):
     assert REFUSED[name][1] in message
 
 
+@pytest.mark.nightly
 def test_a_model_that_a_callback_saves_trains_on_in_plain_keras(ran, folder):
     """With its slots and the rate of that moment, and without a warning."""
     told = without_hvtrain(LOAD, cwd=folder).splitlines()

@@ -29,7 +29,7 @@ MORE = (RANKS, pytest.mark.release)
 @pytest.mark.parametrize(
     ("start", "columns"),
     [
-        ("alone", 80),
+        pytest.param("alone", 80, marks=pytest.mark.nightly),
         pytest.param("horovodrun", 80, marks=(RANKS, pytest.mark.nightly)),
         pytest.param("launch", 80, marks=(RANKS, pytest.mark.nightly)),
         pytest.param("launch-gloo", 120, marks=MORE),
