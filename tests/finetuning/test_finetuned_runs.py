@@ -12,8 +12,8 @@ from hvtrain.core.topology import Topology
 from launching import many_runs, without_hvtrain
 from own.leaves import leaves
 
-# By default test_parts.py, test_first_weights.py, test_built_model.py and test_rates_and_averages.py hold what is changed
-# in a model; only here ranks train it and go on.
+# By default test_parts.py, test_first_weights.py, test_built_model.py and test_rates_and_averages.py hold what is done
+# to a model; here ranks train it and go on.
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 NORM = ["model.norm=true", "dataset.num_validation=48", "train.steps=20", "checkpoint.keep=9"]
