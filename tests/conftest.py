@@ -4,6 +4,7 @@ Two files run at a time. Those that take longest come first, so that no worker e
 seconds that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
 """
 
+import logging
 import os
 import sys
 from collections import defaultdict
@@ -62,8 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def precision_of_one_file():
-    """Sets Keras's precision back after a file that trained with another: the files that follow share the process."""
+def state_of_one_file():
+    """Sets back what a file has changed for its process, which it shares with the files that follow.
+
+    That is Keras's precision, and hvtrain's loggers, which a run takes to its console and away from pytest.
+    """
     yield
     if keras := sys.modules.get("keras"):
         keras.config.set_dtype_policy("float32")
+    logging.captureWarnings(False)
+    for name in ("hvtrain", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.propagate = True
+        logger.handlers = []

@@ -33,7 +33,8 @@ def begin(launcher, tmp_path, *words, size=2, options=(), **extra):
         f"run.dir={tmp_path / 'run'}",
         *words,
     ]
-    return start(launcher, size, *line, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
+    # Fresh processes: ranks are found by their command lines, and signals go to single ones.
+    return start(launcher, size, *line, cwd=tmp_path, cold=True, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
 
 
 def done(process, timeout=150):
