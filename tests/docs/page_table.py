@@ -53,7 +53,7 @@ DRY_RUN = ("hvtrain.launch", "hvtrain.launch --dry-run")
 
 README = "tests/docs/test_readme.py"
 SUITE = "these are the tests"
-INSTALLED = "scripts/install-test-tools"
+INSTALLED = "scripts/make-test-environment"
 ACTIVE = "the tests run in an environment already"
 DOCTOR = "tests/doctor/test_doctor.py"
 LAB = "tests/launch/test_lab.py"

@@ -184,7 +184,7 @@ def test_a_part_of_a_page(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name, rows in TABLE.items() if not all(row.held for row in rows)])
 def test_a_page(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed; scripts/install-test-tools does it")
+        pytest.skip(f"{NEEDS[name]} is not installed; ./scripts/run pytest does it")
     follow(name, TABLE[name], tmp_path, cold=True)
 
 

@@ -13,8 +13,8 @@ import pytest
 from browser import CHROMIUM, SIZES, Browser
 from launching import ROOT
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed; scripts/install-test-tools does it")
-pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed; scripts/install-test-tools does it")
+pytest.importorskip("mkdocs", reason="mkdocs is not installed; ./scripts/run pytest does it")
+pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed; ./scripts/run pytest does it")
 pytestmark = pytest.mark.nightly
 
 SITE = ROOT / "scripts/site"

@@ -10,6 +10,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.layer_search import LayerSearch
 from launching import many_runs
+from run_results import error, record
 from tiers import with_nightly
 
 RUNS = {
@@ -44,17 +45,6 @@ def ranks(request, folder):
     found, output = many_runs("mpirun", 2, runs, folder, HOROVOD_TIMELINE="DYNAMIC")
     (folder / "output.txt").write_text(output)
     return found
-
-
-def error(ranks, name):
-    """The same on all ranks."""
-    found = {rank[name].get("error") for rank in ranks}
-    assert len(found) == 1 and None not in found, found
-    return found.pop()
-
-
-def record(ranks, name):
-    return ranks[0][name].get("record") or pytest.fail(ranks[0][name]["error"])
 
 
 def lines(folder, name):

@@ -1,7 +1,7 @@
 """Warm starts: a process that has imported TensorFlow, Keras and hvtrain, and forks for each `python` of a test.
 
 An import of TensorFlow takes 4 to 5 CPU seconds, and the tests start some two hundred processes. `bin/python` beside
-this file stands before the real one on the PATH of tests (launching.environment). It hands its arguments, variables,
+this file stands before the real one on the PATH of tests (launching.warm). It hands its arguments, variables,
 working folder and open streams to this server, which forks; the fork goes on as `python ARGUMENTS` would: own process,
 own random state, own exit. TensorFlow has made no thread and no device before the fork.
 
@@ -99,7 +99,6 @@ class Server:
                 os.close(stream)
             self._forks[process] = sender
             self._selector.register(sender, selectors.EVENT_READ, self._hear)
-            sender.sendall(f"{process}\n".encode())
             return
         self._become(job, streams)
 
