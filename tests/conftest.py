@@ -74,5 +74,6 @@ def state_of_one_file():
     logging.captureWarnings(False)
     for name in ("hvtrain", "py.warnings"):
         logger = logging.getLogger(name)
+        logger.setLevel(logging.NOTSET)
         logger.propagate = True
         logger.handlers = []
