@@ -37,6 +37,7 @@ def wait_for(process, found):
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_stops_all_ranks(tmp_path):
     """Soon after the write failed in the background, and not when the next one is due."""
     run = tmp_path / "run"

@@ -5,12 +5,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from launching import ROOT, many_runs, train
-from tiers import with_nightly
 
-pytestmark = pytest.mark.distributed
+# By default test_data_own.py holds their streams, and how they go on.
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
-# Others only differ in their streams: by default test_data_own.py holds those, and how they go on.
-KINDS = ["shuffled", pytest.param("batches", marks=pytest.mark.nightly)]
+KINDS = ["shuffled", "batches"]
 
 
 def words(kind, *more):
@@ -19,11 +18,10 @@ def words(kind, *more):
 
 
 @pytest.fixture(scope="module")
-def ran(request, tmp_path_factory):
+def ran(tmp_path_factory):
     saved = ["checkpoint.every_steps=5", "train.validate_every_epochs=null"]
     runs = {}
-    kinds = ["shuffled", "batches"] if with_nightly(request) else ["shuffled"]
-    for kind in kinds:  # 7 steps an epoch, so the second start begins in the middle of the second.
+    for kind in KINDS:  # 7 steps an epoch, so the second start begins in the middle of the second.
         runs |= {kind: words(kind, *saved), f"{kind} in two": words(kind, *saved, "train.steps=10")}
         runs |= {f"{kind} in two/again": words(kind, *saved)}
     runs["ignoring"] = words("ignoring", "+dataset.number=61")
@@ -64,7 +62,6 @@ def test_a_shard_that_is_known_to_be_short_is_stopped_on_all_ranks(ran):
         assert rank["short"]["error"].startswith("DataError: rank 1 on ")
 
 
-@pytest.mark.nightly
 def test_a_shard_that_ends_early_in_training_ends_all_ranks(tmp_path):
     own = ["--config-dir", str(ROOT / "tests/support/own/conf"), "dataset=leaves", *words("short_unseen")]
     more = ["+dataset.number=61", "model=tiny", f"run.dir={tmp_path / 'run'}"]

@@ -203,6 +203,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 """
 
 
+@pytest.mark.nightly
 def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"
@@ -221,6 +222,7 @@ def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
     assert found["open files", "s3"] == "a process may open 512; 6 ranks need 1024"
 
 
+@pytest.mark.nightly
 def test_gpus(lab, tmp_path):
     def driver(name, script):
         folder = tmp_path / name

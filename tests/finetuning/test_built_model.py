@@ -47,7 +47,7 @@ def trained(model, jit_compile=False, steps=3):
     return [v.numpy() for v in model.variables], sum(operation.type == "Conv2D" for operation in operations)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_recomputed_values_are_the_same_with_dropout_and_moving_statistics(nested, jit_compile):
     plain, number = trained(network(nested=nested), jit_compile)
@@ -74,16 +74,16 @@ def test_masks_pass_the_ends_of_segments():
     def model_with(remat):
         keras.utils.clear_session()
         keras.utils.set_random_seed(1)
-        words = keras.Input((6,), dtype="int32")
+        words = keras.Input((4,), dtype="int32")
         x = layers.Embedding(9, 4, mask_zero=True)(words)
-        for _ in range(8):
+        for _ in range(5):
             x = layers.SimpleRNN(4, return_sequences=True, unroll=True)(x)
         model = keras.Model(words, layers.Dense(2)(layers.SimpleRNN(3, unroll=True)(x)))
         if remat:
             assert len(divide(model)) > 2
             recompute(model)
         model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
-        texts = np.array([[1, 2, 3, 0, 0, 0], [4, 5, 0, 0, 0, 0]])
+        texts = np.array([[1, 2, 3, 0], [4, 5, 0, 0]])
         model.fit(texts, np.ones((2, 2)), epochs=3, verbose=0)
         return model.get_weights()
 

@@ -50,6 +50,7 @@ def uninterrupted(lab):
     return output
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_hosts(lab, uninterrupted):
     """What rank 0 says, clean; results on s1 alone; the other host has its log, and a note of where they are."""
     lines = uninterrupted.splitlines()

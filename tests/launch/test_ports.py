@@ -50,6 +50,7 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
     assert output.count("horovodrun: 10.213.0.3 sent what no rank would to this launch's port") == 1
 
 
+@pytest.mark.nightly
 def test_the_rendezvous_of_an_elastic_job(tmp_path):
     """Horovod's own unpickles what anybody puts there as a worker's address (CVE-2024-10190)."""
     script = tmp_path / "hosts.sh"

@@ -12,7 +12,7 @@ from hvtrain.models.deeplab import ENDS, dilated
 from launching import without_hvtrain
 
 TINY = {"backbone": "MobileNetV2", "alpha": 0.35, "filters": 16}
-BACKBONES = [("MobileNetV2", {"alpha": 0.35}), ("ResNet50", {})]
+BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, marks=pytest.mark.nightly)]
 
 
 def rates(model):

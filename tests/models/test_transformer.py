@@ -87,6 +87,7 @@ def test_a_second_build_has_the_same_names_and_other_numbers():
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mask_zero", [False, True])
 def test_the_file_loads_in_plain_keras(mask_zero, tmp_path):
     model = build(mask_zero=mask_zero)

@@ -134,6 +134,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     assert "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs)" in output
 
 
+@pytest.mark.nightly
 def test_measured_here():
     assert 0 < measured_step_seconds(["model=mlp", "run.dir=of_the_run", "train.batch_size=[8,16]"], 16) < 10
 
@@ -163,12 +164,12 @@ def test_libraries_add_nothing_to_that_line(tmp_path):
 
 
 def test_what_does_not_fit_the_data_is_said():
-    digits = from_dict(compose([])[0])
+    digits = from_dict(compose(["model=mlp"])[0])
     with pytest.raises(ConfigError, match="9999 ranks are more than the 1437 training examples of digits can feed"):
         forecast(digits, 9999, 4, None, 10)
     with pytest.raises(ConfigError, match="--examples was given and digits has no setting image_shape"):
         forecast(digits, 2, 4, 5000, 10)
-    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere"])[0])
+    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere", "model=mlp"])[0])
     with pytest.raises(DataError, match="for a data set on other machines give --examples N"):
         forecast(elsewhere, 2, 4, None, 10)
 

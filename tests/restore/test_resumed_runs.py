@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from launching import finish, many_runs, start
 from ranks import MARK, rank_processes, send
 
-pytestmark = pytest.mark.distributed
+# By default a checkpoint's parts are held without ranks, and a resume in mid-epoch by tests/tasks, without a kill.
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 # Dropout, augmentation and Adam's slots: everything that a resume could lose. 20 steps an epoch.
 WORDS = [

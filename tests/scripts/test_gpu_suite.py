@@ -31,6 +31,7 @@ def test_a_machine_without_a_gpu_is_one_line(tmp_path):
     assert errors.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_every_test_of_the_suite_is_in_its_table_with_the_reason_if_it_did_not_run(tmp_path):
     if shutil.which("nvidia-smi"):
         pytest.skip("there may be a GPU: scripts/gpu-suite runs the suite")

@@ -76,6 +76,7 @@ def test_rank_1_is_killed_and_another_joins(tmp_path):
     assert old["error_otherwise"] > 1e-3
 
 
+@pytest.mark.nightly
 def test_the_state_on_two_ranks(tmp_path):
     found = ended(tmp_path, "static", "gloo", 2)
     assert [rank["size"] for rank in found] == [2, 2]

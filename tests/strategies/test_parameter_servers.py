@@ -17,6 +17,7 @@ from launching import WORKERS, finish, kill, run, start
 from tiers import with_nightly
 
 pytestmark = pytest.mark.distributed
+nightly = pytest.mark.nightly
 
 SYNC, ASYNC = "strategy=parameter_server_sync", "strategy=parameter_server"
 STEPS = [
@@ -30,16 +31,16 @@ RUNS = {
     "exact": [SYNC, *STEPS],
     "joint": ["strategy=single", *STEPS],
     "half": [SYNC, *STEPS, "strategy.replicas_to_aggregate=1"],
-    "exact/on": [SYNC, *STEPS, "train.steps=30"],
     "async": [ASYNC, *STEPS, "train.steps=21", "train.rates={dense: 1e-9}"],
     "no": [ASYNC, *STEPS, "data.uneven=pad"],
+    "no/mask": [SYNC, *STEPS, "model.kind=language", "dataset.kind=language", "task=language"],
+}
+# By default the runs above hold that servers compute as one process does, and that all steps count.
+NIGHTLY_RUNS = {
     "no/accumulate": [SYNC, *STEPS, "train.accumulate=2", "train.steps=null"],
     "no/float16": [ASYNC, *STEPS, "train.precision=mixed_float16"],
     "no/xla": [ASYNC, *STEPS, "train.jit_compile=true"],
-    "no/mask": [SYNC, *STEPS, "model.kind=language", "dataset.kind=language", "task=language"],
-}
-# By default the runs above hold that servers compute as one process does, and that their own runs resume.
-NIGHTLY_RUNS = {
+    "exact/on": [SYNC, *STEPS, "train.steps=30"],
     "to servers": ["strategy=single", *STEPS, "train.steps=10"],
     "to servers/on": [SYNC, *STEPS],
     "from servers": [SYNC, *STEPS, "train.steps=10"],
@@ -105,6 +106,7 @@ def test_rates_of_parts_hold_on_the_servers(runs):
     assert {moved[name] for name in moved if "dense/" in name} == {False}
 
 
+@nightly
 def test_a_run_resumes(runs):
     folder, found = runs
     record = found["exact/on"]["record"]
@@ -112,7 +114,7 @@ def test_a_run_resumes(runs):
     assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("name", ["to servers", "from servers"])
 def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
     folder, found = runs
@@ -121,7 +123,7 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
     assert difference(folder, name, "joint") < 1e-5
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("name", ["to async", "from async"])
 def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
     _, found = runs
@@ -133,10 +135,16 @@ def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
     ("name", "message"),
     [
         ("no", "strategy=parameter_server needs batches of one size in all steps; choose data.uneven=trim"),
-        ("no/accumulate", "strategy=parameter_server_sync and train.accumulate exclude each other"),
-        ("no/float16", "strategy=parameter_server and train.precision=mixed_float16 exclude each other"),
         ("no/mask", "strategy=parameter_server_sync averages the workers' gradients, and this loss divides by what"),
-        ("no/xla", "strategy=parameter_server and train.jit_compile exclude each other"),
+        pytest.param(
+            "no/accumulate", "strategy=parameter_server_sync and train.accumulate exclude each other", marks=nightly
+        ),
+        pytest.param(
+            "no/float16",
+            "strategy=parameter_server and train.precision=mixed_float16 exclude each other",
+            marks=nightly,
+        ),
+        pytest.param("no/xla", "strategy=parameter_server and train.jit_compile exclude each other", marks=nightly),
     ],
 )
 def test_what_servers_cannot_do_is_refused(runs, name, message):
@@ -170,7 +178,7 @@ def ranks_of(folder):
     return found
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize(("rank", "role"), [(3, "worker 1"), (1, "ps 0")])
 def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     process, ranks = begin(tmp_path, 4, ASYNC, "train.epochs=5000")
@@ -182,7 +190,7 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     assert not ranks_of(tmp_path)
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize(("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)])
 def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tmp_path, job, number, code):
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -206,7 +214,7 @@ def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tm
     assert said[job].count("\n") == 1, "where it waits for the others, and nothing more"
 
 
-@pytest.mark.nightly
+@nightly
 def test_a_late_gradient_is_dropped(tmp_path):
     """One of three workers stands still for a while; the run goes on without it, and drops what it then gives."""
     process, ranks = begin(tmp_path, 5, SYNC, "strategy.replicas_to_aggregate=2", "train.epochs=60")
@@ -228,7 +236,7 @@ def test_a_late_gradient_is_dropped(tmp_path):
     assert any(line.startswith("dropped ") for line in record["differences"]), record["differences"]
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("strategy", [SYNC, ASYNC])
 def test_digits(tmp_path, strategy):
     code, output = run("gloo", 4, "python", "-m", "hvtrain", strategy, f"run.dir={tmp_path}/run", cwd=tmp_path)
@@ -238,7 +246,7 @@ def test_digits(tmp_path, strategy):
     assert (tmp_path / "run" / "model.keras").exists() and (tmp_path / "run" / "history.csv").exists()
 
 
-@pytest.mark.nightly
+@nightly
 @needs_lab
 def test_roles_on_two_hosts_find_each_other():
     line = ["-np", "2", "--num-ps", "1", "-H", "s1,s2", "--", "model=mlp", "train.epochs=1"]

@@ -72,6 +72,10 @@ print(json.dumps({"ahead": trained(True), "loop": trained(True, host_only=True),
 """
 
 
+# By default test_loop.py holds what a step gives, and that its parts are timed.
+pytestmark = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def found():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)

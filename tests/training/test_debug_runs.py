@@ -14,18 +14,23 @@ from run_results import error, record
 from tiers import with_nightly
 
 RUNS = {
-    "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
-    "learned": ["debug=overfit", "train.steps=100", "optimizer.learning_rate=0.01", "augment=random_flip",
-                "callbacks=early_stopping"],
     "not learned": ["debug=overfit", "train.steps=2", "checkpoint.every_steps=1"],
     "not learned/again": ["data.one_batch=true", "train.steps=4"],
-    "output": ["debug=nan", "model.nan_on_rank=1"],
     "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
     "fine": ["debug=nan", "train.steps=4"],
 }  # fmt: skip
 # By default test_repeated_step.py holds how gradients and losses are searched, test_runs.py what is told of a timeline,
-# and test_guards.py batches of unlike sizes.
+# test_guards.py batches of unlike sizes, test_cli.py what debug= sets, and docs/test_pages.py debug=overfit.
 NIGHTLY_RUNS = {
+    "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
+    "learned": [
+        "debug=overfit",
+        "train.steps=100",
+        "optimizer.learning_rate=0.01",
+        "augment=random_flip",
+        "callbacks=early_stopping",
+    ],
+    "output": ["debug=nan", "model.nan_on_rank=1"],
     "uneven": ["debug=overfit", "train.steps=150", "optimizer.learning_rate=0.01", "train.batch_size=[24,8]"],
     "gradient": ["debug=nan", "model.root_on_rank=1"],
     "loss": ["debug=nan", "model.loss_on_rank=1"],
@@ -52,6 +57,7 @@ def lines(folder, name):
     return (folder / "output.txt").read_text().partition(f"{folder / name}\n")[2].partition(f"\n{name}: ")[0]
 
 
+@nightly
 @pytest.mark.distributed
 def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
     found = record(ranks, "fast")
@@ -65,8 +71,9 @@ def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
     assert "at most 2 batches of a rank (train.evaluation_steps)" in (folder / "output.txt").read_text()
 
 
+@nightly
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "size"), [("learned", 64), pytest.param("uneven", 32, marks=nightly)])
+@pytest.mark.parametrize(("name", "size"), [("learned", 64), ("uneven", 32)])
 def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
     found = record(ranks, name)
     assert found["config"]["augment"] == found["config"]["callbacks"] == {}
@@ -92,7 +99,8 @@ def test_a_run_that_resumes_is_not_judged(ranks, folder):
 @pytest.mark.parametrize(
     ("name", "began"),
     [
-        ("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks (BreaksAtStep)"),
+        pytest.param("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks "
+                               "(BreaksAtStep)", marks=nightly),
         pytest.param("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
                                  "root (Root) passes back", marks=nightly),
         ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in its "

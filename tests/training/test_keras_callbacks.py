@@ -10,13 +10,15 @@ from tiers import with_nightly
 # Settings of each.
 WORK = {
     "ModelCheckpoint": ["filepath='${run.dir}/{epoch:d}.keras'"],
-    "ModelCheckpoint weights": ["filepath=${run.dir}/newest.weights.h5", "save_weights_only=true"],
     "ModelCheckpoint steps": ["filepath='${run.dir}/{batch:d}.weights.h5'", "save_weights_only=true", "save_freq=3"],
     "CSVLogger": ["filename=${run.dir}/log.csv"],
     "EarlyStopping": ["monitor=loss", "patience=0", "min_delta=100"],
     "ReduceLROnPlateau": ["monitor=loss", "patience=0", "min_delta=100"],
-    "LearningRateScheduler": ["schedule={_target_: leaves.halved, _partial_: true}"],
     "LambdaCallback": ["on_train_batch_end={_target_: leaves.told, _partial_: true}"],
+}
+NIGHTLY_WORK = {
+    "ModelCheckpoint weights": ["filepath=${run.dir}/newest.weights.h5", "save_weights_only=true"],
+    "LearningRateScheduler": ["schedule={_target_: leaves.halved, _partial_: true}"],
     "TerminateOnNaN": [],
     "ProgbarLogger": [],
     "History": [],
@@ -57,7 +59,7 @@ def ran(request, folder):
     checkpoint = WORK["ModelCheckpoint"]
     settings = {**WORK, **{name: words for name, (words, _) in REFUSED.items()}}
     if with_nightly(request):
-        settings |= dict.fromkeys(SAVED, checkpoint)
+        settings |= {**NIGHTLY_WORK, **dict.fromkeys(SAVED, checkpoint)}
     runs = {}
     for name, own in settings.items():
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
@@ -67,20 +69,34 @@ def ran(request, folder):
     return found[0], output
 
 
+def steps_of(found, names):
+    assert [found[name]["error"] for name in names if "error" in found[name]] == []
+    return {name: found[name]["record"]["num_steps"] for name in names}
+
+
+def rates(run):
+    """The learning rate of each epoch, of which that of the configuration is 0.001."""
+    return [float(row.split(",")[2]) for row in (run / "history.csv").read_text().splitlines()[1:]]
+
+
 def test_each_works(ran, folder):
     found, output = ran
-    assert [found[name]["error"] for name in WORK if "error" in found[name]] == []
-    steps = {name: found[name]["record"]["num_steps"] for name in WORK}
+    steps = steps_of(found, WORK)
     assert steps.pop("EarlyStopping") == 24
     assert set(steps.values()) == {36}
     assert output.count("told of batch") == 36
-    written = {path.name for name in WORK for pattern in ("?.keras", "*.h5") for path in (folder / name).glob(pattern)}
-    assert written == {*(f"{epoch}.keras" for epoch in (1, 2, 3)), "newest.weights.h5", "3.weights.h5", "6.weights.h5",
-                       "9.weights.h5", "12.weights.h5"}  # fmt: skip
+    assert {path.name for path in (folder / "ModelCheckpoint").glob("?.keras")} == {"1.keras", "2.keras", "3.keras"}
+    weights = {path.name for path in (folder / "ModelCheckpoint steps").glob("*.h5")}
+    assert weights == {f"{step}.weights.h5" for step in (3, 6, 9, 12)}
     assert len((folder / "CSVLogger" / "log.csv").read_text().splitlines()) == 4
-    for name, factors in [("LearningRateScheduler", (1 / 2, 1 / 4, 1 / 8)), ("ReduceLROnPlateau", (1, 1, 1 / 10))]:
-        history = (folder / name / "history.csv").read_text().splitlines()
-        assert [float(row.split(",")[2]) for row in history[1:]] == pytest.approx([0.001 * f for f in factors])
+    assert rates(folder / "ReduceLROnPlateau") == pytest.approx([0.001, 0.001, 0.0001])
+
+
+@pytest.mark.nightly
+def test_so_do_more_of_them(ran, folder):
+    assert set(steps_of(ran[0], NIGHTLY_WORK).values()) == {36}
+    assert (folder / "ModelCheckpoint weights" / "newest.weights.h5").exists()
+    assert rates(folder / "LearningRateScheduler") == pytest.approx([0.001 / 2, 0.001 / 4, 0.001 / 8])
 
 
 @pytest.mark.parametrize("name", REFUSED)

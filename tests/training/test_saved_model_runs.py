@@ -38,6 +38,7 @@ def write_pictures(folder, rng, count):
 HALVES = [pytest.param(f"mixed_{kind}", marks=pytest.mark.release) for kind in ("bfloat16", "float16")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["float32", *HALVES])
 def test_image_files_of_different_sizes(tmp_path, precision):
     rng = np.random.default_rng(0)
