@@ -49,7 +49,7 @@ TASKS = [
     ["no kind", "predict", "run=digits", "--output", "predictions.txt"],
     ["damaged", "predict", "run=digits", "input=damaged", "--output", "damaged.csv"],
 ]
-# By default the writers below have masks, test_tasks_on_ranks.py a segmentation, and tests/data rows and skipped examples.
+# By default the writers below have masks, test_tasks_on_ranks.py a segmentation, and tests/data rows and skips.
 NIGHTLY_TASKS = [
     ["other", "evaluate", "run=digits", "dataset=digits", "dataset.num_test=100", "--output", "other.json"],
     ["skipping", "predict", *LAST, *SMALL, "data.on_error=skip", "--output", "skipping.csv"],

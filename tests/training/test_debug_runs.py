@@ -20,7 +20,7 @@ RUNS = {
     "fine": ["debug=nan", "train.steps=4"],
 }  # fmt: skip
 # By default test_repeated_step.py holds how gradients and losses are searched, test_runs.py what is told of a timeline,
-# test_guards.py batches of unlike sizes, test_cli.py what debug= sets, and docs/test_pages.py debug=overfit.
+# test_guards.py batches of unlike sizes, and test_cli.py what debug= sets.
 NIGHTLY_RUNS = {
     "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
     "learned": [
