@@ -130,12 +130,13 @@ def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_
 def test_a_host_that_was_left_out_comes_back(tmp_path):
     """Three hosts; one loses its rank, is left out for some seconds, and then has a rank again."""
     options = ["--blacklist-cooldown-range", "2", "3"]
-    words = ["strategy.commit_steps=5", "train.epochs=150"]
-    code, output = elastic(tmp_path, 3, {"kill_rank": 2, "kill_step": 60}, *words, options=options)
+    fates = {"kill_rank": 2, "kill_step": 20, "host": NAMES[2], "alone": 2, "enough": 3}
+    code, output = elastic(tmp_path, 3, fates, "strategy.commit_steps=5", "train.epochs=150", options=options)
     assert code == 0, output
     dead, *others = steps(tmp_path)
-    assert dead[-1] == (60, 3)
-    assert [ranks[-1] for ranks in others] == [(150 * 14, 3)] * 3
+    assert dead[-1] == (20, 3)
+    assert len(others) == 3 and {ranks[-1][1] for ranks in others} == {3}
+    assert len({ranks[-1] for ranks in others}) == 1, "all stop after the same step"
     assert any(size == 2 for _, size in others[0]), "they went on without it"
 
 

@@ -13,5 +13,14 @@ def mostly_nightly(names: Iterable[str], *by_default: str) -> list[Any]:
 
 def with_nightly(request: pytest.FixtureRequest) -> bool:
     """True if a nightly test of the fixture's module is selected."""
+    return _selected(request, "nightly")
+
+
+def with_release(request: pytest.FixtureRequest) -> bool:
+    """True if a test of the fixture's module is selected that is for releases."""
+    return _selected(request, "release")
+
+
+def _selected(request: pytest.FixtureRequest, marker: str) -> bool:
     items = [item for item in request.session.items if item.path == request.path]
-    return any(item.get_closest_marker("nightly") for item in items)
+    return any(item.get_closest_marker(marker) for item in items)

@@ -6,7 +6,9 @@ from safetensors.numpy import load_file
 
 from launching import many_runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
+# Its graphs of many synchronized layers take minutes. Nightly tests/finetuning has a smaller network with such layers,
+# and test_tasks_on_ranks.py the task.
+pytestmark = [pytest.mark.distributed, pytest.mark.release, pytest.mark.timeout(600)]
 
 SHAPES = [
     "model=deeplabv3plus", "model.backbone=MobileNetV2", "+model.alpha=0.35", "model.filters=8",

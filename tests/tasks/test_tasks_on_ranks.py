@@ -12,9 +12,10 @@ import pytest
 
 from launching import many_runs
 from run_results import different, record, state
-from tiers import mostly_nightly, with_nightly
+from tiers import mostly_nightly, with_nightly, with_release
 
 pytestmark = pytest.mark.distributed
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 WEIGHTS = {"classification": "balanced", "binary": "{0: 1.0, 1: 4.0}", "segmentation": "{1: 3.0}"}
 CUSTOM = [
@@ -87,17 +88,30 @@ def two_ranks(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
-    return start(3, joint_runs(KINDS), tmp_path_factory.mktemp("tasks-on-3"))
+def three_ranks(request, tmp_path_factory):
+    """What each rank saw, and the folder."""
+    folder = tmp_path_factory.mktemp("tasks-on-3")
+    return start(3, joint_runs(KINDS if with_release(request) else BY_DEFAULT), folder), folder
 
 
-@pytest.fixture(params=["two_ranks", pytest.param("three_ranks", marks=pytest.mark.nightly)])
-def ranks(request):
-    made = request.getfixturevalue(request.param)
-    return made[0] if request.param == "two_ranks" else made
+@pytest.fixture
+def ranks(request, num_ranks):
+    return request.getfixturevalue(f"{num_ranks}_ranks")[0]
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, *BY_DEFAULT))
+def on_ranks():
+    """Parameters: two ranks by default with some kinds and nightly with all, three ranks one tier later."""
+    tiers = [(), nightly, release]
+    for later, num_ranks in enumerate(("two", "three")):
+        for kind in KINDS:
+            marks = tiers[later + (kind not in BY_DEFAULT)]
+            yield pytest.param(num_ranks, kind, marks=marks)
+
+
+on_ranks_with_each_kind = pytest.mark.parametrize(("num_ranks", "kind"), list(on_ranks()))
+
+
+@on_ranks_with_each_kind
 def test_ranks_equal_keras_in_one_process_on_the_joint_batches(ranks, kind):
     """To 1e-5 in all weights, in the losses and in the metrics; with the corrections off they do not."""
     for rank in ranks:
@@ -110,7 +124,7 @@ def test_ranks_equal_keras_in_one_process_on_the_joint_batches(ranks, kind):
                 assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, *BY_DEFAULT))
+@on_ranks_with_each_kind
 def test_an_evaluation_does_not_depend_on_how_examples_are_batched(ranks, kind):
     """Ranks with batches of 4 against one process with a single batch."""
     for name, (ours, theirs) in ranks[0][f"joint {kind}"]["tested"].items():
@@ -125,7 +139,7 @@ def test_records_have_the_metrics_of_the_task(two_ranks):
     assert causal["test_perplexity"] == pytest.approx(np.exp(causal["test_loss"]))
 
 
-@pytest.mark.nightly
+@nightly
 def test_so_have_those_of_a_regression_and_of_several_outputs(two_ranks):
     ranks, _ = two_ranks
     assert "mean_absolute_error" in ranks[0]["joint regression"]["tested"]
@@ -133,6 +147,7 @@ def test_so_have_those_of_a_regression_and_of_several_outputs(two_ranks):
     assert {"test_size_loss", "test_kind_loss", "test_size_mae"} < custom.keys()
 
 
+@pytest.mark.parametrize("num_ranks", mostly_nightly(["two", "three"], "two"))
 def test_ranks_on_mixed_targets_equal_keras_in_one_process(ranks):
     for rank in ranks:
         result = rank["joint augmented"]
@@ -167,7 +182,7 @@ def test_a_text_is_learned_and_continued(two_ranks):
     assert json.loads((folder / "causal/model.json").read_text())["input"] == {"shape": [8], "dtype": "int32"}
 
 
-@pytest.mark.nightly
+@nightly
 def test_a_masked_text_is_learned_and_has_no_sample(two_ranks):
     masked = record(two_ranks[0], "masked")
     assert masked["metrics"]["test_perplexity"] > 1 and masked["sample"] is None

@@ -15,11 +15,12 @@ class Fates(keras.callbacks.Callback):
     """Kills a rank at a step of the run; has a host join where few enough ranks are left; keeps the last weights.
 
     Each once in all, by files in the folder. Steps are counted by the optimizer.
+    enough: as soon as a rank was killed and there are so many ranks again, the training stops.
     """
 
-    def __init__(self, folder, kill_rank=-1, kill_step=0, host="", alone=1):
+    def __init__(self, folder, kill_rank=-1, kill_step=0, host="", alone=1, enough=None):
         super().__init__()
-        self.folder, self.host, self.alone = Path(folder), host, alone
+        self.folder, self.host, self.alone, self.enough = Path(folder), host, alone, enough
         self.kill = (kill_rank, kill_step)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -29,6 +30,8 @@ class Fates(keras.callbacks.Callback):
         if (hvd.rank(), step) == self.kill and not (self.folder / "killed").exists():
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if hvd.size() == self.enough and (self.folder / "killed").exists():
+            self.model.stop_training = True
         if self.host and hvd.size() <= self.alone:
             time.sleep(0.2)  # The launcher looks for hosts once a second.
             hosts = (self.folder / "hosts").read_text()
