@@ -14,10 +14,11 @@ from tiers import mostly_nightly
 from tiny_data import KINDS, images_of, joined, random_images, scaled
 
 # Image folders and Parquet have files of their own besides.
-every_kind = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "arrays", "tfrecord"))
+every_kind = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "arrays"))
+records_too = pytest.mark.parametrize("kind", mostly_nightly(KINDS, "arrays", "tfrecord"))
 
 
-@every_kind
+@records_too
 def test_three_ranks_read_disjoint_shards_that_are_complete(kind, make_source):
     # 23 examples over 3 ranks: sizes that do not divide. 23 - (the shard's remainder) are read per epoch.
     source = make_source(kind, 23)
@@ -33,7 +34,7 @@ def test_three_ranks_read_disjoint_shards_that_are_complete(kind, make_source):
     assert sorted(joined(shards)) == sorted(scaled(random_images(23)[0]))
 
 
-@every_kind
+@records_too
 def test_evaluation_counts_each_of_ten_examples_once_over_three_ranks(kind, make_source):
     source = make_source(kind, 6, num_test=10)
     streams = [source.evaluation("test", Topology(rank, 3), batch_size=3) for rank in range(3)]
@@ -51,7 +52,7 @@ def test_no_such_split_is_an_empty_stream(kind, make_source):
     assert stream.element_spec[0].shape.as_list()[1:] == list(source.image_shape)
 
 
-@every_kind
+@records_too
 @pytest.mark.parametrize("start_step", [3, 7])
 def test_start_step_gives_the_tail_of_the_uninterrupted_stream(kind, start_step, make_source):
     # 3 steps an epoch, so 2 is within the first epoch, 3 at a border, 7 within the third.

@@ -41,6 +41,7 @@ def user(tmp_path):
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_own_model_and_data_set(user):
     code, output = run(None, 1, "bash", "-c", command("--config-dir conf"), cwd=user)
     assert code == 0, output

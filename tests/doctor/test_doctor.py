@@ -158,6 +158,7 @@ def test_names_that_lead_elsewhere(lab):
     assert {check for check, _ in found} == {"names"}
 
 
+@pytest.mark.nightly
 def test_interfaces(lab):
     found = lab.failures("--network-interfaces", "docker0")
     assert found["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"

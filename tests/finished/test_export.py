@@ -57,7 +57,7 @@ def export_words(monkeypatch, *words):
     assert export() == 0
 
 
-@pytest.mark.parametrize("chosen", mostly_nightly(SCRIPTS, "keras", "onnx"))
+@pytest.mark.parametrize("chosen", mostly_nightly(SCRIPTS, "onnx"))
 def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, capsys):
     if chosen == "onnx" and not HAS_ONNX:
         pytest.skip("tf2onnx and onnxruntime (scripts/lock/export.txt) are missing")

@@ -11,8 +11,9 @@ from hvtrain.models.applications import body, clone
 from hvtrain.models.deeplab import ENDS, dilated
 from launching import without_hvtrain
 
+nightly = pytest.mark.nightly
 TINY = {"backbone": "MobileNetV2", "alpha": 0.35, "filters": 16}
-BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, marks=pytest.mark.nightly)]
+BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, marks=nightly)]
 
 
 def rates(model):
@@ -73,7 +74,9 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
             assert np.abs(other - expected).max() > 0.1 * np.abs(expected).max(), "strides alone are not enough"
 
 
-@pytest.mark.parametrize("image_shape", [(33, 40, 3), (70, 51, 1), (32, 32, 3)])
+@pytest.mark.parametrize(
+    "image_shape", [(33, 40, 3), pytest.param((70, 51, 1), marks=nightly), pytest.param((32, 32, 3), marks=nightly)]
+)
 def test_any_sides_give_a_logit_for_each_class_at_each_pixel(image_shape):
     model = deeplabv3plus(image_shape, 4, **TINY)
     images = np.random.default_rng(0).normal(size=(2, *image_shape)).astype("float32")
@@ -93,6 +96,7 @@ def test_logits_are_float32_under_mixed_precision(policy):
     assert model.get_layer("aspp_project").compute_dtype == policy.removeprefix("mixed_")
 
 
+@nightly
 def test_a_second_build_has_the_same_names():
     first, second = (deeplabv3plus((32, 32, 3), 4, **TINY) for _ in range(2))
     assert [layer.name for layer in first.layers] == [layer.name for layer in second.layers]
@@ -100,7 +104,7 @@ def test_a_second_build_has_the_same_names():
     assert paths == [variable.path for variable in second.weights] and len(set(paths)) == len(paths)
 
 
-@pytest.mark.nightly
+@nightly
 def test_it_learns_recomputed_too():
     """Discs, after some steps; with activations computed again the losses are the same to rounding."""
     ys, xs = np.mgrid[:32, :32] - 16
@@ -126,7 +130,7 @@ def test_a_call_is_inference():
     assert np.abs(first - model(images, training=True)).max() > 0.1
 
 
-@pytest.mark.nightly
+@nightly
 def test_it_loads_in_plain_keras(tmp_path):
     model = deeplabv3plus((33, 40, 3), 4, **TINY)
     images = np.random.default_rng(0).normal(size=(2, 33, 40, 3)).astype("float32")

@@ -192,6 +192,7 @@ def test_keras_hub_that_is_missing_is_one_line_with_the_command(monkeypatch):
     refused("model=keras_hub needs keras-hub .*; install it: .*uv pip install --no-deps -r scripts/lock/keras-hub.txt")
 
 
+@pytest.mark.nightly
 def test_keras_hub_imports_without_tensorflow_text_and_a_second_tensorflow():
     code = """
 import sys, importlib.metadata as metadata, keras_hub

@@ -26,6 +26,7 @@ def no_ranks_left(folder):
     return not [line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line]
 
 
+@pytest.mark.nightly
 def test_more_than_the_shard_holds(tmp_path):
     code, output = train("gloo", 2, "train.batch_size=5000", f"run.dir={tmp_path / 'run'}", cwd=tmp_path)
     assert code == 2, output

@@ -133,9 +133,9 @@ def test_rank_0_that_was_killed(tmp_path):
 @pytest.mark.parametrize(
     ("rank", "what", "error"),
     [
-        (0, "raise", "RuntimeError: a leaf fell off"),
+        pytest.param(0, "raise", "RuntimeError: a leaf fell off", marks=pytest.mark.nightly),
         (1, "raise", "RuntimeError: a leaf fell off"),
-        (1, "memory", "MemoryError: no room for a leaf"),
+        pytest.param(1, "memory", "MemoryError: no room for a leaf", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_fails_says_why(tmp_path, rank, what, error):
@@ -183,6 +183,7 @@ def test_work_that_takes_long_is_no_hang(tmp_path):
     assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(1)
 
 
+@pytest.mark.nightly
 def test_ranks_that_only_serve_are_no_hang_when_rank_0_has_ended(tmp_path):
     """As parameter servers do, for longer than the time without progress after which there is a warning."""
     with Ranks(tmp_path, 2, 20, steps=300, more=("serves",)) as ranks:
@@ -310,6 +311,7 @@ def test_no_watch_no_port(tmp_path):
         assert ranks.codes() == [0, 0]
 
 
+@pytest.mark.nightly
 def test_an_elastic_job_goes_on_without_a_lost_rank(tmp_path):
     """Nobody is ended for it; here the others then wait forever, which is a hang like any other."""
     with Ranks(tmp_path, 3, 3, [1, 30, "die"], more=["survives"]) as ranks:

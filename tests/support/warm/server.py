@@ -14,6 +14,7 @@ argv[1]: path of the socket. Ends when its standard input is closed, which is wh
 
 import array
 import contextlib
+import gc
 import json
 import os
 import random
@@ -212,6 +213,8 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     BASE_PATH = sys.path[1:]
     import_what_runs_need()
+    gc.collect()
+    gc.freeze()  # What has been imported lives until the end, so no fork has to look at it or copy it.
     server = Server(sys.argv[1])
     server.serve()
     if server.job is not None:
