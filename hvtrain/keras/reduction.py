@@ -65,7 +65,7 @@ class Reducer:
     num_calls: int = 0
     """Calls from Python: one for each step that is traced or runs eagerly."""
     flag: SharedFlag | None = None
-    """Travels with the first group."""
+    """Travels with the first group, or by itself if all gradients are sparse."""
     sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
     """Rows of sparse gradients with the same index become their sum, as on GPUs, which would add them to a weight in an
     order that changes: weights of different ranks would differ in their last digits."""
@@ -167,12 +167,15 @@ class Reducer:
                 done.append(self.flag.update(values.pop()))
             for i, value in zip(group, values):
                 reduced[i] = value
+        if self.flag and not groups:
+            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
+            done.append(self.flag.update(value))
         if overwriting:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
         done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
-        if done:
+        if shared:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:

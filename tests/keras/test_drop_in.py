@@ -106,6 +106,8 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
 def test_no_rank_stops_alone(ranks):
     """Wished by the last rank after its third batch, and at the end of the second epoch of 16 batches."""
     assert [found["stopping_and_drifting"]["batches"] for found in ranks] == [[4, 32]] * len(ranks)
+    tables = [found["stopping_and_drifting"]["batches of a table"] for found in ranks]
+    assert tables == [4] * len(ranks), "the wish travels without dense gradients too"
 
 
 def test_weights_that_drift_are_named(ranks):

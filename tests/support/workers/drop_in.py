@@ -202,6 +202,15 @@ def small_model(**compiled):
     return model
 
 
+def model_of_a_table():
+    """All of its gradients are sparse, as those of a matrix factorization."""
+    layers = [keras.Input((2,), dtype="int32"), keras.layers.Embedding(16, 1), keras.layers.Flatten()]
+    model = keras.Sequential(layers)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+    hvd.broadcast_model(model)
+    return model
+
+
 class StopsOnLastRank(keras.callbacks.Callback):
     """Wishes to stop on one rank alone, and counts."""
 
@@ -226,6 +235,10 @@ def stopping_and_drifting():
         callbacks = [stops, hvd.StopTogetherCallback(), hvd.WeightCheckCallback(3)]
         model.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
         batches.append(stops.batches)
+    stops = StopsOnLastRank(batch=3)
+    table = model_of_a_table()
+    rows = rng.integers(0, 16, (64, 2))
+    table.fit(rows, y, batch_size=4, verbose=0, callbacks=[stops, hvd.StopTogetherCallback()])
     check = WeightCheck(model)
     check("now")
     moving = refusal(lambda: check("now", everything=True))
@@ -235,6 +248,7 @@ def stopping_and_drifting():
         model.layers[0].kernel.assign_add(np.full((3, 4), 1e-6, "float32"))
     return {
         "batches": batches,
+        "batches of a table": stops.batches,
         "moving": moving,
         "drift": refusal(lambda: check("after step 7")),
         "drift seen in training": refusal(
