@@ -15,7 +15,7 @@ from hvtrain.keras.variables import variable_id
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Sets weights and optimizer state of all ranks to those of root_rank, once (every rank).
+    """Sets weights and optimizer state of all ranks to those of root_rank, once for each model (every rank).
 
     Before the first step if the model is built, as one with an Input is; otherwise right after the first step, which
     creates its variables, and with a warning: that step's gradients are those of each rank's own weights. Also sets the
@@ -39,6 +39,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def register_local_var(self, var: Any) -> None:
         """Excludes this variable from the broadcast."""
         self._local.add(variable_id(var))
+
+    def set_model(self, model: keras.Model) -> None:
+        if model is not self.model:
+            self.broadcast_done = False
+        super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._compare_steps()
@@ -87,6 +92,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.weights, *(v for optimizer in self._optimizers() for v in optimizer.variables)]
         shared = {variable_id(variable): variable for variable in variables}
-        with tf.device(self.device or None):
-            broadcast_variables([shared[key] for key in shared if key not in self._local], self.root_rank)
+        if exchanged := [shared[key] for key in shared if key not in self._local]:
+            with tf.device(self.device or None):
+                broadcast_variables(exchanged, self.root_rank)
         self.broadcast_done = True

@@ -91,6 +91,11 @@ class ReductionCheckCallback(keras.callbacks.Callback):
         self._first = 0
         self._checked = False
 
+    def set_model(self, model: keras.Model) -> None:
+        if model is not self.model:
+            self._before, self._checked = None, False
+        super().set_model(model)
+
     def on_train_begin(self, logs: Any = None) -> None:
         if self._before is None:
             self._before = num_reductions(self.model.optimizer)
@@ -127,7 +132,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         hook = hook_of(model.optimizer)
-        if self._flag is None and hook:
+        if hook and (self._flag is None or hook.reducer.flag is not self._flag):
             self._flag = hook.reducer.flag = SharedFlag()
             model.train_function = None  # A function traced earlier does not reduce the flag.
 
@@ -160,6 +165,11 @@ class WeightCheckCallback(keras.callbacks.Callback):
         self.every_batches = every_batches
         self.check: WeightCheck | None = None
         self._batches = 0
+
+    def set_model(self, model: keras.Model) -> None:
+        if model is not self.model:
+            self.check, self._batches = None, 0
+        super().set_model(model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.check is None:

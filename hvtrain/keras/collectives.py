@@ -89,14 +89,22 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 
     They are matched by position and packed into few messages: names that Keras generates (dense_1, sgd_3) may differ
     between ranks, and Horovod, which pairs tensors by name, would then wait forever.
-    Raises RankError if ranks hold variables of different number, shape or type.
+    Raises RankError if ranks hold variables of different number, shape or type, and ValueError if there are none, as in
+    a model that is not built.
     """
+    variables = list(variables)
+    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not is_seed(v)]
+    if hvd.size() > 1:
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
+    if not variables:
+        raise ValueError(
+            "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; begin "
+            "the model with a keras.Input, or call model.build(input_shape) before"
+        )
     if hvd.size() == 1:
         return None
-    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not is_seed(v)]
-    with tf.init_scope():
-        if tf.executing_eagerly():
-            _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)

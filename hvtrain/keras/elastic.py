@@ -87,7 +87,8 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Sets the state to rank 0's, and saves it (every rank)."""
         with raise_for_elastic():
-            broadcast_variables(self._variables(), root_rank=0)
+            if variables := self._variables():
+                broadcast_variables(variables, root_rank=0)
             self.__dict__.update(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
         self.save()
 

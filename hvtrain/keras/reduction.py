@@ -12,6 +12,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvtrain.errors import RankError
 from hvtrain.keras.adasum import check_adasum
 from hvtrain.keras.gradients import compare_structure, map_values, sum_duplicates
 from hvtrain.keras.grouping import in_groups
@@ -24,7 +25,7 @@ _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, 
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
 # Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
-# than another; the order in which a program makes its optimizers does not.
+# than another; the order in which a program's optimizers take their first steps does not.
 _numbers = itertools.count()
 gathers_rows = False
 """True once this process has reduced sparse gradients."""
@@ -59,7 +60,7 @@ class Reducer:
     device_sparse: str = ""
     process_set: Any = None
     scale_local_gradients: bool = True
-    name: str = field(default_factory=lambda: f"hvtrain_gradients_{next(_numbers)}")
+    given_name: str = ""
     count: tf.Variable = field(default_factory=new_counter)
     """Reductions that this rank has run."""
     num_calls: int = 0
@@ -89,6 +90,12 @@ class Reducer:
         groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks; given at the first step, so that one that a single rank makes but never steps takes none."""
+        self.given_name = self.given_name or f"hvtrain_gradients_{next(_numbers)}"
+        return self.given_name
 
     @property
     def is_alone(self) -> bool:
@@ -148,7 +155,14 @@ class Reducer:
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
         structure = [reduced[i] for i in exchanged], [variables[i] for i in exchanged]
-        compare_structure(self.name, self._settings(), *structure, self.process_set)
+        is_first = not self.given_name
+        try:
+            compare_structure(self.name, self._settings(), *structure, self.process_set)
+        except RankError:
+            # Other ranks have drawn this number for another optimizer. All draw a new one at their next step.
+            if is_first:
+                self.given_name = ""
+            raise
         shared = [i for i in exchanged if reduced[i] is not None]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]

@@ -81,7 +81,7 @@ class _ReducesGradients:
         variables = tf.nest.flatten(sources)
         flat = [s.value if isinstance(s, keras.Variable) else s for s in variables]
         gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
-        reducer = Reducer(name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
+        reducer = Reducer(given_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
         reduced = reducer(gradients, variables)
         for gradient in reduced:

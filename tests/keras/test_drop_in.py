@@ -110,6 +110,12 @@ def test_no_rank_stops_alone(ranks):
     assert tables == [4] * len(ranks), "the wish travels without dense gradients too"
 
 
+def test_callbacks_act_on_a_second_model_as_on_the_first(ranks):
+    """Broadcast, stop and comparison; and an optimizer that one rank alone has made, and never steps, changes nothing."""
+    expected = {"error": "taken", "batches": 4, "are equal": True}
+    assert [found["one_list_of_callbacks_for_two_models"] for found in ranks] == [[expected] * 2] * len(ranks)
+
+
 def test_weights_that_drift_are_named(ranks):
     last = len(ranks) - 1
     for found in ranks:
@@ -131,6 +137,7 @@ def test_saved_models_reduce_again(ranks):
 
 
 REFUSED = {
+    "no variables": "ValueError: there are no variables to broadcast, as in a model that is not built yet, and ranks",
     "global variables": "RuntimeError: broadcast_global_variables finds no global variables in TensorFlow 2",
     "groups": "groups=-1 is neither a number above 0 nor a list of lists of variables",
     "op": "gradients are reduced by Average, Sum or Adasum",

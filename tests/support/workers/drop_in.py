@@ -192,13 +192,14 @@ def ancestors(operation):
     return found
 
 
-def small_model(**compiled):
+def small_model(broadcast=True, **compiled):
     keras.utils.set_random_seed(RANK)
     layers = [keras.layers.Dense(4, name="hidden"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
     model = keras.Sequential([keras.Input((3,)), *layers])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     model.compile(optimizer, "mse", jit_compile=False, **compiled)
-    hvd.broadcast_model(model)
+    if broadcast:
+        hvd.broadcast_model(model)
     return model
 
 
@@ -257,6 +258,22 @@ def stopping_and_drifting():
     }
 
 
+def one_list_of_callbacks_for_two_models():
+    """Rank 0 also makes an optimizer that never steps, as for a model that it only shows."""
+    if RANK == 0:
+        hvd.DistributedOptimizer(SGD())
+    rng = np.random.default_rng(RANK)
+    x, y = rng.normal(size=(64, 3)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
+    callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.StopTogetherCallback(), hvd.WeightCheckCallback(2)]
+    found = []
+    for _ in range(2):
+        model, stops = small_model(broadcast=False), StopsOnLastRank(batch=3)
+        error = refusal(lambda: model.fit(x, y, batch_size=4, verbose=0, callbacks=[stops, *callbacks]))
+        weights = hvd.allgather_object([weight.numpy().tolist() for weight in model.trainable_weights])
+        found.append({"error": error, "batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
+    return found
+
+
 class Mine(keras.optimizers.RMSprop):
     """An optimizer of one's own."""
 
@@ -293,6 +310,7 @@ def saving():
 
 def refusals():
     return {
+        "no variables": refusal(lambda: hvd.broadcast_variables(keras.Sequential([]).variables, 0)),
         "global variables": refusal(lambda: hvd.broadcast_global_variables(0)),
         "groups": refusal(lambda: hvd.DistributedOptimizer(SGD(), groups=-1)),
         "op": refusal(lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Max)),
@@ -364,7 +382,7 @@ def a_script_for_horovod():
 
 WORK = (
     local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite, finite_on_gpus,
-    stopping_and_drifting, saving, refusals, a_script_for_horovod,
+    stopping_and_drifting, one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
 found = {work.__name__: work() for work in WORK}
 everyone = hvd.allgather_object(found)
