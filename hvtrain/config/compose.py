@@ -45,10 +45,9 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
     ConfigStore.instance().store("hvtrain_schema", schema())
     trees: list[Any] = []
 
-    # The folder of a run has all settings of that run in one file, and no groups.
-    of_run = [folder.absolute() for folder in own_folders(sys.argv) if (folder / "checkpoints").is_dir()]
+    of_run = folder_of_a_run(sys.argv)
 
-    @hydra.main(version_base="1.3", config_path=str((of_run or [CONFIGS])[0]), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(of_run or CONFIGS), config_name="config")
     def job(tree: DictConfig) -> None:
         choices = HydraConfig.get().runtime.choices
         if tree.run.name is None:
@@ -152,6 +151,34 @@ def own_folders(words: list[str]) -> list[Path]:
         if word in ("--config-dir", "-cd") and index + 1 < len(words):
             return [Path(words[index + 1])]
     return []
+
+
+def folder_of_a_run(words: list[str]) -> Path | None:
+    """The folder given with --config-dir if its config.yaml has all settings of a run, and no groups.
+
+    Raises ConfigError for any other config.yaml there, of which Hydra would say nothing: it takes hvtrain's own.
+    """
+    from omegaconf import OmegaConf
+
+    for folder in own_folders(words):
+        path = folder / "config.yaml"
+        if not path.exists() and (folder / "checkpoints").is_dir():
+            raise ConfigError(
+                f"--config-dir {folder} is the folder of a run without its config.yaml; give another folder"
+            )
+        if not path.exists() or path.samefile(CONFIGS / "config.yaml"):
+            continue
+        try:
+            settings = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        except Exception as error:
+            raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); mend it first") from error
+        if isinstance(settings, dict) and all("_target_" in (settings.get(group) or ()) for group in GROUPS[:3]):
+            return folder.absolute()
+        raise ConfigError(
+            f"{path} has not all settings of a run, and hvtrain would take its own config.yaml instead; put settings of "
+            f"yours into groups such as {folder}/experiment/NAME.yaml"
+        )
+    return None
 
 
 def run_settings(words: list[str]) -> str:

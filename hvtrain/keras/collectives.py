@@ -100,8 +100,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
                 _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
     if not variables:
         raise ValueError(
-            "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; begin "
-            "the model with a keras.Input, or call model.build(input_shape) before"
+            "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; "
+            "begin the model with a keras.Input, or call model.build(input_shape) before"
         )
     if hvd.size() == 1:
         return None

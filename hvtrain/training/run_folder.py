@@ -1,5 +1,6 @@
 """The folder of a run: made or opened again, locked, swept, and described for whoever finds it later."""
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from omegaconf import OmegaConf
 from hvtrain import __version__
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.records import TEMPORARY, refuse_link, write_atomic
+from hvtrain.core.records import HISTORY_FILE, RESULT_FILE, TEMPORARY, refuse_link, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 
 CONFIG_FILE, README_FILE = "config.yaml", "README.md"
+REPLACED = (CONFIG_FILE, README_FILE, RESULT_FILE, HISTORY_FILE, "model.keras", "model.json", "best.keras")
+"""Files that people may have under the same names."""
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
@@ -39,8 +42,9 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
     begun is the folder in which an earlier attempt of this run began; parent is where folders are made if run.dir is
     not set. Raises ConfigError if the folder cannot be written or another run uses it.
     """
-    folder = begun or Path(config.run.dir or default_run_dir(config, parent)).absolute()
+    folder = begun or (Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent))
     checkpoints = folder / "checkpoints"
+    refuse_files_of_others(folder)
     advice = "make it a folder, or set run.dir to the folder that it leads to"
     refuse_link(checkpoints, ConfigError, advice)
     try:
@@ -60,6 +64,44 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
     write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))))
     write_atomic(folder / README_FILE, README.format(version=__version__, folder=folder))
     return folder
+
+
+def make_default_folder(config: RunConfig, parent: str) -> Path:
+    """A new folder of the default name; of runs that begin in the same second each gets one of its own.
+
+    Raises ConfigError if it cannot be made.
+    """
+    name = Path(default_run_dir(config, parent)).absolute()
+    for number in itertools.count(1):
+        folder = name if number == 1 else name.with_name(f"{name.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
+            ) from error
+    raise AssertionError
+
+
+def refuse_files_of_others(folder: Path) -> None:
+    """Raises ConfigError for a folder of something else, of which a run would replace files."""
+    settings = folder / CONFIG_FILE
+    try:
+        is_a_runs = settings.is_file() and settings.read_text(encoding="utf-8").startswith(
+            CONFIG_HEADER.splitlines()[0]
+        )
+    except (OSError, UnicodeDecodeError):
+        is_a_runs = False
+    if is_a_runs or store.list_checkpoints(folder / "checkpoints"):
+        return
+    others = [name for name in REPLACED if (folder / name).exists()]
+    if others:
+        raise ConfigError(
+            f"run.dir={folder} is not the folder of a run, which would replace its {others[0]}; choose another run.dir"
+        )
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -10,7 +10,13 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import default_run_dir, from_dict, to_dict
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import RunLock
+from hvtrain.training import run_folder
 from hvtrain.training.run_folder import open_run_folder, remove_if_empty
+
+
+@pytest.fixture(autouse=True)
+def command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hvtrain"])
 
 
 def opened(folder, *words):
@@ -21,8 +27,7 @@ def opened(folder, *words):
     return config
 
 
-def test_the_configuration_in_the_folder_repeats_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["hvtrain"])
+def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
     words = ["model=mlp", "model.hidden=[7]", "optimizer=momentum", "callbacks=early_stopping", "train.steps=70"]
     config = opened(tmp_path / "run", *words)
     (again,) = compose(["--config-dir", str(tmp_path / "run"), "train.batch_size=5"])
@@ -32,9 +37,8 @@ def test_the_configuration_in_the_folder_repeats_the_run(tmp_path, monkeypatch):
     assert f"run.dir={tmp_path / 'run'}" in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_settings_may_name_the_run_folder(tmp_path, monkeypatch, capsys):
+def test_settings_may_name_the_run_folder(tmp_path, capsys):
     """Also where it is not yet known, and, repeated from its config.yaml, the new one."""
-    monkeypatch.setattr(sys, "argv", ["hvtrain"])
     log = "+callbacks.log={_target_: keras.callbacks.CSVLogger, filename: '${run.dir}/log.csv'}"
     assert compose([log, "--cfg", "job"]) == []
     assert "filename: ${run.dir}/log.csv" in capsys.readouterr().out
@@ -47,8 +51,7 @@ def test_settings_may_name_the_run_folder(tmp_path, monkeypatch, capsys):
         build(again, "callbacks.log", keras.callbacks.Callback)
 
 
-def test_the_default_name_is_what_was_chosen(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["hvtrain"])
+def test_the_default_name_is_what_was_chosen():
     for words, name in (
         (["model=resnet50", "dataset=image_folder", "dataset.dir=data"], "-resnet50-image_folder"),
         (["run.name=baseline"], "-baseline"),
@@ -56,8 +59,48 @@ def test_the_default_name_is_what_was_chosen(monkeypatch):
         assert default_run_dir(from_dict(compose(words)[0])).endswith(name)
 
 
-def test_a_folder_without_anything_to_keep_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["hvtrain"])
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "default_run_dir", lambda config, parent: f"{parent}/now")
+    folders = []
+    for _ in range(3):
+        with RunLock() as lock:
+            folders.append(open_run_folder(from_dict(compose([])[0]), lock).name)
+    assert folders == ["now", "now-2", "now-3"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.yaml", "history.csv", "model.keras"])
+def test_files_of_others_are_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"is not the folder of a run, which would replace its {name}; choose"):
+        opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_folder_with_other_files_may_become_that_of_a_run_and_a_run_may_begin_there_again(tmp_path):
+    (tmp_path / "slurm-12.out").touch()
+    for _ in range(2):
+        opened(tmp_path)
+
+
+def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
+    """Hydra would train hvtrain's default model without a word."""
+    config = opened(tmp_path / "run", "model=mlp", "train.steps=70")
+    (tmp_path / "alone").mkdir()
+    text = (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "alone/config.yaml").write_text(text)
+    (again,) = compose(["--config-dir", str(tmp_path / "alone")])
+    assert again["train"]["steps"] == 70 and again["model"] == config.model
+    for content, said in ((text[:-200] + "\n {", "cannot be read"), ("train: {steps: 7}", "not all settings of a run")):
+        (tmp_path / "alone/config.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            compose(["--config-dir", str(tmp_path / "alone")])
+    (tmp_path / "run/config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"is the folder of a run without its config\.yaml; give another folder"):
+        compose(["--config-dir", str(tmp_path / "run")])
+
+
+def test_a_folder_without_anything_to_keep_is_removed(tmp_path):
     for keeps in (False, True):
         opened(tmp_path / "run")
         (tmp_path / "run" / "logs").mkdir()

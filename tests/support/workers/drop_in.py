@@ -268,9 +268,9 @@ def one_list_of_callbacks_for_two_models():
     found = []
     for _ in range(2):
         model, stops = small_model(broadcast=False), StopsOnLastRank(batch=3)
-        error = refusal(lambda: model.fit(x, y, batch_size=4, verbose=0, callbacks=[stops, *callbacks]))
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[stops, *callbacks])
         weights = hvd.allgather_object([weight.numpy().tolist() for weight in model.trainable_weights])
-        found.append({"error": error, "batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
+        found.append({"batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
     return found
 
 
