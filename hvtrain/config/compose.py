@@ -175,8 +175,8 @@ def folder_of_a_run(words: list[str]) -> Path | None:
         if isinstance(settings, dict) and all("_target_" in (settings.get(group) or ()) for group in GROUPS[:3]):
             return folder.absolute()
         raise ConfigError(
-            f"{path} has not all settings of a run, and hvtrain would take its own config.yaml instead; put settings of "
-            f"yours into groups such as {folder}/experiment/NAME.yaml"
+            f"{path} does not have all settings of a run, and hvtrain would take its own config.yaml instead; put your "
+            f"settings into groups such as {folder}/experiment/NAME.yaml"
         )
     return None
 

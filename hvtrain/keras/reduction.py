@@ -93,7 +93,7 @@ class Reducer:
 
     @property
     def name(self) -> str:
-        """The same on all ranks. Drawn at the first step: an optimizer that one rank makes, but never steps, has none."""
+        """The same on all ranks. Drawn at the first step, so that an optimizer that only one rank makes takes none."""
         self.given_name = self.given_name or f"hvtrain_gradients_{next(_numbers)}"
         return self.given_name
 

@@ -91,7 +91,10 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
     (tmp_path / "alone/config.yaml").write_text(text)
     (again,) = compose(["--config-dir", str(tmp_path / "alone")])
     assert again["train"]["steps"] == 70 and again["model"] == config.model
-    for content, said in ((text[:-200] + "\n {", "cannot be read"), ("train: {steps: 7}", "not all settings of a run")):
+    for content, said in (
+        (text[:-200] + "\n {", "cannot be read"),
+        ("train: {steps: 7}", "does not have all settings of a run"),
+    ):
         (tmp_path / "alone/config.yaml").write_text(content)
         with pytest.raises(ConfigError, match=said):
             compose(["--config-dir", str(tmp_path / "alone")])
