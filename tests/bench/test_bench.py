@@ -52,7 +52,7 @@ def test_contenders_do_the_same_work(names, tmp_path):
         pytest.param(
             *(["steps", "--epochs", "5", "--contenders", "hvtrain-1,hvtrain-1@output=terminal"], "bench.json"),
             "hvtrain-1@output=terminal ",
-            marks=nightly,
+            marks=release,
         ),
         pytest.param(
             *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),

@@ -131,7 +131,8 @@ def test_a_host_that_was_left_out_comes_back(tmp_path):
     """Three hosts; one loses its rank, is left out for some seconds, and then has a rank again."""
     options = ["--blacklist-cooldown-range", "2", "3"]
     fates = {"kill_rank": 2, "kill_step": 20, "host": NAMES[2], "alone": 2, "enough": 3}
-    code, output = elastic(tmp_path, 3, fates, "strategy.commit_steps=5", "train.epochs=150", options=options)
+    words = ["strategy.commit_steps=5", "train.epochs=150"]
+    code, output = elastic(tmp_path, 3, fates, *words, options=options, gloo_seconds=45)
     assert code == 0, output
     dead, *others = steps(tmp_path)
     assert dead[-1] == (20, 3)

@@ -17,7 +17,7 @@ from launching import WORKERS, finish, kill, run, start
 from tiers import with_nightly
 
 pytestmark = pytest.mark.distributed
-nightly = pytest.mark.nightly
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 SYNC, ASYNC = "strategy=parameter_server_sync", "strategy=parameter_server"
 STEPS = [
@@ -236,8 +236,7 @@ def test_a_late_gradient_is_dropped(tmp_path):
     assert any(line.startswith("dropped ") for line in record["differences"]), record["differences"]
 
 
-@nightly
-@pytest.mark.parametrize("strategy", [SYNC, ASYNC])
+@pytest.mark.parametrize("strategy", [pytest.param(SYNC, marks=nightly), pytest.param(ASYNC, marks=release)])
 def test_digits(tmp_path, strategy):
     code, output = run("gloo", 4, "python", "-m", "hvtrain", strategy, f"run.dir={tmp_path}/run", cwd=tmp_path)
     assert code == 0, output
@@ -246,7 +245,7 @@ def test_digits(tmp_path, strategy):
     assert (tmp_path / "run" / "model.keras").exists() and (tmp_path / "run" / "history.csv").exists()
 
 
-@nightly
+@release
 @needs_lab
 def test_roles_on_two_hosts_find_each_other():
     line = ["-np", "2", "--num-ps", "1", "-H", "s1,s2", "--", "model=mlp", "train.epochs=1"]
