@@ -62,6 +62,15 @@ class Checkpoint:
                 values["best_weights"] = weights
         return saved
 
+    def unlogged(self) -> dict[str, float]:
+        """Results of a validation that no epoch's logs had yet. Raises CheckpointError."""
+        try:
+            return {str(name): float(value) for name, value in self.meta.get("unlogged", {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's results of a validation are not numbers ({error}); choose another run.dir"
+            ) from error
+
 
 def snapshot(
     model: "keras.Model", rank_states: list[dict[str, np.ndarray]], more: dict[str, np.ndarray] | None = None

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource
-from hvtrain.data.sources.table import refuse_gaps
+from hvtrain.data.sources.table import refuse_gaps, text_options
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 
@@ -133,8 +133,12 @@ def _of_array(run: FinishedRun, path: Path, spec: Any, topology: Topology, size:
 def _of_table(run: FinishedRun, path: Path, spec: Any, topology: Topology, size: int) -> Examples:
     if not isinstance(spec, dict):
         raise ConfigError(f"input={path} is a table, and the model takes no columns by name; give {NEEDED}")
+    names = [name for name, one in spec.items() if one.dtype == tf.string]
     try:
-        table = pa.csv.read_csv(path) if path.suffix == ".csv" else pa.parquet.read_table(path)
+        if path.suffix == ".csv":
+            table = pa.csv.read_csv(path, convert_options=text_options(names))
+        else:
+            table = pa.parquet.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"input={path} cannot be read: {in_one_line(error)}; fix the file") from error
     if missing := [name for name in spec if name not in table.column_names]:

@@ -70,6 +70,8 @@ class Start:
     plan_ranks: int = 0
     rank_state: Arrays = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unlogged: dict[str, float] = field(default_factory=dict)
+    """Results of a validation that no epoch's logs had yet."""
 
 
 def resume(
@@ -99,7 +101,8 @@ def resume(
         store.restore(checkpoint, model)
         ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
         num_ranks = checkpoint.meta.get("world_size", plan_ranks)
-        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, callbacks=checkpoint.callbacks())
+        state = {"callbacks": checkpoint.callbacks(), "unlogged": checkpoint.unlogged()}
+        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, **state)
         return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
     start, states = comm.on_chief(restore)

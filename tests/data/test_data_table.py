@@ -23,6 +23,9 @@ COLUMNS = {
 }
 
 
+CODES = [("00501", "true"), ("10115", "false"), ("0501", "true")]
+
+
 @pytest.fixture(scope="module", params=[".csv", ".parquet"])
 def file(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("table") / f"people{request.param}"
@@ -48,6 +51,20 @@ def test_columns_become_features_and_the_saved_model_takes_columns(file, tmp_pat
     }
     assert loaded.predict(columns, verbose=0).shape == (5, 2)
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
+def test_categories_of_a_csv_file_are_the_text_that_stands_there(tmp_path):
+    """Whatever other rows hold: pyarrow takes a column that has only such words for numbers or booleans."""
+    rows = ["zip,flag,age,y", *(f"{code},{flag},{age},{age % 2}" for age, (code, flag) in enumerate(CODES * 4))]
+    (tmp_path / "people.csv").write_text("\n".join(rows))
+    source = Table(
+        str(tmp_path / "people.csv"),
+        "y",
+        features={"zip": "string_categorical", "flag": "string_categorical"},
+        num_test=4,
+    )
+    raw = source.raw_examples("train", Topology(), 20)
+    assert {(row["zip"][0], row["flag"][0]) for row in raw} == set(CODES)
 
 
 def test_ranks_share_the_features_and_split_the_rows(file):

@@ -62,6 +62,12 @@ def test_numbers_that_name_something_are_names(tmp_path):
     assert rows["zone"].numpy().tolist() == [[b"12"], [b"7"]] and rows["size"].numpy().tolist() == [[1.5], [2.0]]
 
 
+def test_a_category_is_the_text_that_stands_there_whatever_other_rows_hold(tmp_path):
+    for more in ("", "a,b\n"):
+        rows = table_of(tmp_path / "rows.csv", f"zip,flag\n00501,true\n{more}", zip=tf.string, flag=tf.string)
+        assert (rows["zip"].numpy()[0], rows["flag"].numpy()[0]) == ([b"00501"], [b"true"])
+
+
 def test_gaps_in_a_table_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"rows.csv: row 1 has no size \(rows without it: 1\); fill or drop them"):
         table_of(tmp_path / "rows.csv", "zone,size\na,1.5\nb,\n", zone=tf.string, size=tf.float32)

@@ -13,6 +13,7 @@ WORK = {
     "ModelCheckpoint steps": ["filepath='${run.dir}/{batch:d}.weights.h5'", "save_weights_only=true", "save_freq=3"],
     "CSVLogger": ["filename=${run.dir}/log.csv"],
     "EarlyStopping": ["monitor=loss", "patience=0", "min_delta=100"],
+    "EarlyStopping validation": ["monitor=val_loss", "patience=0", "min_delta=100"],
     "ReduceLROnPlateau": ["monitor=loss", "patience=0", "min_delta=100"],
     "LambdaCallback": ["on_train_batch_end={_target_: leaves.told, _partial_: true}"],
 }
@@ -65,6 +66,7 @@ def ran(request, folder):
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
         words = [f"_target_=keras.callbacks.{kind}", *own]
         runs[name] = [*(f"+callbacks.own.{word}" for word in words), "train.epochs=3", *SAVED.get(name, [])]
+    runs["EarlyStopping validation"] += ["train.epochs=9", "dataset.num_validation=16", "train.validate_every_epochs=2"]
     found, output = many_runs(None, 1, runs, folder)
     return found[0], output
 
@@ -83,6 +85,7 @@ def test_each_works(ran, folder):
     found, output = ran
     steps = steps_of(found, WORK)
     assert steps.pop("EarlyStopping") == 24
+    assert steps.pop("EarlyStopping validation") == 48, "after the second validation, and not after the first one again"
     assert set(steps.values()) == {36}
     assert output.count("told of batch") == 36
     assert {path.name for path in (folder / "ModelCheckpoint").glob("?.keras")} == {"1.keras", "2.keras", "3.keras"}

@@ -69,6 +69,8 @@ class Table(MemorySource):
         features = self._features or {name: _kind(array) for name, array in columns.items()}
         features = dict(sorted(features.items()))  # Keras's models warn of another order of their inputs.
         self._check_features(features, columns)
+        names = [name for name, kind in features.items() if kind == "string_categorical"]
+        columns |= text_columns(self._file, [name for name in names if columns[name].dtype != object])
         columns = {name: _typed(columns[name], kind, name, self.name) for name, kind in features.items()}
         parts = self._split(len(targets))
         space = keras.utils.FeatureSpace(features, crosses=self._crosses or None, output_mode="concat")
@@ -156,6 +158,27 @@ def read(file: str) -> Columns:
         raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
     refuse_gaps(table, table.column_names, file)
     return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def text_columns(file: str, names: Sequence[str]) -> Columns:
+    """Columns of a CSV file that are categories as the text that stands there.
+
+    Read as numbers or booleans, 00501 would become 501 and true True, and only where all rows of a file are such.
+    """
+    if not names or Path(file).suffix != ".csv":
+        return {}
+    from pyarrow import csv
+
+    table = csv.read_csv(file, convert_options=text_options(names))
+    return {name: table[name].to_numpy() for name in names}
+
+
+def text_options(names: Iterable[str]) -> Any:
+    """Options of pyarrow.csv.read_csv that leave these columns as text."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    return csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
 
 
 def refuse_gaps(table: Any, names: Iterable[str], where: str) -> None:

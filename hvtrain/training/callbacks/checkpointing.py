@@ -113,16 +113,16 @@ class CallbackState(keras.callbacks.Callback):
 class _Saving(RunCallback):
     """The state that checkpoints and commits copy."""
 
-    def __init__(self, *place: Any, callback_state: CallbackState) -> None:
+    def __init__(self, *place: Any, callback_state: CallbackState, validation: Validation) -> None:
         super().__init__(*place)
-        self.callback_state = callback_state
+        self.callback_state, self.validation = callback_state, validation
 
     def checkpoint(self, states: list[dict[str, np.ndarray]], **meta: Any) -> store.Checkpoint:
         """Copies the state of this moment. states are those of all ranks."""
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
-        callbacks = self.callback_state.numbers()
-        meta = {**self.run.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, "callbacks": callbacks, **meta}
+        state = {"callbacks": self.callback_state.numbers(), "unlogged": self.validation.unlogged}
+        meta = {**self.run.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, **state, **meta}
         arrays = store.snapshot(self.model, states, self.callback_state.arrays())
         return store.Checkpoint(Path(store.folder_name(step)), step, meta, arrays)
 
@@ -134,13 +134,10 @@ class Checkpointing(_Saving):
     state is copied; the writer does the rest in the background, and the end waits for it.
     """
 
-    def __init__(
-        self, *place: Any, writer: Writer, validation: Validation, interruption: Interruption, **more: Any
-    ) -> None:
+    def __init__(self, *place: Any, writer: Writer, interruption: Interruption, **more: Any) -> None:
         super().__init__(*place, **more)
         self.config = self.run.config.checkpoint
         self.writer = writer
-        self.validation = validation
         self.interruption = interruption
         self._last_seconds = time.monotonic()
 

@@ -54,17 +54,20 @@ class SameLogs(RunCallback):
 
 
 class Validation(RunCallback):
-    """Evaluates every N epochs, every N steps, or both, and adds val_* to the epoch's logs (every rank).
+    """Evaluates every N epochs, every N steps, or both, and adds val_* to the logs of that epoch (every rank).
 
-    latest holds the newest results, for callbacks that act within an epoch. Without validation data it does nothing.
+    latest holds the newest results, for callbacks that act within an epoch, and unlogged those that are in no epoch's
+    logs yet: resumed has them where a run was interrupted in between. Logs of other epochs have no val_*: a callback
+    that waits for an improvement would count a repeated one. Without validation data it does nothing.
     """
 
-    def __init__(self, *place: Any, dataset: tf.data.Dataset | None) -> None:
+    def __init__(self, *place: Any, dataset: tf.data.Dataset | None, resumed: Mapping[str, float]) -> None:
         super().__init__(*place)
         self.config = self.run.config.train
         self.dataset = dataset
         self.latest: dict[str, float] = {}
         self.latest_step = -1
+        self.unlogged = dict(resumed)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.dataset is not None and self.position.is_multiple_of(self.config.validate_every_steps):
@@ -79,11 +82,12 @@ class Validation(RunCallback):
         is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
         if is_due and self.latest_step != self.position.step:
             self._validate()
-        logs.update(self.latest)
+        logs.update(self.unlogged)
+        self.unlogged = {}
 
     def _validate(self) -> None:
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
         with averaged(self.model, self.config.ema):
             results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
-        self.latest = {f"val_{name}": value for name, value in results.items()}
+        self.latest = self.unlogged = {f"val_{name}": value for name, value in results.items()}
         self.latest_step = self.position.step

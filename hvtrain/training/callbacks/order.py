@@ -1,5 +1,7 @@
 """All callbacks of a run, in their order."""
 
+import re
+import warnings
 from importlib.util import find_spec
 
 import keras
@@ -61,10 +63,11 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     config, strategy, place, position = run.config, run.strategy, monitors.place, monitors.position
     progress = strategy.watchdog.progress
     dataset = run.evaluation_data("validation")
-    validation = Validation(*place, dataset=dataset)
+    validation = Validation(*place, dataset=dataset, resumed=start.unlogged)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, monitors.model, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
     interruption, writer = monitors.interruption, monitors.writer
+    saving = {"callback_state": state, "validation": validation}
     return [
         position,
         # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
@@ -83,12 +86,12 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         state,
         *strategy.stop_callbacks(),
         monitors.recording,
-        Checkpointing(*place, writer=writer, validation=validation, interruption=interruption, callback_state=state),
+        Checkpointing(*place, writer=writer, interruption=interruption, **saving),
         *([monitors.tracking] if run.topology.is_chief and config.tracker else []),
         *([Progress(*place, throughput=monitors.throughput)] if run.topology.is_chief else []),
         monitors.skipped,
         *([TimelineTrace(*place)] if config.profile.timeline else []),
-        *([MemoryCommit(*place, callback_state=state)] if strategy.membership.commit_steps else []),
+        *([MemoryCommit(*place, **saving)] if strategy.membership.commit_steps else []),
         LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)),
     ]
 
@@ -144,6 +147,10 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, ke
     metrics = [f"{prefix}{name}" for prefix in ("", "val_") for name in names]
     if run.best not in metrics and not built:  # Callbacks may add metrics.
         raise ConfigError(f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}")
+    if validates and config.train.validate_every_epochs != 1:
+        # Keras warns of these after each epoch without a validation.
+        for name in metrics:
+            warnings.filterwarnings("ignore", rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available")
     for name, callback in built.items():
         if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
             raise ConfigError(
