@@ -108,6 +108,10 @@ def _difference(actual: list[list[np.ndarray]], expected: list[list[np.ndarray]]
         for one, other in zip(ours, theirs, strict=True):
             if one.shape != other.shape:
                 raise ConfigError(f"format={chosen} gives outputs of shape {one.shape} instead of {other.shape}")
+            if not np.isfinite(one).all():
+                raise ConfigError(
+                    f"the model in format={chosen} gives {one[~np.isfinite(one)][0]}; choose another format"
+                )
             gap = max(gap, float(np.max(np.abs(one - other), initial=0.0)))
             largest = max(largest, float(np.max(np.abs(other), initial=0.0)))
     if not gap <= LARGEST_DIFFERENCE * largest:

@@ -101,8 +101,15 @@ def resume(
         store.restore(checkpoint, model)
         ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
         num_ranks = checkpoint.meta.get("world_size", plan_ranks)
-        state = {"callbacks": checkpoint.callbacks(), "unlogged": checkpoint.unlogged()}
-        start = Start(saved.name, checkpoint.step, ended, num_ranks, plan_ranks, **state)
+        start = Start(
+            saved.name,
+            checkpoint.step,
+            ended,
+            num_ranks,
+            plan_ranks,
+            callbacks=checkpoint.callbacks(),
+            unlogged=checkpoint.unlogged(),
+        )
         return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
     start, states = comm.on_chief(restore)

@@ -62,7 +62,7 @@ def prepare_step(
             targets, weights = weighted_mixture(targets, class_weights)
         elif class_weights:
             of_targets = weights_of(targets, class_weights)
-            weights = of_targets if weights is None else of_targets * tf.cast(weights, of_targets.dtype)
+            weights = of_targets if weights is None else product_by_example(of_targets, weights)
         for loss in losses:
             loss.batch_weight = weight if has_batch_weights else 1.0
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
@@ -90,6 +90,24 @@ def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
     table = tf.constant(class_weights, tf.float32)
     is_class = (classes >= 0) & (classes < len(class_weights))
     return tf.where(is_class, tf.gather(table, tf.where(is_class, classes, 0)), 1.0)
+
+
+def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+    """The product of two weights of the same examples, of which one may have a weight for each part of an example.
+
+    Multiplied as they are, [n, 1] and [n] would give [n, n], and [n, height, width] and [n] a weight by column.
+
+    >>> product_by_example(tf.constant([[2.0], [3.0]]), tf.constant([1, 10])).numpy().tolist()
+    [[2.0], [30.0]]
+    """
+    second = tf.cast(second, first.dtype)
+    parts = max(first.shape.rank, second.shape.rank)
+    return _with_parts(first, parts) * _with_parts(second, parts)
+
+
+def _with_parts(weights: tf.Tensor, rank: int) -> tf.Tensor:
+    ones = tf.ones([rank - weights.shape.rank], tf.int32)
+    return tf.reshape(weights, tf.concat([tf.shape(weights), ones], axis=0))
 
 
 def weighted_mixture(targets: tf.Tensor, class_weights: Sequence[float]) -> tuple[tf.Tensor, tf.Tensor]:

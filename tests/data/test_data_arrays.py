@@ -7,11 +7,14 @@ import weakref
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from sklearn.preprocessing import StandardScaler
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
+from hvtrain.data.sources.examples import Examples
+from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
 
@@ -112,6 +115,17 @@ def test_a_users_own_data_set_of_floats_without_channels():
 def test_damaged_arrays_are_refused(change, message):
     with pytest.raises(DataError, match=message):
         from_arrays(*change(*random_images(9)), num_classes=3).num_examples("train")
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**40)])
+def test_integers_beyond_32_bits_are_refused(value):
+    """They would become others: ids of users are often hashes."""
+    ids, labels = np.array([[1], [value]]), np.array([0, 1])
+    with pytest.raises(DataError, match=f"{value} is among the integers, and models take those of 32 bits; number"):
+        as_models_take(ids)
+    examples = Examples(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="models take integers of 32 bits; number what they name"):
+        list(examples.examples(0))
 
 
 def test_bad_options_are_refused():

@@ -107,6 +107,17 @@ def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
     assert not [path for path in folder.iterdir() if "damaged" in path.name]
 
 
+def test_a_model_that_gives_no_number_is_not_exported(folder, monkeypatch):
+    def broken(model, path):
+        model.layers[-1].set_weights([weight * np.nan for weight in model.layers[-1].get_weights()])
+        writers["keras"](model, path)
+
+    writers = dict(exported.WRITERS)
+    monkeypatch.setitem(exported.WRITERS, "keras", broken)
+    with pytest.raises(ConfigError, match=r"the model in format=keras gives nan; choose another format"):
+        export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "broken.keras")
+
+
 def test_missing_packages_are_named(folder, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None)
     with pytest.raises(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.sources.memory import OWN_NUMBERS
 from hvtrain.errors import DataError
 
 _NARROW = {tf.float64: tf.float32, tf.int64: tf.int32}  # As as_models_take() has it for arrays.
@@ -68,4 +69,9 @@ class Examples:
 
 
 def _narrowed(tensor: Any) -> tf.Tensor:
-    return tf.cast(tensor, _NARROW.get(tensor.dtype, tensor.dtype))
+    narrow = tf.cast(tensor, _NARROW.get(tensor.dtype, tensor.dtype))
+    if tensor.dtype != tf.int64:
+        return narrow
+    message = f"models take integers of 32 bits; {OWN_NUMBERS}"
+    with tf.control_dependencies([tf.debugging.assert_equal(tf.cast(narrow, tf.int64), tensor, message)]):
+        return tf.identity(narrow)

@@ -168,10 +168,21 @@ def _named(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
     return found
 
 
+OWN_NUMBERS = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
+
+
 def as_models_take(array: np.ndarray) -> np.ndarray:
-    """The array in the type that models take: float32 for float64, int32 for int64."""
-    wide = {"float64": "float32", "int64": "int32"}.get(array.dtype.name)
-    return array.astype(wide) if wide else array
+    """The array in the type that models take: float32 for float64, int32 for int64.
+
+    Raises DataError for integers that 32 bits do not hold.
+    """
+    taken_as = {"float64": "float32", "int64": "int32"}.get(array.dtype.name)
+    if taken_as is None:
+        return array
+    taken = array.astype(taken_as)
+    if taken_as == "int32" and (wrapped := taken != array).any():
+        raise DataError(f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {OWN_NUMBERS}")
+    return taken
 
 
 def _length(elements: tuple[Any, ...]) -> int:

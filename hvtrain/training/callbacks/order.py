@@ -3,6 +3,7 @@
 import re
 import warnings
 from importlib.util import find_spec
+from typing import Any
 
 import keras
 from keras.callbacks import LambdaCallback
@@ -67,7 +68,7 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, monitors.model, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
     interruption, writer = monitors.interruption, monitors.writer
-    saving = {"callback_state": state, "validation": validation}
+    saved: dict[str, Any] = {"callback_state": state, "validation": validation}
     return [
         position,
         # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
@@ -86,12 +87,12 @@ def make_callbacks(run: Run, start: Start, monitors: Monitors) -> list[keras.cal
         state,
         *strategy.stop_callbacks(),
         monitors.recording,
-        Checkpointing(*place, writer=writer, interruption=interruption, **saving),
+        Checkpointing(*place, writer=writer, interruption=interruption, **saved),
         *([monitors.tracking] if run.topology.is_chief and config.tracker else []),
         *([Progress(*place, throughput=monitors.throughput)] if run.topology.is_chief else []),
         monitors.skipped,
         *([TimelineTrace(*place)] if config.profile.timeline else []),
-        *([MemoryCommit(*place, **saving)] if strategy.membership.commit_steps else []),
+        *([MemoryCommit(*place, **saved)] if strategy.membership.commit_steps else []),
         LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)),
     ]
 
