@@ -1,5 +1,6 @@
 """`python -m hvtrain.migrate`: shows how a script for Horovod on Keras 2 changes for Keras 3, or writes it."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvtrain.cli import Parser, enter
+from hvtrain.core.records import TEMPORARY
 from hvtrain.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3,
 decide. Shows the changes as a diff, and writes nothing without --write.""",
         epilog=EPILOG,
     )
-    parser.add_argument("places", nargs="+", metavar="FILE|FOLDER", help="Python files, and folders of them")
+    what = "Python files, and folders of them; hidden folders and environments of Python in these are left alone"
+    parser.add_argument("places", nargs="+", metavar="FILE|FOLDER", help=what)
     parser.add_argument("--write", action="store_true", help="write the files, without a copy of the old ones")
     options = parser.parse_args()
     if not find_spec("libcst"):
@@ -58,7 +61,7 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
 
 def _files(place: Path) -> Iterator[Path]:
     if place.is_dir():
-        files = sorted(place.rglob("*.py"))
+        files = sorted(file for file in place.rglob("*.py") if not _is_of_others(file.relative_to(place), place))
         if not files:
             raise ConfigError(f"{place} holds no Python file; name a folder of scripts")
         yield from files
@@ -66,6 +69,13 @@ def _files(place: Path) -> Iterator[Path]:
         yield place
     else:
         raise ConfigError(f"{place} does not exist; name a Python file or a folder of them")
+
+
+def _is_of_others(file: Path, place: Path) -> bool:
+    """True for what tools and packages keep in a project: hidden folders, and environments of Python."""
+    folders = file.parent.parts
+    is_kept_by_tools = any(name.startswith(".") or name in ("site-packages", "node_modules") for name in folders)
+    return is_kept_by_tools or any((place / folder / "pyvenv.cfg").exists() for folder in file.parents)
 
 
 def _read(file: Path) -> str:
@@ -78,9 +88,15 @@ def _read(file: Path) -> str:
 
 
 def _write(file: Path, text: str) -> None:
+    """Replaces a script at once, with the mode that it had. A link stays one."""
+    target = file.resolve()
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
     try:
-        file.write_bytes(text.encode())
+        temporary.write_bytes(text.encode())
+        shutil.copymode(target, temporary)
+        temporary.replace(target)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise StorageError(f"{file} cannot be written: {error.strerror}; make it writable") from error
 
 

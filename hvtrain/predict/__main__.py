@@ -45,7 +45,8 @@ validation or test (default).""",
         if not examples.total:
             raise DataError(f"input={path} holds no examples; give a file that has some")
         output = Path(options.output or ("masks" if run.task.targets_are_masks else "predictions.csv"))
-        write = strategy.comm.all_or_raise(lambda: writer_for(output, run.task.targets_are_masks))
+        read = [Path(value) for value in (path, *run.config.dataset.values()) if isinstance(value, str)]
+        write = strategy.comm.all_or_raise(lambda: writer_for(output, run.task.targets_are_masks, read))
         number = 0
         try:
             for rows in predictions(run, examples):

@@ -2,6 +2,7 @@
 
 import csv
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class TableWriter(Writer):
     """A .csv or .parquet file, which has its name only once it is complete."""
 
     def __init__(self, path: Path) -> None:
+        path = path.resolve()  # A link stays one.
         super().__init__(path)
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
         self._file: Any = None
@@ -89,11 +91,19 @@ class MaskWriter(Writer):
         pass  # Each image is complete.
 
 
-def writer_for(output: Path, has_masks: bool) -> Writer:
-    """The writer for that path. Raises ConfigError if its suffix is unknown or its folder does not exist."""
+def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
+    """The writer for that path.
+
+    inputs: files and folders that are read, or were trained on. Raises ConfigError if the output would replace them, if
+    its suffix is unknown or its folder does not exist, and for a folder of masks that holds anything.
+    """
+    if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
+        raise ConfigError(f"--output {output} is what is read too; choose another name")
     if has_masks:
         if output.suffix or output.is_file():
             raise ConfigError(f"--output {output} is a file; predictions of masks are images, so give a folder")
+        if output.is_dir() and any(output.iterdir()):
+            raise ConfigError(f"--output {output} is not empty; choose another folder")
         return MaskWriter(output)
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")

@@ -78,6 +78,33 @@ def test_fractions_are_no_integers(tmp_path):
         table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
+    read = tmp_path / ("pictures" if has_masks else "rows.csv")
+    read.mkdir() if has_masks else read.touch()
+    (tmp_path / "link").symlink_to(read)
+    other = tmp_path / ("link" if has_masks else "link.csv")
+    if not has_masks:
+        (tmp_path / "link").rename(other)
+    for output in (read, other):
+        with pytest.raises(ConfigError, match=f"--output {output} is what is read too; choose another name"):
+            writer_for(output, has_masks, [tmp_path / "none", read])
+
+
+def test_masks_do_not_go_among_other_files(tmp_path):
+    (tmp_path / "a.png").touch()
+    with pytest.raises(ConfigError, match="is not empty; choose another folder"):
+        writer_for(tmp_path, has_masks=True)
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "there.csv")
+    writer = writer_for(tmp_path / "link.csv", has_masks=False)
+    writer.add({"example": np.arange(2)})
+    writer.close()
+    assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "there.csv").read_text() == "example\n0\n1\n"
+
+
 def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "p.csv").mkdir()
     with pytest.raises(ConfigError, match=r"p.csv is a folder; choose the name of a file"):

@@ -75,6 +75,23 @@ def test_write_changes_the_files_of_a_folder_once(tmp_path):
     assert sorted(file.name for file in tmp_path.rglob("*.*")) == ["a.py", "b.py"]
 
 
+def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp_path):
+    others = [".git/hooks/a.py", ".venv/lib/a.py", "env/lib/python3/a.py", "lib/site-packages/a.py"]
+    for name in [*others, "src/train.py"]:
+        (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "project" / name).write_text(OLD)
+    (tmp_path / "project/env/pyvenv.cfg").touch()
+    (tmp_path / "shared.py").write_text(OLD)
+    (tmp_path / "shared.py").chmod(0o750)
+    (tmp_path / "project/link.py").symlink_to(tmp_path / "shared.py")
+    _, output, _ = command("project", "--write", cwd=tmp_path)
+    written = [line.partition(":")[0] for line in output.splitlines() if line.endswith(": written")]
+    assert written == ["project/link.py", "project/src/train.py"]
+    assert all((tmp_path / "project" / name).read_text() == OLD for name in others)
+    assert (tmp_path / "project/link.py").is_symlink() and "keras.Sequential" in (tmp_path / "shared.py").read_text()
+    assert (tmp_path / "shared.py").stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.parametrize(
     ("content", "words", "message"),
     [
