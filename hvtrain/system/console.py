@@ -32,8 +32,9 @@ def launched_rank() -> int:
 
 
 def is_launched() -> bool:
-    """True when a launcher started this process."""
-    return any(name in os.environ for name in _RANK_VARIABLES)
+    """True when a launcher started this process. A batch script of Slurm has a SLURM_PROCID too, without a step."""
+    in_batch_script = "SLURM_STEP_NUM_TASKS" not in os.environ
+    return any(name in os.environ for name in _RANK_VARIABLES if not (name == "SLURM_PROCID" and in_batch_script))
 
 
 @contextmanager

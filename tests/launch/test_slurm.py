@@ -118,15 +118,18 @@ def test_commands_of_another_kind_and_a_run_folder_of_ones_own_are_kept():
 
 STARTED = """#!/bin/bash
 echo start >>starts
-step="$(wc -l <starts)"
-[[ $SAVES != yes ]] || mkdir -p "runs/slurm-7/checkpoints/step-0000000$step"
+step="$((99999997 + $(wc -l <starts)))"
+[[ $SAVES != yes ]] || mkdir -p "runs/slurm-7/checkpoints/step-$step"
 exit 75
 """
 
 
 @pytest.mark.parametrize("saves", ["no", "yes"])
 def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
-    """The batch file as Slurm would run it, again for each requeue, with a launcher that always asks for a restart."""
+    """The batch file as Slurm would run it, again for each requeue, with a launcher that always asks for a restart.
+
+    Checkpoints are ordered by number: after step 99,999,999 names have one digit more.
+    """
     requeue = "#!/bin/bash\n[[ $1 == requeue ]] && echo s1 >>requeues || echo s1\n"
     (tmp_path / "bin").mkdir()
     for name, body in {"python": STARTED, "scontrol": requeue, "job": text(Job(RUN, 2), idle_requeues=2)}.items():
@@ -143,7 +146,7 @@ def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
     requeues = (tmp_path / "requeues").read_text().count("s1")
     if saves == "yes":
         assert requeues == 4 and [done.returncode for done in found] == [75] * 4
-        assert "(it has saved step-00000004)" in found[3].stdout
+        assert "(it has saved step-100000001)" in found[3].stdout
     else:
         assert [done.returncode for done in found] == [75, 75, 1, 75] and requeues == 3
         assert "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)" in found[1].stdout
