@@ -95,7 +95,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     try:
         best = json.loads(path.read_text(encoding="utf-8"))
         name = folder_name(best["step"])
-        if not isinstance(best["metric"], str) or not isinstance(best["value"], int | float):
+        if not isinstance(best["metric"], str) or not math.isfinite(best["value"]):
             raise ValueError("no metric and value")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         log.warning("%s is damaged (%s); the next checkpoint becomes the best", path, error)

@@ -6,6 +6,7 @@ pipeline as Keras's own layers; see Source.preprocessing.
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,24 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
         # optimizer that is not built.
         task.compile(one, keras.optimizers.SGD())
         one.optimizer.build(one.trainable_variables)
+    # Keras would compile the inner model too when it loads the file, even if it is told to compile nothing.
+    model.get_compile_config = dict
+    if own := sorted(set(own_names(whole.get_compile_config()))):
+        log.info("the saved model is not compiled: a program that loads it may not have your %s", ", ".join(own))
+        whole.get_compile_config = dict
     return whole
+
+
+def own_names(config: Any) -> Iterator[str]:
+    """Names of the classes and functions in a configuration of Keras that are not Keras's own."""
+    if isinstance(config, dict):
+        if config.get("registered_name"):
+            is_function = config["class_name"] == "function"
+            yield config["config"] if is_function else config["class_name"]
+        config = list(config.values())
+    if isinstance(config, list | tuple):
+        for value in config:
+            yield from own_names(value)
 
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:

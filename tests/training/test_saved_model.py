@@ -9,8 +9,9 @@ import pytest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
-from hvtrain.tasks import Classification
+from hvtrain.tasks import Classification, Regression
 from hvtrain.training.saved_model import DESCRIPTION_FILE, MODEL_FILE, export
+from launching import without_hvtrain
 
 
 @pytest.fixture(params=["float32", "mixed_bfloat16", "mixed_float16"])
@@ -39,3 +40,30 @@ def test_a_loaded_model_evaluates_raw_examples_as_the_run_did(precision, tmp_pat
     assert loaded.evaluate(x, y, batch_size=20, verbose=0, return_dict=True) == reported
     slots = [variable.path for variable in loaded.optimizer.variables if "momentum" in variable.path]
     assert slots == []
+
+
+class SumLoss(keras.losses.Loss):
+    """A loss of the user's own."""
+
+    def call(self, targets, outputs):
+        return keras.ops.sum(keras.ops.square(outputs - keras.ops.expand_dims(targets, -1)), axis=-1)
+
+
+class MeanGap(keras.metrics.Mean):
+    """A metric of the user's own."""
+
+    def update_state(self, targets, outputs, sample_weight=None):
+        super().update_state(keras.ops.abs(outputs[:, 0] - targets), sample_weight)
+
+
+def test_a_model_with_a_loss_and_a_metric_of_ones_own_loads_in_plain_keras(tmp_path, caplog):
+    rng = np.random.default_rng(0)
+    source = from_arrays(rng.normal(size=(40, 5)), rng.normal(size=40))
+    task = Regression(loss=SumLoss(), metrics={"gap": MeanGap(name="gap")})
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    task.compile(model, keras.optimizers.Adam())
+    with caplog.at_level("INFO"):
+        export(model, source, task, Topology(), tmp_path)
+    assert "the saved model is not compiled: a program that loads it may not have your MeanGap, SumLoss" in caplog.text
+    load = "import keras, numpy as np; model = keras.models.load_model('model.keras')"
+    assert without_hvtrain(f"{load}; print(model.predict(np.ones((1, 5)), verbose=0).shape)", tmp_path) == "(1, 1)\n"

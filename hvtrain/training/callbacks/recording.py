@@ -26,6 +26,10 @@ class Recording(RunCallback):
         records = self.comm.on_chief(lambda: read_history(self.run.folder))
         # Compared by epochs: an earlier plan of the run counted steps differently.
         self.records = [record for record in records if record.epoch <= self.position.epoch]
+        written = {record.epoch for record in self.records}
+        lost = [str(epoch) for epoch in range(1, self.position.epoch + 1) if epoch not in written]
+        if lost:
+            log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
         times = self.comm.on_chief(lambda: read_rank_seconds(self.run.folder))
         self.rank_seconds = {epoch: row for epoch, row in times.items() if epoch <= self.position.epoch}
 
