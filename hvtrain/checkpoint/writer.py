@@ -20,7 +20,7 @@ import numpy as np
 
 from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.records import TEMPORARY, flush, remove, write_atomic, writing
+from hvtrain.core.records import TEMPORARY, flush, read_file, remove, write_atomic, writing
 from hvtrain.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        best = json.loads(path.read_text(encoding="utf-8"))
+        best = json.loads(read_file(path))
         name = folder_name(best["step"])
         if not isinstance(best["metric"], str) or not math.isfinite(best["value"]):
             raise ValueError("no metric and value")

@@ -168,6 +168,8 @@ def folder_of_a_run(words: list[str]) -> Path | None:
             )
         if not path.exists() or path.samefile(CONFIGS / "config.yaml"):
             continue
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a regular file; give another folder")
         try:
             settings = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         except Exception as error:

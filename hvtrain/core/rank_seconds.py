@@ -4,7 +4,7 @@ import csv
 import io
 from pathlib import Path
 
-from hvtrain.core.records import write_atomic
+from hvtrain.core.records import read_file, write_atomic
 
 RANKS_FILE = "ranks.csv"
 
@@ -22,7 +22,7 @@ def write_rank_seconds(folder: Path, rows: dict[int, list[float]]) -> None:
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
     """The rows by epoch; none if the file is missing or damaged, since only a curve depends on it."""
     try:
-        _, *rows = csv.reader((folder / RANKS_FILE).read_text(encoding="utf-8").splitlines())
+        _, *rows = csv.reader(read_file(folder / RANKS_FILE).splitlines())
         return {int(epoch): [float(cell) for cell in cells if cell] for epoch, *cells in rows}
     except (OSError, ValueError, csv.Error):
         return {}

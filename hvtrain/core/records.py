@@ -1,10 +1,12 @@
 """Records of a run: result.json and history.csv, written by rank 0. Pure."""
 
 import csv
+import errno
 import io
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -126,6 +128,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
 
 
+def read_file(path: Path) -> str:
+    """The text of a regular file. Raises OSError for anything else: a reader would wait for a pipe forever."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read().decode("utf-8")
+
+
 def flush(path: Path) -> None:
     """Waits until a file, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -158,13 +169,12 @@ def read_history(folder: Path) -> list[EpochRecord]:
         return []
     records = []
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
-            for row in csv.DictReader(stream):
-                row.setdefault("examples_per_second", row.pop("images_per_second", None))  # its name in older files
-                numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
-                epoch, step = int(row.pop("epoch")), int(row.pop("step"))
-                metrics = {name: float(cell) for name, cell in row.items() if cell}
-                records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
+        for row in csv.DictReader(io.StringIO(read_file(path), newline="")):
+            row.setdefault("examples_per_second", row.pop("images_per_second", None))  # its name in older files
+            numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
+            epoch, step = int(row.pop("epoch")), int(row.pop("step"))
+            metrics = {name: float(cell) for name, cell in row.items() if cell}
+            records.append(EpochRecord(epoch, step, metrics=metrics, **numbers))
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
         raise StorageError(f"{path} is damaged ({error}); fix it or move it away, then start again") from error
     return records

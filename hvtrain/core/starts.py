@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.records import write_atomic
+from hvtrain.core.records import read_file, write_atomic
 
 STARTS_FILE = "starts.json"
 
@@ -12,7 +12,7 @@ STARTS_FILE = "starts.json"
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The starts so far; none if the file is missing or damaged."""
     try:
-        found = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
+        found = json.loads(read_file(folder / STARTS_FILE))
     except (OSError, ValueError, RecursionError):
         return []
     return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []

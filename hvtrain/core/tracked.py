@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.records import write_atomic
+from hvtrain.core.records import read_file, write_atomic
 
 TRACKERS_FILE = "trackers.json"
 
@@ -12,7 +12,7 @@ TRACKERS_FILE = "trackers.json"
 def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
     """{tracker: {"id": ..., "step": ...}}; empty if there is no such file, or if it is damaged."""
     try:
-        found = json.loads((folder / TRACKERS_FILE).read_text(encoding="utf-8"))
+        found = json.loads(read_file(folder / TRACKERS_FILE))
         return {name: {"id": str(own["id"]), "step": int(own["step"])} for name, own in found.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}

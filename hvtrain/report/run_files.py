@@ -9,7 +9,7 @@ from typing import Any
 
 from hvtrain.checkpoint.notes import newest_step
 from hvtrain.core.rank_seconds import read_rank_seconds
-from hvtrain.core.records import RESULT_FILE, REVIEW_FILE, EpochRecord, read_history
+from hvtrain.core.records import RESULT_FILE, REVIEW_FILE, EpochRecord, read_file, read_history
 from hvtrain.core.starts import read_starts
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import is_held
@@ -151,7 +151,7 @@ def _result(folder: Path) -> dict[str, Any]:
 def _json(path: Path, kind: type) -> Any:
     """The content of the file, of that kind; empty if there is none or it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return kind()
     return found if isinstance(found, kind) else kind()
@@ -162,7 +162,7 @@ def _config(folder: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_file(folder / CONFIG_FILE))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return {key: value for key, value in found.items() if key not in ("defaults", "hydra")} if found else {}
@@ -174,6 +174,8 @@ def _messages(folder: Path) -> list[Message]:
     for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
         rank = path.stem.removeprefix("rank-")
         try:
+            if not path.is_file():
+                continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()

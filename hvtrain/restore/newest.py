@@ -18,6 +18,7 @@ from hvtrain.checkpoint import notes, store
 from hvtrain.checkpoint.notes import Note, NoteKeeper, checked_run_id
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
+from hvtrain.core.records import read_file
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.restore.resume import ResumePoint, RunState, send_arrays
 from hvtrain.restore.run_records import read_records, write_records
@@ -99,8 +100,8 @@ class _Search:
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
         # A rank shares the chief's run folder if the lock in it has the same contents.
         seen = ""
-        with suppress(OSError):
-            seen = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
+        with suppress(OSError, ValueError):
+            seen = read_file(folder / LOCK_FILE)[:200]
         self.has_own_disk = comm.broadcast(seen) != seen or comm.topology.is_chief or not seen
         self._damaged: dict[Path, str] = {}
         self._checkpoint: Checkpoint | None = None

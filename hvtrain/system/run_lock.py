@@ -88,7 +88,8 @@ class RunLock(AbstractContextManager["RunLock"]):
 def is_held(folder: Path) -> bool:
     """True while a run uses the folder. Holds a lock only for the check, and creates no file."""
     try:
-        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+        # Whatever has that name: a pipe would be waited for.
+        with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -231,11 +231,6 @@ def test_epochs_that_differ_between_ranks(library):
         assert found["smallest"] == 3
 
 
-def test_another_optimizer_on_one_rank(library):
-    for said in idioms(library, "another"):
-        assert said.startswith("RankError: ") and "optimizers, in the same order, on every rank" in said
-
-
 def test_a_tape_and_an_optimizer_that_both_sum(library):
     for found in idioms(library, "twice"):
         assert "reduce them twice; use a plain optimizer, or a plain tape" in found["sum"]

@@ -1,6 +1,7 @@
 """The list of runs: states, scores, order, width."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -82,6 +83,30 @@ def test_a_damaged_run_is_listed_with_its_error(folder, monkeypatch, capsys):
     rows = {row["run"]: row for row in json.loads(listed(monkeypatch, capsys, folder, "--json"))}
     assert rows["damaged"]["state"] == "damaged" and "result.json is damaged" in rows["damaged"]["error"]
     assert rows["b_good"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "result.json",
+        "history.csv",
+        "ranks.csv",
+        "starts.json",
+        "config.yaml",
+        "review.json",
+        "logs/rank-0000.log",
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_a_file_holds_up_nobody(folder, monkeypatch, capsys, name):
+    """Its reader would wait for a writer that never comes."""
+    path = folder / "b_good" / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    rows = json.loads(listed(monkeypatch, capsys, folder, "--json"))
+    assert {"a_better", "regression"} < {row["run"].rpartition("/")[2] for row in rows}
 
 
 def test_the_default_folder_and_a_run_itself(folder, monkeypatch, capsys):

@@ -156,15 +156,6 @@ def unlike_epochs():
     }
 
 
-def another_optimizer_on_one_rank():
-    if RANK == 0:
-        hvd.DistributedOptimizer(SGD(0.1))
-    said = refused(lambda: fit(net(SGD(0.1))))
-    if LAST:
-        hvd.DistributedOptimizer(SGD(0.1))  # So that both number the next ones alike.
-    return said
-
-
 def reduced_by_tape_and_optimizer():
     """The sum of sums is wrong; the mean of means is the mean."""
 
@@ -268,7 +259,6 @@ def all_of_them(folder):
         "two_optimizers": two_optimizers(),
         "warnings": warnings_of_the_broadcast(),
         "unlike": unlike_epochs(),
-        "another": another_optimizer_on_one_rank(),
         "twice": reduced_by_tape_and_optimizer(),
         "float8": float8(),
         "rows": rows_with_the_same_index(),
