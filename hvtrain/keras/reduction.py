@@ -5,7 +5,8 @@ values have arrived, so it counts what ran.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +26,16 @@ _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, 
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
 # Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
-# than another; the order in which a program's optimizers take their first steps does not.
-_numbers = itertools.count()
+# than another; the order in which a program's optimizers take their first steps does not. Each process set has numbers of
+# its own, since ranks outside of it do not step.
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 gathers_rows = False
 """True once this process has reduced sparse gradients."""
 
 
 def restart_numbering() -> None:
     """Numbers new optimizers from 0, as a rank that just started does (every rank; none may use older ones)."""
-    global _numbers
-    _numbers = itertools.count()
+    _numbers.clear()
 
 
 @dataclass(eq=False)
@@ -94,7 +95,10 @@ class Reducer:
     @property
     def name(self) -> str:
         """The same on all ranks. Drawn at the first step, so that an optimizer that only one rank makes takes none."""
-        self.given_name = self.given_name or f"hvtrain_gradients_{next(_numbers)}"
+        if not self.given_name:
+            of_set = self.process_set.process_set_id
+            place = f"of_set_{of_set}_" if of_set else ""
+            self.given_name = f"hvtrain_gradients_{place}{next(_numbers[of_set])}"
         return self.given_name
 
     @property

@@ -88,6 +88,9 @@ def make_default_folder(config: RunConfig, parent: str) -> Path:
 
 def refuse_files_of_others(folder: Path) -> None:
     """Raises ConfigError for a folder of something else, of which a run would replace files."""
+    others = [name for name in REPLACED if (folder / name).exists()]
+    if not others:
+        return
     settings = folder / CONFIG_FILE
     try:
         is_a_runs = settings.is_file() and settings.read_text(encoding="utf-8").startswith(
@@ -95,10 +98,7 @@ def refuse_files_of_others(folder: Path) -> None:
         )
     except (OSError, UnicodeDecodeError):
         is_a_runs = False
-    if is_a_runs or store.list_checkpoints(folder / "checkpoints"):
-        return
-    others = [name for name in REPLACED if (folder / name).exists()]
-    if others:
+    if not is_a_runs and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
             f"run.dir={folder} is not the folder of a run, which would replace its {others[0]}; choose another run.dir"
         )

@@ -66,11 +66,10 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
         # optimizer that is not built.
         task.compile(one, keras.optimizers.SGD())
         one.optimizer.build(one.trainable_variables)
-    # Keras would compile the inner model too when it loads the file, even if it is told to compile nothing.
-    model.get_compile_config = dict
     if own := sorted(set(own_names(whole.get_compile_config()))):
         log.info("the saved model is not compiled: a program that loads it may not have your %s", ", ".join(own))
-        whole.get_compile_config = dict
+        # Keras would compile the inner model when it loads the file, even if it is told to compile nothing.
+        model.get_compile_config = whole.get_compile_config = dict
     return whole
 
 
