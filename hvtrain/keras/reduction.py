@@ -26,8 +26,8 @@ _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, 
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
 # Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
-# than another; the order in which a program's optimizers take their first steps does not. Each process set has numbers of
-# its own, since ranks outside of it do not step.
+# than another; the order in which a program's optimizers take their first steps does not. Each process set has its own
+# numbers, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 gathers_rows = False
 """True once this process has reduced sparse gradients."""
