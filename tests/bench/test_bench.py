@@ -78,7 +78,7 @@ def test_allreduce(transport, tmp_path):
 
 
 @pytest.mark.timeout(600)
-@nightly
+@release
 def test_input_compares_all_pipelines(tmp_path):
     words = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "30x40"]
     code, output = run(None, 1, *BENCH, "input", *words, "--output", str(tmp_path / "bench"), cwd=tmp_path)

@@ -71,8 +71,10 @@ def test_a_trial_that_lags_behind_is_pruned(tmp_path):
     assert children_of(tmp_path) == []
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.release), pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)],
+)
 def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     seed = searches(tmp_path, "optimizer.learning_rate", [0.01, 0.02])
     words = [*SWEEP, *seed, "trials=2", *RUN, "train.epochs=40"]

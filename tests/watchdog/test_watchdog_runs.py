@@ -115,7 +115,7 @@ def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
     assert none_left(tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
     """A validation of 9 batches of a second each on a rank, and the start of it all."""
     words = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
