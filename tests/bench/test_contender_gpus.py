@@ -13,6 +13,8 @@ import pytest
 from hvtrain.bench import contender_report
 from hvtrain.bench.contenders import CONTENDERS, RUNNER
 
+pytestmark = pytest.mark.nightly
+
 # As TensorFlow does, the fakes refuse once its devices run. A contender that asks for its data has pinned by then.
 PROGRAM = """
 import json, os, runpy, sys

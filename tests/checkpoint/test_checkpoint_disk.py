@@ -59,6 +59,7 @@ def test_a_full_disk_stops_all_ranks(tmp_path):
 
 
 # Going on without saving is rank 0's own affair, so that one process shows it.
+@pytest.mark.nightly
 def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
     """And saves again as soon as there is room."""
     run, log = tmp_path / "run", tmp_path / "run/logs/rank-0000.log"

@@ -92,7 +92,11 @@ def test_masks_pass_the_ends_of_segments():
 
 
 @pytest.mark.parametrize(
-    ("model", "number"), [(lambda: resnet20((16, 16, 3), 4), 8), (lambda: application((32, 32, 3), 4, "ResNet50"), 13)]
+    ("model", "number"),
+    [
+        (lambda: resnet20((16, 16, 3), 4), 8),
+        pytest.param(lambda: application((32, 32, 3), 4, "ResNet50"), 13, marks=pytest.mark.nightly),
+    ],
 )
 def test_segments_end_where_little_is_in_use(model, number):
     segments = divide(model())

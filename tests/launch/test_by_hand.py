@@ -226,6 +226,7 @@ def test_two_processes_sum_and_end_well(tmp_path):
     assert "worker 1 is rank 1 of 2; waiting for all at" in other
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_signals_and_exit_codes_pass(tmp_path):
     """Each process has its own: Ctrl-C ends the second one, and the first one saves when a scheduler asks."""

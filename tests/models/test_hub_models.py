@@ -112,10 +112,8 @@ def test_a_masked_model_predicts_each_place():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("BertTextClassifier", (3,)), pytest.param("GPT2CausalLM", (16, 100), marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "shape"), [("BertTextClassifier", (3,)), ("GPT2CausalLM", (16, 100))])
 def test_a_saved_model_loads_without_hvtrain_and_without_warnings(name, shape, tmp_path):
     model = build(name, shape, padding_token=0)
     model.save(tmp_path / "model.keras")

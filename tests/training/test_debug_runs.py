@@ -11,17 +11,14 @@ from hvtrain.strategies.mirrored import MirroredStrategy
 from hvtrain.training.callbacks.layer_search import LayerSearch
 from launching import many_runs
 from run_results import error, record
-from tiers import with_nightly
 
+# By default test_repeated_step.py holds how gradients and losses are searched, test_runs.py what is told of a timeline,
+# test_guards.py batches of unlike sizes, and test_cli.py what debug= sets.
 RUNS = {
     "not learned": ["debug=overfit", "train.steps=2", "checkpoint.every_steps=1"],
     "not learned/again": ["data.one_batch=true", "train.steps=4"],
     "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
     "fine": ["debug=nan", "train.steps=4"],
-}  # fmt: skip
-# By default test_repeated_step.py holds how gradients and losses are searched, test_runs.py what is told of a timeline,
-# test_guards.py batches of unlike sizes, and test_cli.py what debug= sets.
-NIGHTLY_RUNS = {
     "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
     "learned": [
         "debug=overfit",
@@ -45,9 +42,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(request, folder):
-    runs = {**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})}
-    found, output = many_runs("mpirun", 2, runs, folder, HOROVOD_TIMELINE="DYNAMIC")
+def ranks(folder):
+    found, output = many_runs("mpirun", 2, RUNS, folder, HOROVOD_TIMELINE="DYNAMIC")
     (folder / "output.txt").write_text(output)
     return found
 
@@ -82,6 +78,7 @@ def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
     assert re.search(line, lines(folder, name)), lines(folder, name)
 
 
+@nightly
 @pytest.mark.distributed
 def test_overfit_fails_if_it_is_not(ranks):
     message = error(ranks, "not learned")
@@ -89,24 +86,26 @@ def test_overfit_fails_if_it_is_not(ranks):
     assert message.endswith("learning rate, or give more train.steps") and "\n" not in message
 
 
+@nightly
 @pytest.mark.distributed
 def test_a_run_that_resumes_is_not_judged(ranks, folder):
     assert record(ranks, "not learned/again")["first_step"] == 2
     assert "one batch was memorized is not judged, since the run resumed" in (folder / "output.txt").read_text()
 
 
+@nightly
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "began"),
     [
-        pytest.param("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks "
-                               "(BreaksAtStep)", marks=nightly),
-        pytest.param("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
-                                 "root (Root) passes back", marks=nightly),
+        ("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks "
+                               "(BreaksAtStep)"),
+        ("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
+                                 "root (Root) passes back"),
         ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in its "
                    "example 5 of 32"),
-        pytest.param("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after "
-                             "finite outputs of all layers", marks=nightly),
+        ("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after "
+                             "finite outputs of all layers"),
     ],
 )  # fmt: skip
 def test_nan_names_the_layer_the_step_and_the_rank(ranks, name, began):
@@ -115,6 +114,7 @@ def test_nan_names_the_layer_the_step_and_the_rank(ranks, name, began):
     assert "debug=nan" not in message
 
 
+@nightly
 @pytest.mark.distributed
 def test_nan_leaves_a_sound_run_alone(ranks):
     assert record(ranks, "fine")["num_steps"] == record(ranks, "fine")["reductions"] == 4

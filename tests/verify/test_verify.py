@@ -39,6 +39,7 @@ def test_three_ranks_and_a_run_of_ones_own(tmp_path):
     assert "all 29 checks passed on 3 rank(s)" in output
 
 
+@pytest.mark.nightly
 def test_each_check_can_fail(tmp_path):
     """A worker breaks what each check is about, one after the other, on real ranks; the user's own run too."""
     code, output = run("mpirun", 2, "python", str(WORKERS / "broken.py"), *OWN, cwd=tmp_path, PYTHONPATH=OWN_PATH)

@@ -117,10 +117,14 @@ def main():
         watched.progress.end_step(0)
         with watched.phase(EXCHANGE):
             if "interrupts" in sys.argv:
+                while not (FOLDER / "begun").exists():  # Before that, rank 0 would not tell others of its end.
+                    time.sleep(0.01)
                 watched.signal_rank_0(signal.SIGINT)
             print(f"served: {watched.wait()}", flush=True)
         return
     try:
+        if RANK == 0:
+            (FOLDER / "begun").touch()
         for number in range(int(sys.argv[6])):
             step(watched, number)
             time.sleep(0.01)
