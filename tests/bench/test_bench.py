@@ -17,6 +17,7 @@ nightly, release = pytest.mark.nightly, pytest.mark.release
 BENCH = [sys.executable, "-m", "hvtrain.bench"]
 
 
+# It takes a minute: each contender is two fresh processes, twice.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "names",

@@ -128,7 +128,10 @@ def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_
 
 @pytest.mark.nightly
 def test_a_host_that_was_left_out_comes_back(tmp_path):
-    """Three hosts; one loses its rank, is left out for some seconds, and then has a rank again."""
+    """Three hosts; one loses its rank, is left out for some seconds, and then has a rank again.
+
+    It takes more than a minute: of three ranks a survivor waits for Gloo's whole limit.
+    """
     options = ["--blacklist-cooldown-range", "2", "3"]
     fates = {"kill_rank": 2, "kill_step": 20, "host": NAMES[2], "alone": 2, "enough": 3}
     words = ["strategy.commit_steps=5", "train.epochs=150"]

@@ -52,6 +52,7 @@ NIGHTLY_RUNS = {
 }
 
 
+# Nightly it takes more than a minute: each run starts its strategy's servers and workers anew, on four processes.
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")

@@ -75,6 +75,7 @@ def start(num_ranks, runs, folder):
     return many_runs("mpirun", num_ranks, runs, folder)[0]
 
 
+# Nightly it takes more than a minute: some thirty runs, of which each traces its own graphs.
 @pytest.fixture(scope="module")
 def two_ranks(request, tmp_path_factory):
     """(what each rank saw, folder)."""
