@@ -32,6 +32,8 @@ class Ranks:
                 stdout=(folder / f"out-{rank}").open("w"),
                 stderr=self.console,
                 stdin=subprocess.DEVNULL,
+                # A shell that starts the tests in the background has them ignore Ctrl-C, which children inherit.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
             for rank in range(size)
         ]
