@@ -1,6 +1,5 @@
 """The folder of a run: made or opened again, locked, swept, and described for whoever finds it later."""
 
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from omegaconf import OmegaConf
 from hvtrain import __version__
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.records import HISTORY_FILE, RESULT_FILE, TEMPORARY, refuse_link, write_atomic
+from hvtrain.core.records import HISTORY_FILE, RESULT_FILE, TEMPORARY, read_file, refuse_link, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 
@@ -56,7 +55,7 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
             probe.touch()
             probe.unlink()
     except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
+        raise _cannot_be_written(folder, error) from error
     if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
@@ -71,19 +70,21 @@ def make_default_folder(config: RunConfig, parent: str) -> Path:
 
     Raises ConfigError if it cannot be made.
     """
-    name = Path(default_run_dir(config, parent)).absolute()
-    for number in itertools.count(1):
-        folder = name if number == 1 else name.with_name(f"{name.name}-{number}")
+    folder = name = Path(default_run_dir(config, parent)).absolute()
+    number = 1
+    while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            continue
+            number += 1
+            folder = name.with_name(f"{name.name}-{number}")
         except OSError as error:
-            raise ConfigError(
-                f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
-            ) from error
-    raise AssertionError
+            raise _cannot_be_written(folder, error) from error
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir")
 
 
 def refuse_files_of_others(folder: Path) -> None:
@@ -91,11 +92,9 @@ def refuse_files_of_others(folder: Path) -> None:
     others = [name for name in REPLACED if (folder / name).exists()]
     if not others:
         return
-    settings = folder / CONFIG_FILE
+    first_line = CONFIG_HEADER.splitlines()[0]
     try:
-        is_a_runs = settings.is_file() and settings.read_text(encoding="utf-8").startswith(
-            CONFIG_HEADER.splitlines()[0]
-        )
+        is_a_runs = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
         is_a_runs = False
     if not is_a_runs and not store.list_checkpoints(folder / "checkpoints"):

@@ -99,13 +99,13 @@ def test_a_run_that_resumes_is_not_judged(ranks, folder):
     ("name", "began"),
     [
         ("output", "the gradient of step 6 is not finite on rank 1; it began with the output of breaks "
-                               "(BreaksAtStep)"),
+                   "(BreaksAtStep)"),
         ("gradient", "the gradient of step 1 is not finite on rank 1; it began with the gradient that "
-                                 "root (Root) passes back"),
+                     "root (Root) passes back"),
         ("inputs", "the gradient of step 3 is not finite on rank 1; it began with the inputs of the batch, in its "
                    "example 5 of 32"),
         ("loss", "the loss of step 1 is not finite on rank 1; it began with the loss itself, after "
-                             "finite outputs of all layers"),
+                 "finite outputs of all layers"),
     ],
 )  # fmt: skip
 def test_nan_names_the_layer_the_step_and_the_rank(ranks, name, began):
