@@ -111,9 +111,23 @@ def enter(work: Callable[[], int]) -> None:
     sys.stderr.flush()
     if code:
         _end_within(SECONDS_TO_EXIT, code)
+        atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
     # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
     atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+
+
+def _end_without_python(code: int) -> None:
+    """Calls the other exit functions, then ends the process before Python takes itself apart.
+
+    After a failure the input pipeline may still read ahead. If one of its threads comes back from TensorFlow into a
+    Python that is half gone, it aborts the process, and the exit code would be that of a crash.
+    """
+    atexit.unregister(_end_without_python)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_within(seconds: float, code: int) -> None:

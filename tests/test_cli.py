@@ -120,6 +120,30 @@ def test_a_process_that_has_done_its_work_and_hangs_at_its_exit_is_ended():
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+CRASHES_AS_PYTHON_ENDS = """
+import atexit, os
+from hvtrain import cli, errors
+
+class Crash:
+    def __del__(self, abort=os.abort):
+        abort()
+
+def fail():
+    raise errors.ConfigError("bad")
+
+crash = Crash()
+crash.itself = crash
+atexit.register(print, "exit functions are called")
+cli.enter(fail)
+"""
+
+
+def test_a_failure_keeps_its_exit_code_whatever_python_meets_as_it_ends():
+    """Such as a thread of TensorFlow's that still reads data."""
+    done = subprocess.run([sys.executable, "-c", CRASHES_AS_PYTHON_ENDS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "exit functions are called\n", "hvtrain: bad\n")
+
+
 @pytest.mark.parametrize(
     ("start", "word"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
 )

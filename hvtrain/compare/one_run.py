@@ -22,6 +22,7 @@ from hvtrain.config.words import word
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 from hvtrain.launch.start import going_with
+from hvtrain.system.console import signals_held
 
 SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from the run.
 SECONDS_TO_SAVE = 40.0
@@ -97,7 +98,7 @@ def started(command: Sequence[str], log: Path, cores: set[int] | None = None) ->
         go_with_this_process()
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
 
-    with log.open("wb") as output:
+    with log.open("wb") as output, signals_held() as release:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -107,6 +108,7 @@ def started(command: Sequence[str], log: Path, cores: set[int] | None = None) ->
             preexec_fn=prepare,
         )
         try:
+            release()
             yield process
         except BaseException:
             end(process)

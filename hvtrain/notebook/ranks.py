@@ -19,6 +19,7 @@ from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch.start import going_with
 from hvtrain.notebook import private_file
 from hvtrain.notebook.in_rank import FUNCTION_FILE, value_file
+from hvtrain.system.console import signals_held
 
 SECONDS_FOR_LAST_LINES = 5.0
 LINES_KEPT = 200
@@ -62,21 +63,25 @@ def _launch(line: list[str], folder: Path) -> None:
     """Runs the launcher to its end; Ctrl-C ends it and all ranks. Raises RankError with the first failure."""
     # Ranks import what this process can; "" is the folder that it is in, and theirs.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    with subprocess.Popen(
-        line,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # An interrupt goes to the kernel's whole group; the launcher is told below, once.
-        preexec_fn=going_with(os.getpid()),
-    ) as process:
+    with (
+        signals_held() as release,
+        subprocess.Popen(
+            line,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # An interrupt goes to the kernel's whole group; the launcher is told below, once.
+            preexec_fn=going_with(os.getpid()),
+        ) as process,
+    ):
         output = _Output()
         reader = threading.Thread(target=output.take, args=[process.stdout], daemon=True)
         reader.start()
         try:
+            release()
             process.wait()
         except BaseException:
             end(process)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
 from hvtrain.system import verdict
@@ -140,6 +140,32 @@ def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: sig
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_held() -> Iterator[Callable[[], None]]:
+    """Holds signals back while a process is started, until the block calls what it is given, or ends.
+
+    Python runs its hooks around a fork itself, and drops what a handler raises meanwhile: a Ctrl-C would be lost.
+    """
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+
+    def release() -> None:
+        while handlers:
+            signal.signal(*handlers.popitem())
+        while came:
+            signal.raise_signal(came.pop())
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # What is ignored must be ignored by the new process too.
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield release
+    finally:
+        release()
 
 
 def end_before_training(number: int, *_: object) -> None:

@@ -1,7 +1,12 @@
-"""What a process knows of the launcher that may have started it."""
+"""What a process knows of the launcher that may have started it, and signals while it starts another."""
 
+import os
+import signal
+
+import psutil
 import pytest
 
+from hvtrain.compare.one_run import started
 from hvtrain.system import console
 
 
@@ -22,3 +27,16 @@ def test_a_process_knows_whether_it_is_one_of_a_launchers(monkeypatch, variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert console.is_launched() == expected
+
+
+def test_a_ctrl_c_while_a_process_is_started_ends_that_process_and_is_not_lost(tmp_path):
+    """Python prints what a handler raises within its hooks around a fork, and goes on."""
+    pending = [signal.SIGINT]
+    os.register_at_fork(after_in_parent=lambda: pending and signal.raise_signal(pending.pop()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), started(["sleep", "100"], tmp_path / "log"):
+            pytest.fail("it went on")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "100"]]
