@@ -15,6 +15,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.model_options import model_options
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RESULT_FILE, RunRecord
+from hvtrain.data import fitted
 from hvtrain.errors import Stopped, UserError
 from hvtrain.finetuning.averages import take_averages
 from hvtrain.finetuning.first_weights import begin_with
@@ -123,7 +124,9 @@ def open_run(
     seed_everything(config, topology.rank)
     saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
     changed = changed_since(saved.meta, config) if saved else {}
-    source, plan, topology = open_data(config, strategy, saved.meta if saved else None)
+    is_same_data = saved and not any(name.startswith("dataset.") for name in changed)
+    fitted_files = comm.on_chief(lambda: fitted.read(folder)) if is_same_data else None
+    source, plan, topology = open_data(config, strategy, saved.meta if saved else None, fitted_files)
     source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
     data = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
@@ -157,12 +160,16 @@ def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
     lines = described(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()
-    if start.step < run.plan.num_steps and not start.ended and run.topology.is_chief:
-        note_start(run, hosts, lines, start.step)
+    trains = start.step < run.plan.num_steps and not start.ended
+    if trains:
+        found = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
+        strategy.comm.on_chief(lambda: fitted.keep(found, run.folder))
+        if run.topology.is_chief:
+            note_start(run, hosts, lines, start.step)
     callbacks = make_callbacks(run, start, monitors)
     search = monitors.search.where if monitors.search else None
     with monitors.writer, explain_errors(run, model, monitors.position, search):
-        if start.step < run.plan.num_steps and not start.ended:
+        if trains:
             if config.guard.batches:
                 batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
                 check_first_batches(strategy.comm, run.source, run.task, batches)
@@ -218,7 +225,8 @@ def results(folder: Path) -> list[Path]:
 
 def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[str, float]) -> RunRecord:
     """The numbers of the run, the same on every rank except for the counts of each process."""
-    throughput, proof = monitors.throughput, monitors.proof.numbers(model.optimizer)
+    throughput, skipped = monitors.throughput, monitors.skipped.num_examples
+    proof = {**monitors.proof.numbers(model.optimizer), "skipped": skipped}
     return RunRecord(
         test_accuracy=metrics.get("test_accuracy"),
         test_loss=metrics.get("test_loss"),
@@ -236,7 +244,7 @@ def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[
         versions=versions(),
         config=to_dict(run.config),
         split=asdict(throughput.split) if throughput.split else None,
-        skipped_examples=monitors.skipped.num_examples,
+        skipped_examples=skipped,
         per_second=throughput.per_second,
         changes=run.meta["changes"],
         differences=list(run.strategy.differences),

@@ -129,7 +129,7 @@ class GuardConfig:
     finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
     layers: bool = setting(False, "name the layer whose output or gradient is the first that is not finite (slow)")
     batches: bool = setting(True, "stop if two ranks read the same first batch")
-    data: bool = setting(True, "do not resume on a data set that has changed")
+    data: bool = setting(True, "refuse data that have changed since the checkpoint")
 
 
 @dataclass

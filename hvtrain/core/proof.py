@@ -18,5 +18,6 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         parts.append(equal if checks else "weights not compared")
     if seen := sorted(set(numbers["examples_each_epoch"])):
         counts = f"{seen[0]:,}" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,}"
-        parts.append(f"{counts} of {numbers['examples']:,} samples seen once per epoch")
+        left_out = f", but for {skipped:,} that cannot be read" if (skipped := numbers.get("skipped")) else ""
+        parts.append(f"{counts} of {numbers['examples']:,} samples seen once per epoch{left_out}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"

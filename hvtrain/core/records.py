@@ -128,13 +128,18 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
 
 
-def read_file(path: Path) -> str:
-    """The text of a regular file. Raises OSError for anything else: a reader would wait for a pipe forever."""
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError for anything else: a reader would wait for a pipe forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read().decode("utf-8")
+        return file.read()
+
+
+def read_file(path: Path) -> str:
+    """As read_bytes, the text of the file."""
+    return read_bytes(path).decode("utf-8")
 
 
 def flush(path: Path) -> None:

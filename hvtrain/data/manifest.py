@@ -99,13 +99,18 @@ def _size(path: str) -> int | None:
         return None  # It went away; reading it will fail with a message.
 
 
-def check_unchanged(name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool) -> None:
-    """Raises DataError (or warns) if the checkpoint of that name was made on another data set. Old ones hold none."""
+def check_unchanged(
+    name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool, other_way: str = ""
+) -> None:
+    """Raises DataError (or warns) if the checkpoint of that name was made on another data set. Old ones hold none.
+
+    other_way: what can be done besides restoring the data set, for the message.
+    """
     changed = differences(saved, now) if saved else []
     if changed:
         refuse_or_warn(
             f"the data set is not the one of checkpoint {name}: {shown(changed)}",
-            "restore that data set, or choose another run.dir",
+            f"restore that data set{other_way}",
             DataError if refuse else None,
         )
 

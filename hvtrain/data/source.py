@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -166,6 +166,16 @@ class Source(ABC):
         inputs = self.element_spec[0]
         is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
         return self.preprocessing().range or ((0.0, 255.0) if is_bytes else None)
+
+    def fitted(self) -> dict[str, bytes]:
+        """What is fitted to the training data, as files by name, such as a mean; empty if nothing is.
+
+        A run keeps them, and gives them back to fit_as() when it is resumed, evaluated or exported.
+        """
+        return {}
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:  # noqa: B027  (most sources fit nothing)
+        """Takes what fitted() gave when the run began, in place of fitting. Called before anything is read."""
 
     def assets(self) -> dict[str, bytes]:
         """Files that users of the saved model need, by name, such as a tokenizer; the run folder keeps them."""

@@ -39,6 +39,8 @@ validation or test (default).""",
         run = open_run(finished, strategy)
         found = metrics_of(run, split)
         if run.is_chief:
+            for item in found["skipped"]:
+                print(f"left out: {item}")
             words = ", ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items())
             print(f"{found['checkpoint']}, {found['examples']:,} {split} examples of {found['dataset']}: {words}")
             if options.output:

@@ -11,7 +11,10 @@ from hvtrain.training.run import evaluation_batches
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
-    """The metrics, with checkpoint, data set and split (every rank). Raises ConfigError if the split is empty."""
+    """The metrics, with checkpoint, data set and split, and what could not be read (every rank).
+
+    Raises ConfigError if the split is empty.
+    """
     topology, source, size = run.strategy.topology, run.source, run.config.train.evaluation_batch_size
     data = run.strategy.comm.all_or_raise(lambda: evaluation_batches(source, split, topology, size))
     total = source.num_examples(split)
@@ -23,9 +26,18 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     tell = keras.callbacks.LambdaCallback(
         on_test_batch_end=lambda batch, logs: pace.reach(min(total, (batch + 1) * size * topology.size))
     )
+    source.unreadable()  # What was left out as the examples were counted is not in their number.
     try:
         found = run.strategy.evaluate(run.model, data, [tell])
     except Exception as error:
         raise run.explain(error) from error
-    metrics = run.task.results(found)
-    return {"checkpoint": run.checkpoint, "dataset": source.name, "split": split, "examples": total, "metrics": metrics}
+    # Two ranks may have met the same damaged file.
+    skipped = {item.place: item for items in run.strategy.comm.gather(source.unreadable()) for item in items}
+    return {
+        "checkpoint": run.checkpoint,
+        "dataset": source.name,
+        "split": split,
+        "examples": total - sum(item.num_examples or 0 for item in skipped.values()),
+        "skipped": [f"{item.place}: {item.why}" for item in skipped.values()],
+        "metrics": run.task.results(found),
+    }

@@ -47,7 +47,7 @@ for digits.onnx). The exported model is first compared with the run's own on exa
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
     with on_ranks(finished.config, Strategy()) as strategy:
-        run = open_run(finished, strategy)
+        run = open_run(finished, strategy, uses_split=False)
         print(f"{run.checkpoint} in {path}; {export_checked(run, chosen, path)}")
     return 0
 

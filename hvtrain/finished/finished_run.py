@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
+from hvtrain.data import fitted
+from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.finished.run_words import FinishedConfig
@@ -66,23 +68,31 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
         strategy.stop()
 
 
-def open_run(finished: FinishedConfig, strategy: Strategy) -> FinishedRun:
+def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
     """Opens the run's data and task, builds its model, and gives it the checkpoint's weights (every rank).
 
-    Raises UserError, on all ranks at once.
+    Inputs are preprocessed as in the run's training, whatever its data are now. If the command uses a split of these
+    data, they must be the same as then. Raises UserError, on all ranks at once.
     """
     config, comm = finished.config, strategy.comm
     wanted = finished.words.get("checkpoint")
     step = comm.on_chief(lambda: _step(finished, wanted))
     # Seeding also resets Keras's counters of layers, so that their names are those of the checkpoint.
     seed_everything(config, strategy.topology.rank)
-    source = comm.all_or_raise(lambda: open_source(config))
+    files = comm.on_chief(lambda: fitted.read(finished.folder))
+    source = comm.all_or_raise(lambda: open_source(config, files))
     task = comm.all_or_raise(lambda: open_task(config, source))
     seed_everything(config, strategy.topology.rank)
     model = comm.all_or_raise(lambda: _compiled(config, source, task, strategy))
     path = finished.folder / "checkpoints" / store.folder_name(step)
-    comm.on_chief(lambda: load_weights(config, model, path))
+    data = comm.on_chief(lambda: load_weights(config, model, path))
     comm.broadcast_model(model)
+    comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
+    if strategy.topology.is_chief and not finished.has_own_data:
+        fitted.warn_of_unused(source, files)
+    # A run of an older version fits anew, so it depends on its data in any case.
+    if finished.has_own_data and (uses_split or not files):
+        comm.all_or_raise(lambda: check_unchanged(path.name, data, source.manifest(), config.guard.data))
     return FinishedRun(config, strategy, source, task, model, path.name)
 
 

@@ -27,6 +27,8 @@ class FinishedConfig:
     folder: Path
     config: RunConfig
     words: dict[str, str]
+    has_own_data: bool = True
+    """Whether the data set is the run's, with its settings."""
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """The argument of that name. Raises ConfigError if its value is not allowed."""
@@ -57,7 +59,8 @@ def finished_config(words: Sequence[str], *names: str) -> FinishedConfig:
     folder = Path(own.pop("run"))
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
         raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
-    found = FinishedConfig(folder.absolute(), run_config(folder, settings), own)
+    has_own_data = not any(word.startswith(("dataset=", "dataset.")) for word in settings)
+    found = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
     found.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
     return found
 

@@ -37,7 +37,7 @@ def generate() -> int:
         from hvtrain.strategies.base import Strategy
         from hvtrain.tasks.generation import continuation
     with on_ranks(finished.config, Strategy()) as strategy:
-        run = open_run(finished, strategy)
+        run = open_run(finished, strategy, uses_split=False)
         tokens, facts = run.source.tokens_of(prompt), run.source.facts()
         if not tokens or not facts.get("causal"):
             raise ConfigError(

@@ -40,7 +40,7 @@ validation or test (default).""",
         from hvtrain.predict.outputs import predictions
         from hvtrain.predict.writers import writer_for
     with on_ranks(finished.config) as strategy:
-        run = open_run(finished, strategy)
+        run = open_run(finished, strategy, uses_split=path is None)
         examples = strategy.comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
         if not examples.total:
             raise DataError(f"input={path} holds no examples; give a file that has some")
@@ -57,7 +57,10 @@ validation or test (default).""",
             if run.is_chief:
                 write.discard()
             raise
+        skipped = {item.place: item for items in strategy.comm.gather(run.source.unreadable()) for item in items}
         if run.is_chief:
+            for item in skipped.values():
+                print(f"left out: {item.place}: {item.why}")
             print(f"{run.checkpoint}: {number:,} predictions of {examples.name} in {output}")
     return 0
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.table import refuse_gaps, text_options
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
@@ -46,15 +46,20 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     source, topology, size = run.source, run.strategy.topology, run.config.train.evaluation_batch_size
     if not (total := source.num_examples(split)):
         raise ConfigError(f"split={split} of {source.name} has no examples; choose another split, or input=PATH")
+    whole = replace(topology, rank=0, size=1)
     by_number = isinstance(source, IndexedSource) and source.on_error == "stop"
     if by_number:
         data = source.evaluation(split, topology, size)
+    elif isinstance(source, StreamedSource) and source.on_error == "skip":
+        data = source.numbered_evaluation(split, whole, size).shard(topology.size, topology.rank)
     else:
-        data = source.evaluation(split, replace(topology, rank=0, size=1), size).shard(topology.size, topology.rank)
+        data = source.evaluation(split, whole, size).shard(topology.size, topology.rank)
 
     def batches() -> Iterator[Batch]:
-        for inputs, targets, *_ in data:
-            yield inputs, _plain(targets)
+        for batch in data:
+            numbers = {"example": batch[0].numpy()} if len(batch) > len(source.element_spec) else {}
+            inputs, targets = batch[len(numbers) : len(numbers) + 2]
+            yield inputs, {**numbers, **_plain(targets)}
 
     return Examples(f"{split} of {source.name}", total, batches, by_number)
 

@@ -88,7 +88,8 @@ def resume(
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * plan.size
         checkpoint = saved.checkpoint
-        check_unchanged(saved.name, checkpoint.meta.get("data"), meta["data"], refuse_other_data)
+        before, other_way = checkpoint.meta.get("data"), ", or choose another run.dir"
+        check_unchanged(saved.name, before, meta["data"], refuse_other_data, other_way)
         # A plan for another number of ranks is meant to differ.
         names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
         pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}

@@ -1,6 +1,7 @@
 """Interface of strategies. Each base class implements a single process, so the runner never asks which one it has."""
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -187,7 +188,10 @@ class Strategy:
             with self.watchdog.phase(VALIDATION):
                 progress = self.watchdog.progress
                 beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
-                names = model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
+                with warnings.catch_warnings():
+                    # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
+                    warnings.filterwarnings("ignore", "Your input ran out of data")
+                    names = model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training)
         return {name: value for name, value in results.items() if name in names}

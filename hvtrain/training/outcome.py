@@ -92,14 +92,18 @@ def _load(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
     return True
 
 
-def load_weights(config: RunConfig, model: keras.Model, path: Path) -> None:
-    """Sets the weights to those of a checkpoint, or to their averages (chief only). Raises UserError."""
+def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
+    """Sets the weights to those of a checkpoint, or to their averages (chief only). Raises UserError.
+
+    Returns the manifest of the data on which it was trained, if the checkpoint has it.
+    """
     saved = store.read(path)
     if config.train.ema is None:
         store.restore(saved, model, ("model",))
     else:  # The averages are the optimizer's, which has no step left to do.
         store.restore(saved, model)
         take_averages(model)
+    return saved.meta.get("data")
 
 
 def _speed(record: RunRecord) -> str:

@@ -1,5 +1,6 @@
 """Setup of a run: its seeds, data, plan and model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
+from hvtrain.data import fitted
 from hvtrain.data.preprocessing import symbolic
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line, place_of
@@ -38,14 +40,18 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
 
 def open_data(
-    config: RunConfig, strategy: Strategy, saved: dict[str, Any] | None = None
+    config: RunConfig,
+    strategy: Strategy,
+    saved: dict[str, Any] | None = None,
+    fitted_files: Mapping[str, bytes] | None = None,
 ) -> tuple[Source, StepPlan, Topology]:
     """Opens the data set; returns it, the plan for its size, and this rank's place with its share (every rank).
 
-    saved is the meta of the checkpoint to resume, if any, whose plan continues.
+    saved is the meta of the checkpoint to resume, if any, whose plan continues, and fitted_files what the run fitted to
+    its training data.
     """
     comm, size = strategy.comm, strategy.topology.size
-    source = comm.all_or_raise(lambda: open_source(config))
+    source = comm.all_or_raise(lambda: open_source(config, fitted_files))
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
@@ -57,10 +63,12 @@ def open_data(
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 
-def open_source(config: RunConfig) -> Source:
-    """Opens the data set."""
+def open_source(config: RunConfig, fitted_files: Mapping[str, bytes] | None = None) -> Source:
+    """Opens the data set, with what a run has fitted to it, if that is given."""
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
+    if fitted_files:
+        fitted.give(source, fitted_files)
     return source
 
 

@@ -197,3 +197,15 @@ def test_the_description_names_classes_and_input():
 def test_a_scale_of_zero_is_refused():
     with pytest.raises(ConfigError, match=r"scale=0 cannot divide pixels; give numbers above 0"):
         Transform(scale=0)
+
+
+@pytest.mark.parametrize("standardize", ["per_pixel", "per_channel", "scale", "none"])
+def test_what_was_fitted_is_kept_bit_for_bit_on_other_data(standardize):
+    def source(factor):
+        images, labels = random_images(20, 0)
+        return from_arrays(images * factor, labels, images, labels, standardize=standardize)
+
+    first, later = source(1), source(0.5)
+    later.fit_as(first.fitted())
+    assert np.array_equal(streamed(later), streamed(first))
+    assert later.fitted() == first.fitted() and later.value_range() == first.value_range()

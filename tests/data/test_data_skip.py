@@ -81,6 +81,13 @@ def test_evaluation_leaves_bad_examples_out_and_reads_each_good_one_once(kind, t
     )
     assert sum(item.num_examples for item in source.unreadable()) == 2
     assert images_of(source.evaluation("validation", Topology(), 4)) == []
+    numbered = source.numbered_evaluation("test", Topology(), 4).unbatch().as_numpy_iterator()
+    order = sorted(range(9), key=lambda number: number % 3) if kind.startswith("image_folder") else range(9)
+    kept = {place: images[number] for place, number in enumerate(order) if number not in {1, 8}}
+    found = {int(place): image.tobytes() for place, image, _ in numbered}
+    assert sorted(found.values()) == sorted(kept.values()) and found.keys() < set(range(9))
+    if not kind.startswith("tfrecord"):  # Its streams take a record of each file in turn.
+        assert found == kept, "those after it keep their number"
 
 
 @main_kinds

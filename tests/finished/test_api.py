@@ -109,3 +109,41 @@ def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"):
         predict()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monkeypatch):
+    """The columns' means, categories and classes are the run's; only what reads a part of the data is refused."""
+    rows = [f"{number % 7},{'xyz'[number % 3]},{'yes' if number % 7 > 3 else 'no'}" for number in range(60)]
+    data, new = tmp_path / "data.csv", tmp_path / "new.csv"
+    data.write_text("\n".join(["size,kind,target", *rows]) + "\n")
+    new.write_text("size,kind,target\n3,x,no\n5,z,no\n-2,other,no\n")
+    table = ["dataset=table", f"dataset.file={data}", "dataset.num_test=20", "model=mlp", "model.hidden=[4]"]
+    hvtrain.train(hvtrain.compose([*table, "strategy=single", "train.steps=3", f"run.dir={tmp_path / 'run'}"]))
+
+    def predicted(*words):
+        output = tmp_path / "predicted.csv"
+        monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *words, f"--output={output}"])
+        assert predict() == 0
+        return output.read_text()
+
+    before = predicted(f"input={new}")
+    data.write_text(data.read_text() + "900,w,yes\n" * 30)
+    assert predicted(f"input={new}") == before
+    with pytest.raises(DataError, match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data"):
+        predicted("split=test")
+    assert predicted("guard.data=false").count("\n") == 21
+    data.write_text(data.read_text() + "1,x,perhaps\n")
+    with pytest.raises(DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"):
+        predicted(f"input={new}")
+
+
+def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
+    text = written(monkeypatch, capsys, tales[0], "prompt=The statement", "--tokens", "5")
+    more = tales[0].parent / "tales/more.txt"
+    more.write_text("zyx zyx zyx " * 5000)
+    try:
+        assert written(monkeypatch, capsys, tales[0], "prompt=The statement", "--tokens", "5") == text
+        with pytest.raises(DataError, match="the data set is not the one of checkpoint"):
+            hvtrain.load(tales[0])
+    finally:
+        more.unlink()

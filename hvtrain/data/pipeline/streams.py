@@ -146,6 +146,20 @@ class StreamedSource(Source):
         batches = self.evaluation_batches(split, topology, batch_size)
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
+    def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+        """As evaluation(), each batch with the places of its examples in the shard: (int64 [batch], inputs, ...).
+
+        What on_error="skip" leaves out takes its place with it. Examples are read one by one.
+        """
+
+        @unconverted
+        def normalize(place: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
+            number = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # One, or none if it cannot be read.
+            return tf.fill(number, place), self.transform.normalize(inputs), *rest
+
+        found = self.load(self.evaluation_batches(split, topology, 1), split, topology, normalize, 1)
+        return finish(found.unbatch().batch(batch_size), topology)
+
 
 class IndexedSource(StreamedSource):
     """A source whose batches are indices [batch] within this rank's shard."""

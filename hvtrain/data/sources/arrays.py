@@ -1,6 +1,8 @@
 """Images that fit in memory as NumPy arrays, in their original type; and arrays of any kind, from_arrays."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
+FITTED_FILE = "normalization.npz"
 
 
 class ArraySource(MemorySource):
@@ -75,13 +78,30 @@ class ArraySource(MemorySource):
             return
         images = train.elements[0]
         mean, scale = fit(images, train.rows, self._standardize, self._max_value)
-        self.transform = Transform(mean, scale, self.transform.shift_pixels, self.transform.flip)
+        self.transform = replace(self.transform, mean=mean, scale=scale)
         self._range = float(images.min()), float(images.max())
         self._dtype = images.dtype
 
-    def preprocessing(self) -> Preprocessing:
-        if not self._range:  # No stream was opened, since the run had nothing left to do.
+    def fitted(self) -> dict[str, bytes]:
+        self._fit_once()
+        file, none = io.BytesIO(), np.zeros(0, self._dtype)
+        np.savez(file, mean=self.transform.mean, scale=self.transform.scale, range=np.array(self._range), dtype=none)
+        return {FITTED_FILE: file.getvalue()}
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:
+        if FITTED_FILE not in files:
+            return
+        with np.load(io.BytesIO(files[FITTED_FILE])) as found:
+            self.transform = replace(self.transform, mean=found["mean"], scale=found["scale"])
+            self._range = tuple(found["range"].tolist())
+            self._dtype = found["dtype"].dtype
+
+    def _fit_once(self) -> None:
+        if not self._range:
             self.fit(self.parts()["train"])
+
+    def preprocessing(self) -> Preprocessing:
+        self._fit_once()  # No stream was opened, if the run had nothing left to do.
         shape = self._example_shape or self.image_shape
         values = f"as in the arrays ({self._dtype}); any numeric type is taken"
         return self.transform.preprocessing(shape, self.image_shape, values, self._range)

@@ -1,5 +1,7 @@
 """Tables: columns of a CSV or Parquet file, turned into features by keras.utils.FeatureSpace."""
 
+import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 """Tables that are part of scikit-learn."""
 FEATURES = ("float", "float_normalized", "float_discretized", "integer_categorical", "string_categorical")
 ENCODED_ROWS = 65_536  # At once, so that the columns of a large table are not in memory twice.
+
+ENCODER_FILE, TABLE_FILE = "features.keras", "table.json"
 
 Columns = dict[str, np.ndarray]
 
@@ -68,18 +72,41 @@ class Table(MemorySource):
         targets = self._targets(columns.pop(self._target))
         features = self._features or {name: _kind(array) for name, array in columns.items()}
         features = dict(sorted(features.items()))  # Keras's models warn of another order of their inputs.
+        self._features = features
         self._check_features(features, columns)
         names = [name for name, kind in features.items() if kind == "string_categorical"]
         columns |= text_columns(self._file, [name for name in names if columns[name].dtype != object])
         columns = {name: _typed(columns[name], kind, name, self.name) for name, kind in features.items()}
         parts = self._split(len(targets))
-        space = keras.utils.FeatureSpace(features, crosses=self._crosses or None, output_mode="concat")
-        space.adapt(
-            tf.data.Dataset.from_tensor_slices({name: array[parts["train"]] for name, array in columns.items()})
-        )
-        self._encode = keras.Model(dict(space.get_inputs()), space.get_encoded_features(), name="features")
+        if self._encode is None:
+            self._encode = self._adapted({name: array[parts["train"]] for name, array in columns.items()})
         self._raw = {split: {name: array[rows] for name, array in columns.items()} for split, rows in parts.items()}
         return {split: (self._rows(self._raw[split]), targets[rows]) for split, rows in parts.items()}
+
+    def _adapted(self, train: Columns) -> keras.Model:
+        """From columns by name to features, float32 [rows, features]."""
+        space = keras.utils.FeatureSpace(self._features, crosses=self._crosses or None, output_mode="concat")
+        space.adapt(tf.data.Dataset.from_tensor_slices(train))
+        return keras.Model(dict(space.get_inputs()), space.get_encoded_features(), name="features")
+
+    def fitted(self) -> dict[str, bytes]:
+        self.num_examples("train")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / ENCODER_FILE
+            self._encode.save(path)  # type: ignore[union-attr]
+            found = {"features": self._features, "classes": self.class_names}
+            return {ENCODER_FILE: path.read_bytes(), TABLE_FILE: json.dumps(found, indent=1).encode()}
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:
+        if ENCODER_FILE not in files:
+            return
+        found = json.loads(files[TABLE_FILE])
+        self._features, self.class_names = found["features"], found["classes"]
+        self._target_is = "class" if self.class_names else "number"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / ENCODER_FILE
+            path.write_bytes(files[ENCODER_FILE])
+            self._encode = keras.models.load_model(path, compile=False)
 
     def _targets(self, values: np.ndarray) -> np.ndarray:
         is_class = self._target_is == "class" if self._target_is else not np.issubdtype(values.dtype, np.floating)
@@ -88,8 +115,15 @@ class Table(MemorySource):
                 raise ConfigError(f"dataset.target_is=number and the column {self._target} holds {values[0]!r}")
             return values.astype(np.float32)
         names, indices = np.unique(values, return_inverse=True)
-        self.num_classes, self.class_names = len(names), [str(name) for name in names]
-        return indices.astype(np.int32)
+        found = [str(name) for name in names]
+        self.class_names = self.class_names or found
+        self.num_classes = len(self.class_names)
+        if new := [name for name in found if name not in self.class_names]:
+            raise DataError(
+                f"{self.name}: the column {self._target} holds {new[0]}, which is none of the run's classes "
+                f"({', '.join(self.class_names)}); drop those rows"
+            )
+        return np.array([self.class_names.index(name) for name in found], np.int32)[indices]
 
     def _check_features(self, features: Mapping[str, str], columns: Columns) -> None:
         for name, kind in features.items():

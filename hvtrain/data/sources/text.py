@@ -1,7 +1,7 @@
 """Text as rows of tokens, for models that predict the next token or hidden ones."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ class Text(MemorySource):
 
     def manifest(self) -> dict[str, Any]:
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
+
+    def fitted(self) -> dict[str, bytes]:
+        return self.assets()
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:
+        if TOKENIZER_FILE in files:
+            self._tokenizer = Tokenizer(files[TOKENIZER_FILE])
 
     def assets(self) -> dict[str, bytes]:
         return {TOKENIZER_FILE: self.tokenizer.model}
