@@ -38,16 +38,17 @@ def train(config: RunConfig) -> RunRecord:
     return run(config)
 
 
-def load(run: str | Path, overrides: Sequence[str] = ()) -> FinishedRun:
+def load(run: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> FinishedRun:
     """Opens a finished run in this process: its model with the weights of the best checkpoint, its data and its task.
 
-    overrides: "checkpoint=last", and changes of the run's settings. Raises UserError.
+    overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name code that is neither
+    hvtrain's nor Keras's, which is executed. Raises UserError.
     """
     from hvtrain.finished.finished_run import open_run
     from hvtrain.finished.run_words import finished_config
     from hvtrain.strategies.base import Strategy
 
-    finished, strategy = finished_config([f"run={run}", *overrides]), Strategy()
+    finished, strategy = finished_config([f"run={run}", *overrides], trust=trust), Strategy()
     strategy.start()
     return open_run(finished, strategy)
 

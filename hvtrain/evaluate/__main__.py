@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.core.records import write_atomic
-from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
+from hvtrain.finished.run_words import SETTINGS, SPLITS, add_trust, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -29,8 +29,9 @@ validation or test (default).""",
         epilog=EPILOG,
     )
     parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
+    add_trust(parser)
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split")
+    finished = finished_config(options.words, "split", trust=options.trust)
     split = finished.choice("split", SPLITS, "test")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.evaluate.metrics import metrics_of

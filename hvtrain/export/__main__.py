@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import SETTINGS, finished_config
+from hvtrain.finished.run_words import SETTINGS, add_trust, finished_config
 from hvtrain.system import console
 
 FORMATS = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
@@ -30,8 +30,9 @@ for digits.onnx). The exported model is first compared with the run's own on exa
         epilog=EPILOG,
     )
     parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
+    add_trust(parser)
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "format")
+    finished = finished_config(options.words, "format", trust=options.trust)
     chosen = finished.choice("format", tuple(FORMATS), "")
     if console.is_launched():
         raise ConfigError("an export takes one process; start python -m hvtrain.export without a launcher")

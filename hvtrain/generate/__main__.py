@@ -4,7 +4,7 @@ import sys
 
 from hvtrain.cli import Parser, at_least, enter, not_negative
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import SETTINGS, finished_config
+from hvtrain.finished.run_words import SETTINGS, add_trust, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -26,8 +26,9 @@ def generate() -> int:
     parser.add_argument("--tokens", type=at_least(1), default=64, metavar="N", help="most tokens to write; default: 64")
     parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
+    add_trust(parser)
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "prompt")
+    finished = finished_config(options.words, "prompt", trust=options.trust)
     if not (prompt := finished.words.get("prompt")):
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
     if console.is_launched():

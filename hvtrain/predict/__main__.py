@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hvtrain.cli import Parser, enter
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished.run_words import SETTINGS, SPLITS, finished_config
+from hvtrain.finished.run_words import SETTINGS, SPLITS, add_trust, finished_config
 from hvtrain.system import console
 
 EPILOG = f"""\
@@ -29,8 +29,9 @@ validation or test (default).""",
     )
     what = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
     parser.add_argument("--output", metavar="FILE", help=what)
+    add_trust(parser)
     options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split", "input")
+    finished = finished_config(options.words, "split", "input", trust=options.trust)
     split, path = finished.choice("split", SPLITS, "test"), finished.words.get("input")
     if path is not None and "split" in finished.words:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")

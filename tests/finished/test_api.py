@@ -11,6 +11,7 @@ import pytest
 import hvtrain
 from hvtrain.data.formats.documents import embedded
 from hvtrain.errors import CheckpointError, ConfigError, DataError
+from hvtrain.finished.run_words import foreign_code
 from hvtrain.generate.__main__ import generate
 from hvtrain.predict.__main__ import predict
 
@@ -147,3 +148,33 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
             hvtrain.load(tales[0])
     finally:
         more.unlink()
+
+
+TARGETS = {
+    "model": "model: {_target_: numpy.load, file: evil.npy, allow_pickle: true}",
+    "of hvtrain": "dataset: {_target_: hvtrain.notebook.private_file.read, path: evil}",
+    "within": "task: {_target_: hvtrain.tasks.Custom, loss: {a: [{_target_: os.system, command: touch evil}]}}",
+    "interpolated": "model: \"${oc.decode:'{_target_: os.system}'}\"",
+    "Hydra": "hydra: {callbacks: {a: {_target_: os.system}}}",
+}
+
+
+@pytest.mark.parametrize("settings", TARGETS.values(), ids=TARGETS)
+def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(settings, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text(f"{settings}\n")
+    with pytest.raises(ConfigError, match=r"names code that is not hvtrain's or Keras's.*; add --trust"):
+        hvtrain.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"does not have all settings"):
+        hvtrain.load(tmp_path, trust=True)
+    monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path}", "--trust"])
+    with pytest.raises(ConfigError, match=r"does not have all settings"):
+        predict()
+
+
+def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):
+    config = tales[0] / "config.yaml"
+    monkeypatch.setattr("hvtrain.finished.run_words.CONFIG_FILE", "own.yaml")
+    (tales[0] / "own.yaml").write_text(config.read_text().replace("hvtrain.models.transformer", "own.model"))
+    assert foreign_code(tales[0], []) == ["model._target_=own.model"]
+    assert foreign_code(tales[0], ["model._target_=own.model"]) == foreign_code(tales[0], ["model=cnn"]) == []

@@ -59,8 +59,8 @@ NIGHTLY_TASKS = [
     ["rows of test", "predict", "run=table", "split=test", "--output", "rows_test.csv"],
     ["other task", "predict", "run=table", "input=pictures", "--output", "other task.csv"],
     ["pixels", "train", *PIXELS, "train.epochs=2", "run.dir=masks_run"],
-    ["masks", "predict", "run=masks_run", "train.evaluation_batch_size=2", "--output", "masks"],
-    ["masks alone", "alone:predict", "run=masks_run", "--output", "masks_alone"],
+    ["masks", "predict", "run=masks_run", "--trust", "train.evaluation_batch_size=2", "--output", "masks"],
+    ["masks alone", "alone:predict", "run=masks_run", "--trust", "--output", "masks_alone"],
 ]  # fmt: skip
 
 
