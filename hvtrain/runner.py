@@ -206,7 +206,7 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
             log.info("%s", monitors.throughput.split.in_words(run.topology.size))
     strategy.stop()
     if run.topology.is_chief and run.config.run.report and not cut_short:
-        write_report(run.folder)
+        write_report(run.folder, with_diff=not run.config.tracker)
     if not cut_short:
         monitors.tracking.finish("finished", record.metrics, results(run.folder))
         run.state.notice.finished(f"{in_words(record.metrics)}; {duration(record.seconds)} on {run.plan.size} rank(s)")

@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 from hvtrain.config.facts import declared
 from hvtrain.config.model_options import of_builder
 from hvtrain.config.schema import RunConfig
+from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
+from hvtrain.system.secrets import HIDDEN
 
 NEEDED = {
     "model": "a keras.Model",
@@ -41,6 +43,10 @@ def build(
     if group == "model":
         settings = of_builder(settings, get_object)
     target, builder = f"{group}._target_={settings['_target_']}", None
+    if hidden := [key for key, value in flatten({group: settings}).items() if HIDDEN in str(value)]:
+        raise ConfigError(
+            f"{hidden[0]} holds a secret, which a run's records leave out; give {hidden[0]}=VALUE once more"
+        )
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
     if facts is not None:

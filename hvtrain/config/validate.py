@@ -10,7 +10,7 @@ from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
 
 from hvtrain.errors import ConfigError
-from hvtrain.system.secrets import SECRET
+from hvtrain.system.secrets import redacted
 
 
 def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -61,8 +61,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         or_null = " or null" if type(None) in options else ""
-        shown = "***" if SECRET.search(name) else value
-        raise ConfigError(f"{name}={shown} is not {expected.get(kind, 'a group of settings')}{or_null}")
+        raise ConfigError(f"{name}={redacted(value, name)} is not {expected.get(kind, 'a group of settings')}{or_null}")
     if rule.get("choices") and value not in rule["choices"]:
         raise ConfigError(f"{name}={value} is not one of {', '.join(rule['choices'])}")
     low = rule.get("low")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.addresses import VARIABLE as NOTIFY
-from hvtrain.system.secrets import SECRET, WITH_PASSWORD
+from hvtrain.system.secrets import SECRET, without_passwords
 
 # They let a rank find its code, and tune the libraries under it.
 _ALLOWED = re.compile(
@@ -69,4 +69,5 @@ def for_launcher(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[s
 def travels(name: str, environ: Mapping[str, str]) -> bool:
     """True for a variable that other hosts may have: it is allowed, and neither its name nor its value looks secret."""
     is_known = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
-    return is_known and not SECRET.search(name) and not WITH_PASSWORD.search(environ.get(name, ""))
+    value = environ.get(name, "")
+    return is_known and not SECRET.search(name) and without_passwords(value) == value

@@ -13,6 +13,7 @@ from hvtrain import __version__
 from hvtrain.config.validate import flatten
 from hvtrain.core.proof import proof_in_words
 from hvtrain.core.records import write_atomic
+from hvtrain.core.starts import STARTS_FILE
 from hvtrain.errors import in_one_line
 from hvtrain.report.curves import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
@@ -24,11 +25,14 @@ REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
 _SHOWN = ("versions", "devices", "differs", "run folder", "resumed", "changed")
 
 
-def write_report(folder: Path) -> None:
-    """Writes both files into the run folder. An error is only a warning, since the run itself has finished."""
+def write_report(folder: Path, with_diff: bool = True) -> None:
+    """Writes both files into the run folder. An error is only a warning, since the run itself has finished.
+
+    with_diff: show the changes of the user's checkout that are not committed.
+    """
     try:
         run = replace(read_run(folder), state="finished")  # This process still holds the lock.
-        write_atomic(folder / REPORT_FILE, html(run))
+        write_atomic(folder / REPORT_FILE, html(run, with_diff))
         if charts := charts_of(run):
             write_png(charts, folder / CURVES_FILE)
     except Exception as error:
@@ -37,9 +41,12 @@ def write_report(folder: Path) -> None:
         )
 
 
-def html(run: RunFiles) -> str:
-    """The page of a run."""
+def html(run: RunFiles, with_diff: bool = True) -> str:
+    """The page of a run, with or without the changes of the user's checkout that are not committed."""
     start: dict[str, Any] = run.starts[-1] if run.starts else {}
+    git = start.get("git")
+    if git and not with_diff:
+        git = {**git, "diff": f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."}
     described = start.get("described", {})
     split = run.result.get("split")
     proof = run.result.get("proof")
@@ -63,7 +70,7 @@ def html(run: RunFiles) -> str:
         changes=_changes(run.result),
         messages=run.messages,
         environment=_environment(run, start, described),
-        git=start.get("git"),
+        git=git,
         settings=[(name, text_of(value)) for name, value in flatten(run.config).items()],
     )
 

@@ -1,4 +1,4 @@
-"""Recognizes secrets by their names, and addresses with a password in them: postgres://me:secret@host/."""
+"""Recognizes secrets: by their names, by what they look like, and in addresses such as postgres://me:secret@host/."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,30 @@ from typing import Any
 
 from hvtrain.system import addresses
 
-SECRET = re.compile(r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|KEY(?!\w)|_KEY_", re.IGNORECASE)
-# Settings that only sound like one: dataset.image_key names a feature of a record.
-_HARMLESS = re.compile(r"TOKENIZ|(IMAGE|LABEL)_KEY", re.IGNORECASE)
-WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+SECRET = re.compile(
+    r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_", re.IGNORECASE
+)
+"""Names that may be those of secrets."""
+# Names whose values are secrets whatever they look like, numbers too.
+_SURE = re.compile(
+    r"SECRET|PASSW|PASSPHRASE|PWD|CREDENTIAL|NOTIFY|AUTHORIZATION|SIGNATURE|^(KEY|TOKEN|PASS)$"
+    r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
+    re.IGNORECASE,
+)
+# Other names, such as dataset.target_key or model.mask_token, may have words or symbols as values. Secrets seldom do.
+_PLAIN = re.compile(r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}")
+WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
+_IN_A_TEXT = re.compile(
+    r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
+    r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"
+    r"|password|googleaccessid|awsaccesskeyid)=)[^&\s'\"#]+"
+    r"|\b(?:gh[pousr]_\w{16,}|github_pat_\w{16,}|hf_\w{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}"
+    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)",
+    re.IGNORECASE,
+)
 # NAME: VALUE in the groups of a command line, such as +dataset.storage={key:...,url:...}.
 _IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
+HIDDEN = "***"
 
 
 def without_passwords(text: str) -> str:
@@ -19,22 +37,33 @@ def without_passwords(text: str) -> str:
 
     >>> without_passwords("no answer from https://me:hunter2@host/runs")
     'no answer from https://***@host/runs'
+    >>> without_passwords("GET https://host/a.csv?sv=2&sig=aGVsbG8%3D failed for Bearer abc.def-123")
+    'GET https://host/a.csv?sv=2&sig=*** failed for Bearer ***'
     """
-    return WITH_PASSWORD.sub("://***@", text)
+    text = WITH_PASSWORD.sub(lambda found: f"{found[0].partition('://')[0]}://{HIDDEN}@", text)
+    return _IN_A_TEXT.sub(lambda found: f"{found['before'] or found['name'] or ''}{HIDDEN}", text)
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A copy of a setting, or of a tree of settings, with *** in place of each text that is a secret.
+    """A copy of a setting, or of a tree of settings, with *** in place of each secret.
 
-    >>> redacted({"api_key": "hunter2", "image_key": "image", "backward_passes": 2, "url": "https://me:hunter2@host/"})
-    {'api_key': '***', 'image_key': 'image', 'backward_passes': 2, 'url': '***'}
+    >>> redacted({"api_key": 12345678, "image_key": "image", "backward_passes": 2, "url": "https://me:hunter2@host/"})
+    {'api_key': '***', 'image_key': 'image', 'backward_passes': 2, 'url': 'https://***@host/'}
+    >>> redacted({"header": "Bearer abc.def-123", "mask_token": "<mask>", "my_key": "q7Xw93jf", "token": "any"})
+    {'header': 'Bearer ***', 'mask_token': '<mask>', 'my_key': '***', 'token': '***'}
     """
+    is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
-        return {key: redacted(item, str(key)) for key, item in value.items()}
+        return {key: redacted(item, name if is_sure else str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    sounds_secret = SECRET.search(name) and not _HARMLESS.search(name)
-    return "***" if isinstance(value, str) and (sounds_secret or WITH_PASSWORD.search(value)) else value
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if is_sure:
+        return HIDDEN
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if SECRET.search(name) and not _PLAIN.fullmatch(value) else without_passwords(value)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

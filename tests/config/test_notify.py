@@ -61,7 +61,7 @@ def test_errors_have_no_secret(words, message, monkeypatch):
 def test_a_file_with_something_else_is_refused_without_showing_it(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
     (tree,) = compose([])
-    with pytest.raises(ConfigError, match=r"^notify=\*\*\* is not a string") as caught:
+    with pytest.raises(ConfigError, match=r"^notify=.*\*\*\*.* is not a string") as caught:
         from_dict({**tree, "notify": value})
     assert "hunter2" not in str(caught.value)
 

@@ -2,9 +2,11 @@
 
 import pytest
 
+from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, TrainConfig, from_dict, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
+from hvtrain.system.secrets import redacted
 
 GROUPS = {
     "model": {"_target_": "hvtrain.models.cnn"},
@@ -37,7 +39,41 @@ def test_records_hold_no_secret():
     made = config(callbacks={"own": own})
     assert made.callbacks["own"]["api_key"] == "hunter2"
     kept = to_dict(made)["callbacks"]["own"]
-    assert kept == {"_target_": "own.Notifies", "api_key": "***", "urls": ["***"], "patience": 2}
+    assert kept == {"_target_": "own.Notifies", "api_key": "***", "urls": ["https://***@host/"], "patience": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("api_key", 1234567890, "***"),
+        ("password", 2026, "***"),
+        ("url", "https://a.blob.core.windows.net/c/d.csv?sv=2&sig=Zm9v%3D&se=1", "...d.csv?sv=2&sig=***&se=1"),
+        ("url", "https://b.s3.aws.com/d?X-Amz-Credential=A%2F1&X-Amz-Signature=0a", "...tial=***&X-Amz-Signature=***"),
+        ("url", "https://ghp_0123456789abcdefABCD@github.com/me/data.git", "https://***@github.com/me/data.git"),
+        ("header", "Authorization: Bearer abc.def-123", "Authorization: Bearer ***"),
+        ("authorization", "abcdef", "***"),
+        ("note", "my token is hf_0123456789abcdefghij", "my token is ***"),
+        ("target_key", "species", "species"),
+        ("sort_key", "q8Zk3vP0xT", "***"),
+        ("mask_token", "<mask>", "<mask>"),
+        ("padding_token", 0, 0),
+        ("backward_passes", 2, 2),
+        ("url", "ssh://git@host/data", "ssh://git@host/data"),
+        ("dir", "/data/keys/images", "/data/keys/images"),
+    ],
+)
+def test_a_secret_is_known_by_its_name_or_its_looks(name, value, kept):
+    """dataset.target_key became ***, and the run could never be evaluated; signed addresses stayed in clear."""
+    found = redacted({name: value})[name]
+    assert found == kept or (isinstance(kept, str) and kept.startswith("...") and found.endswith(kept[3:]))
+
+
+def test_a_run_whose_secret_was_left_out_asks_for_it():
+    made = config(dataset={"_target_": "own.data", "storage": {"api_key": "***"}})
+    with pytest.raises(
+        ConfigError, match=r"dataset.storage.api_key holds a secret.*give dataset.storage.api_key=VALUE"
+    ):
+        build(made, "dataset", object)
 
 
 def test_whole_learning_rate_becomes_a_float():

@@ -130,7 +130,9 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     before = predicted(f"input={new}")
     data.write_text(data.read_text() + "900,w,yes\n" * 30)
     assert predicted(f"input={new}") == before
-    with pytest.raises(DataError, match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data"):
+    with pytest.raises(
+        DataError, match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data"
+    ):
         predicted("split=test")
     assert predicted("guard.data=false").count("\n") == 21
     data.write_text(data.read_text() + "1,x,perhaps\n")
