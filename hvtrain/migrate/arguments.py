@@ -3,7 +3,7 @@
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.migrate.parsing import HVTRAIN, Pass, argument, code_of, expression, keyword, with_args
+from hvtrain.migrate.parsing import HVTRAIN, Pass, argument, code_of, expression, is_number, keyword, with_args
 
 # By the beginning of the full name: arguments with a new name, or (None) that can be dropped without loss.
 RENAMED: dict[str, dict[str, str | None]] = {
@@ -129,12 +129,25 @@ def _with_names(call: cst.Call, names: dict[str, str | None]) -> cst.Call:
 
 
 def _schedule(call: cst.Call) -> cst.Call:
-    """Adds initial_lr, which Horovod before 0.20 did not have; the multiplier came first."""
-    first = call.args[0] if call.args else None
-    if argument(call, "initial_lr") or first is None:
+    """Adds initial_lr, which Horovod before 0.20 did not have.
+
+    The multiplier came first. A number was a factor, and not yet the base of a power.
+    """
+    if argument(call, "initial_lr") or not call.args:
         return call
-    if first.keyword is not None:
-        return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
-    if isinstance(first.value, cst.Lambda):
-        return with_args(call, [cst.Arg(expression("None")), *call.args])
-    return call
+    multiplier = argument(call, "multiplier")
+    positional = [arg for arg in call.args if arg.keyword is None]
+    if multiplier is None and len(positional) == 1:
+        (multiplier,) = positional  # Today's callback needs two.
+    is_lambda = bool(positional) and isinstance(positional[0].value, cst.Lambda)
+    if multiplier in positional or is_lambda:
+        initial = cst.Arg(expression("None"))
+    elif multiplier is not None and not positional:
+        initial = keyword("initial_lr", expression("None"))
+    else:
+        return call
+    args = list(call.args)
+    if multiplier is not None and is_number(multiplier.value):
+        code = f"lambda epoch: {code_of(multiplier.value)}"
+        args = [arg.with_changes(value=expression(code)) if arg is multiplier else arg for arg in args]
+    return with_args(call, [initial, *args])

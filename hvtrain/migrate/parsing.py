@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 HVTRAIN = "hvtrain.keras"
@@ -35,6 +36,12 @@ def dotted(node: cst.CSTNode | None) -> str:
     if isinstance(node, cst.Attribute) and (before := dotted(node.value)):
         return f"{before}.{node.attr.value}"
     return ""
+
+
+def is_number(node: cst.CSTNode) -> bool:
+    """True for a number that is written out: 3, 1e-1, -2."""
+    digits = m.Integer() | m.Float()
+    return m.matches(node, digits | m.UnaryOperation(expression=digits))
 
 
 def expression(code: str) -> cst.BaseExpression:

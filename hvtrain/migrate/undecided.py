@@ -1,16 +1,23 @@
 """Finds the lines of a migrated script that a person must decide, and why."""
 
+import re
+
 import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from hvtrain.migrate.file_names import Literals, unresolved
 from hvtrain.migrate.keras_names import exists, names_of_hvtrain, nearest
-from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted
+from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number
 from hvtrain.migrate.renamed import METHODS, advice
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
+# Methods of Keras 2's optimizers.
+_NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
+_LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
+# The names of Keras's own weights. Everything else that stood in a name came from the layer.
+_NAMES_OF_WEIGHTS = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
 _GONE = {"sample_weight_mode": "pass sample_weight to fit", "target_tensors": "pass the targets to fit"}
 
 
@@ -31,6 +38,8 @@ class _Undecided(Literals):
         # Optimizers of graph mode still have these.
         self.methods = {} if is_graph else METHODS
         self._on_rank_0 = 0
+        self._weights: set[str] = set()  # Names that loops give to the weights of a model.
+        self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
     def say(self, node: cst.CSTNode, text: str) -> None:
         self.lines.append((self.get_metadata(PositionProvider, node).start.line, text))
@@ -75,9 +84,40 @@ class _Undecided(Literals):
         elif not name.startswith("keras.") and (what := advice(name)):
             self.say(node, f"{name}: {what}")
 
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        if (name := node.name.value) in _NEVER_CALLED and node.params.params:
+            instead = "override build and update_step(gradient, variable, learning_rate)"
+            self.say(node, f"Keras 3 never calls {name}; {instead}")
+
+    def visit_For(self, node: cst.For) -> None:
+        self._loop(node)
+
+    def visit_CompFor(self, node: cst.CompFor) -> None:
+        self._loop(node)
+
+    def _loop(self, node: cst.For | cst.CompFor) -> None:
+        if _LISTS_OF_WEIGHTS.search(code_of(node.iter)):
+            self._weights |= {code_of(name) for name in m.findall(node.target, m.Name())}
+
+    def visit_Comparison(self, node: cst.Comparison) -> None:
+        self._name_of_a_weight(node)
+
+    def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
+        """Says so where the name of a weight is searched for that of a layer."""
+        texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
+        if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
+            return
+        for found in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("name"))):
+            if (named := code_of(found).partition(".")[0]) in self._weights:
+                self.say(node, f"on Keras 3 {named}.name is kernel or gamma, without the layer; use {named}.path")
+
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
         name = self.imported(node.func)
+        if m.matches(node.func, m.Attribute(value=m.Attribute(attr=m.Name("name")))) or name.startswith("re."):
+            self._name_of_a_weight(node)
+        if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
+            self._schedule(node)
         if name.startswith("keras.optimizers.") and argument(node, "decay"):
             self.say(node, "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
                      "script sets the rate; put the decay into that callback")  # fmt: skip
@@ -92,6 +132,15 @@ class _Undecided(Literals):
                     self.say(node, f"{gone}= was removed from BatchNormalization; leave it out")
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
+
+    def _schedule(self, node: cst.Call) -> None:
+        initial, multiplier = argument(node, "initial_lr", 0), argument(node, "multiplier", 1)
+        if initial is None or multiplier is None or not m.matches(initial.value, m.Name("None")):
+            return
+        what = code_of(multiplier.value)
+        is_function = isinstance(multiplier.value, cst.Lambda) or what in self._functions
+        if not is_function and not is_number(multiplier.value):
+            self.say(node, f"if {what} is a number, older versions took it as a factor; write lambda epoch: {what}")
 
     def _method(self, node: cst.Call, func: cst.Attribute) -> None:
         method = func.attr.value

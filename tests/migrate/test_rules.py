@@ -42,6 +42,13 @@ REWRITTEN = {
     "model.compile(o, experimental_run_tf_function=False)": "model.compile(o)",
     HVD + "hvd.callbacks.LearningRateScheduleCallback(lambda epoch: 0.5)":
         HVD + "hvd.callbacks.LearningRateScheduleCallback(None, lambda epoch: 0.5)",
+    HVD + "hvd.callbacks.LearningRateScheduleCallback(start_epoch=15, end_epoch=25, multiplier=1e-1)":
+        HVD + "hvd.callbacks.LearningRateScheduleCallback(initial_lr=None, start_epoch=15, end_epoch=25, "
+        "multiplier=lambda epoch: 1e-1)",
+    HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, start_epoch=15)":
+        HVD + "hvd.callbacks.LearningRateScheduleCallback(None, lambda epoch: 0.1, start_epoch=15)",
+    HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=1e-1)":
+        HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=1e-1)",
     "model.fit_generator(generator=g, epochs=2, workers=4)": "model.fit(x=g, epochs=2)",
     "model.evaluate_generator(g, 5)": "model.evaluate(g, steps=5)",
     "model.save_weights(f'w-{n}.h5')": "model.save_weights(f'w-{n}.weights.h5')",
@@ -77,6 +84,14 @@ LEFT = {
     "import horovod.tensorflow.keras as hvd\n\nm.fit(x)": (3, "ranks may start with different weights"),
     HVD + "model.compile(**options)": (2, "they must contain jit_compile=False"),
     HVD + "import keras\nkeras.callbacks.TensorBoard('logs')": (3, "all ranks would write the same file"),
+    "for v in model.trainable_weights:\n    if 'batch_normalization' not in v.name:\n        l2(v)":
+        (2, "on Keras 3 v.name is kernel or gamma, without the layer; use v.path"),
+    "x = [v for v in model.trainable_variables if v.name.startswith('conv')]": (1, "use v.path"),
+    "import re\nx = [w for w in model.weights if re.search('bn|dense', w.name)]": (2, "use w.path"),
+    "class Own(Optimizer):\n    def _resource_apply_dense(self, grad, var, apply_state=None):\n        pass":
+        (2, "Keras 3 never calls _resource_apply_dense; override build and update_step"),
+    "import horovod.keras as hvd\nhvd.callbacks.LearningRateScheduleCallback(multiplier=factor)":
+        (2, "if factor is a number, older versions took it as a factor; write lambda epoch: factor"),
     HVD + "model.save_weights('w.weights.h5')": (2, "put it under if hvd.rank() == 0"),
     "model.save_weights(name)": (1, "ends in .weights.h5, and the name is not in the script"),
     HVD + "import keras\nkeras.optimizers.SGD(decay=1e-3)\nhvd.callbacks.LearningRateWarmupCallback(0.1)":
@@ -123,6 +138,19 @@ def test_what_cannot_be_decided_is_named_with_its_line(old):
     found = migrate(old + "\n")
     assert [(number, text) for number, text in found.undecided_in_old() if message in text and number == line]
     assert [text for _, text in migrate(found.text).undecided] == [text for _, text in found.undecided]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = [v for v in model.trainable_weights if 'kernel' in v.name]",
+        "x = [layer for layer in model.layers if 'batch_normalization' in layer.name]",
+        HVD + "def halved(epoch):\n    return 0.5\nhvd.callbacks.LearningRateScheduleCallback(None, halved)",
+    ],
+)
+def test_names_and_schedules_that_mean_the_same_stay(text):
+    found = migrate(text + "\n")
+    assert found.text == text + "\n" and found.undecided == ()
 
 
 def test_a_writer_on_rank_0_is_right():
