@@ -1,12 +1,15 @@
 """Images and masks as files."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
-from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder
+from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder, read_mask
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Segmentation
 from hvtrain.training import saved_model
@@ -69,6 +72,24 @@ def test_evaluation_and_the_saved_model_see_the_same(tmp_path):
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
 
 
+def png_header(width, height):
+    """The beginning of a grey PNG of that size, which announces more than the file holds."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100)))
+
+
+def test_a_mask_may_be_as_large_as_an_image(tmp_path):
+    """14,000 x 14,000, as satellites take them, were too many for Pillow's limit."""
+    path = tmp_path / "large.png"
+    path.write_bytes(png_header(14_000, 14_000))
+    with pytest.raises(DataError, match=r"large.png cannot be read: .*truncated"):
+        read_mask((str(path), str(path)), (8, 8), 2)
+
+
 def test_what_is_wrong_with_a_file_is_named(tmp_path):
     folder = make(tmp_path)
     mask = folder / "train/masks/train2.png"
@@ -93,6 +114,9 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         first_batch()
     mask.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"train2.png cannot be read: cannot identify"):
+        first_batch()
+    mask.write_bytes(png_header(50_000, 40_000))
+    with pytest.raises(DataError, match=r"train2.png or its image has more than 536,870,912 pixels; cut both into"):
         first_batch()
     mask.unlink()
     with pytest.raises(DataError, match=r"train2.png has no mask; .*masks/train2.png is needed"):

@@ -1,5 +1,6 @@
 """Images and masks as files: folders of both, or the layout of PASCAL VOC."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
+
+MOST_PIXELS = 2**29
+"""Of an image, as in TensorFlow."""
+Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many; its own limit is that of photographs.
 
 Pairs = list[tuple[str, str]]  # Paths of an image and of its mask.
 
@@ -118,7 +123,9 @@ class SegmentationFolder(IndexedSource):
     def explain(self, error: Exception) -> Exception:
         if self._failure and "DataError" in str(error):
             return self._failure
-        if not isinstance(error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError):
+        is_of_a_file = isinstance(error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError)
+        # All images are read below, so not after another error, such as that of a layer.
+        if not is_of_a_file or not re.search("DecodeImage|ReadFile", str(error)):
             return error
         for pair in (pair for pairs in self._pairs.values() for pair in pairs):
             try:
@@ -138,6 +145,8 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
             if labels.mode not in ("P", "L", "1"):
                 raise DataError(f"{mask} is a picture of mode {labels.mode}; a grey or palette PNG of labels is needed")
             found = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{mask} or its image has more than {MOST_PIXELS:,} pixels; cut both into tiles") from error
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
     if (wrong := (found >= num_classes) & (found != IGNORED)).any():
