@@ -100,6 +100,7 @@ def enter(work: Callable[[], int]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
     rank = console.launched_rank()
     try:
+        _check_words()
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -115,6 +116,15 @@ def enter(work: Callable[[], int]) -> None:
         sys.exit(code)
     # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
     atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+
+
+def _check_words() -> None:
+    """Raises ConfigError for an argument that no record could hold."""
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{os.fsencode(word)!r} is not UTF-8; rename what it names") from None
 
 
 def _end_without_python(code: int) -> None:

@@ -154,6 +154,11 @@ def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, word, 
     assert errors.startswith("hvtrain: ") and errors.count("\n") == 1
 
 
+def test_an_argument_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
+    code, output, errors = hvtrain(os.fsdecode(b"run.dir=r\xff"), cwd=tmp_path)
+    assert (code, output) == (2, "") and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename what it names\n"
+
+
 def test_debug_shows_the_traceback(tmp_path):
     code, _, errors = hvtrain("train.epoch=3", "debug=true", cwd=tmp_path)
     assert code == 2

@@ -40,11 +40,25 @@ class Topology:
         >>> [list(Topology(rank, 2, weights=(6, 2)).share(9)) for rank in (0, 1)]
         [[0, 1, 2, 4, 5, 6, 8], [3, 7]]
         """
-        weights = reduced(self.weights) or (1,) * self.size
-        period, first = sum(weights), sum(weights[: self.rank])
-        if weights[self.rank] == 1:
+        period, first, width = self._pattern()
+        if width == 1:
             return range(first, num_items, period)
-        return [i for i in range(num_items) if first <= i % period < first + weights[self.rank]]
+        return [i for begin in range(first, num_items, period) for i in range(begin, min(begin + width, num_items))]
+
+    def share_size(self, num_items: int) -> int:
+        """The length of share(num_items), without making it.
+
+        >>> [Topology(rank, 2, weights=(6, 2)).share_size(9) for rank in (0, 1)]
+        [7, 2]
+        """
+        period, first, width = self._pattern()
+        whole, rest = divmod(num_items, period)
+        return whole * width + min(max(rest - first, 0), width)
+
+    def _pattern(self) -> tuple[int, int, int]:
+        """This rank has `width` items from `first` on, in each `period` of them."""
+        weights = reduced(self.weights) or (1,) * self.size
+        return sum(weights), sum(weights[: self.rank]), weights[self.rank]
 
 
 def reduced(weights: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvtrain.data.paths import check_names
 from hvtrain.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ MAX_BYTES = 2**28
 
 def of_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     """The part of a manifest about files: names within the folder, and sizes in bytes."""
+    check_names(paths)
     step = -(-len(paths) // MAX_SIZES) or 1
     sized = set(paths[::step])
     files = {_name(path, folder): _size(path) if path in sized else None for path in sorted(paths)}

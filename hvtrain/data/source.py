@@ -128,7 +128,7 @@ class Source(ABC):
         """Examples that each of num_shards ranks holds, in proportion to weights. Every rank computes the same list."""
         num_examples = self.num_examples(split)
         places = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
-        return [len(place.share(num_examples)) for place in places]
+        return [place.share_size(num_examples) for place in places]
 
     @abstractmethod
     def training(self, request: StreamRequest) -> tf.data.Dataset:

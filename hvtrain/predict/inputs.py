@@ -13,6 +13,7 @@ import pyarrow.parquet
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.paths import check_names
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.table import refuse_gaps, text_options
 from hvtrain.errors import ConfigError, DataError, in_one_line
@@ -96,6 +97,7 @@ def _parts(total: int, topology: Topology, size: int) -> Iterator[slice]:
 
 
 def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels: bool) -> Examples:
+    check_names(files)
     topology, size = run.strategy.topology, run.config.train.evaluation_batch_size
     preprocessing, channels = run.source.preprocessing(), run.source.image_shape[-1]
     root = path if path.is_dir() else path.parent

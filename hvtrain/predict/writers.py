@@ -2,7 +2,8 @@
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from PIL import Image
 from hvtrain.core.records import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.predict.outputs import Rows
+
+ROW_GROUP_BYTES = 2**24
+"""Of a Parquet file. A group for each batch would make the file many times larger."""
 
 
 class Writer(ABC):
@@ -28,11 +32,20 @@ class Writer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Completes the output."""
+        """Completes the output. Raises StorageError."""
 
     def discard(self) -> None:
         """Removes an unfinished output."""
         remove(self.path.with_name(f"{TEMPORARY}{self.path.name}"))
+
+
+@contextmanager
+def _stored(path: Path) -> Iterator[None]:
+    """Turns an error of the disk into a StorageError with that path."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} was not written: {error.strerror or error}; make room there") from error
 
 
 class TableWriter(Writer):
@@ -43,25 +56,33 @@ class TableWriter(Writer):
         super().__init__(path)
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
         self._file: Any = None
+        self._waiting: list[pa.Table] = []  # Of the next row group of a Parquet file.
 
     def add(self, rows: Rows) -> None:
-        try:
+        with _stored(self.path):
             if self.path.suffix == ".parquet":
-                table = pa.table(rows)
-                self._file = self._file or pa.parquet.ParquetWriter(self._temporary, table.schema)
-                self._file.write_table(table)
+                self._waiting.append(pa.table(rows))
+                if sum(table.nbytes for table in self._waiting) >= ROW_GROUP_BYTES:
+                    self._write_row_group()
                 return
             if self._file is None:
                 self._file = self._temporary.open("w", newline="", encoding="utf-8")
                 csv.writer(self._file).writerow(rows)
             csv.writer(self._file).writerows(zip(*(array.tolist() for array in rows.values())))
-        except OSError as error:
-            raise StorageError(f"{self.path} was not written: {error.strerror or error}; make room there") from error
+
+    def _write_row_group(self) -> None:
+        table = pa.concat_tables(self._waiting)
+        self._waiting = []
+        self._file = self._file or pa.parquet.ParquetWriter(self._temporary, table.schema)
+        self._file.write_table(table)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._temporary.replace(self.path)
+        with _stored(self.path):
+            if self._waiting:
+                self._write_row_group()
+            if self._file is not None:
+                self._file.close()
+                self._temporary.replace(self.path)
 
 
 class MaskWriter(Writer):
@@ -81,11 +102,9 @@ class MaskWriter(Writer):
             if path in self._written:
                 path = self.path / f"{name}.png"
             self._written.add(path)
-            try:
+            with _stored(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)
-            except OSError as error:
-                raise StorageError(f"{path} was not written: {error.strerror or error}; make room there") from error
 
     def close(self) -> None:
         pass  # Each image is complete.

@@ -152,7 +152,7 @@ def _shards(strategy: Strategy) -> str:
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
-    steps = len(strategy.topology.share(count))
+    steps = strategy.topology.share_size(count)
     request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
     read = [int(number) for images, _ in source.training(request).take(steps) for number in images.numpy().ravel()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]

@@ -10,6 +10,16 @@ def test_shares_are_disjoint_and_complete():
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.parametrize("weights", [(), (3, 1, 2), (6, 2, 2)])
+def test_shares_of_unlike_size_are_disjoint_and_complete_and_their_size_is_known(weights):
+    for number in range(25):
+        places = [Topology(rank, 3, weights=weights) for rank in range(3)]
+        shares = [list(place.share(number)) for place in places]
+        assert sorted(index for share in shares for index in share) == list(range(number))
+        assert all(share == sorted(share) for share in shares)
+        assert [len(share) for share in shares] == [place.share_size(number) for place in places]
+
+
 @pytest.mark.parametrize("place", [{"rank": 2, "size": 2}, {"rank": -1}, {"local_rank": 1, "local_size": 1}])
 def test_impossible_places(place):
     with pytest.raises(ValueError, match="outside"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from damage import FILE_KINDS, broken, image_path, opened
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, manifest
-from hvtrain.data.manifest import differences, digest_of
+from hvtrain.data.manifest import differences, digest_of, of_files
+from hvtrain.data.paths import user_path
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.synthetic import Synthetic
+from hvtrain.errors import DataError
 from tiny_data import random_images
 
 
@@ -106,3 +109,14 @@ def test_other_sources_by_their_counts_and_shape():
 
 def test_a_damaged_size_is_not_fatal(tmp_path):
     assert manifest.of_files(tmp_path, [f"{tmp_path}/gone.png"])["files"] == {"gone.png": None}
+
+
+def test_a_file_name_that_is_not_utf_8_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"x\\xff.png' is a file whose name is not UTF-8; rename it"):
+        of_files(tmp_path, [os.fsdecode(bytes(tmp_path) + b"/x\xff.png")])
+
+
+def test_a_user_without_a_home_has_paths(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    assert user_path("~/data") == Path("~/data") and user_path("/data") == Path("/data")

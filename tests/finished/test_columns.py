@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits_traits
@@ -103,6 +104,16 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     writer.add({"example": np.arange(2)})
     writer.close()
     assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "there.csv").read_text() == "example\n0\n1\n"
+
+
+def test_batches_share_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("hvtrain.predict.writers.ROW_GROUP_BYTES", 100)
+    writer = writer_for(tmp_path / "p.parquet", has_masks=False)
+    for batch in range(10):
+        writer.add({"example": np.arange(4 * batch, 4 * batch + 4)})
+    writer.close()
+    found = parquet.ParquetFile(tmp_path / "p.parquet")
+    assert found.num_row_groups == 3 and found.read()["example"].to_pylist() == list(range(40))
 
 
 def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):

@@ -3,6 +3,7 @@
 import pydoc_data.topics
 from pathlib import Path
 
+from hvtrain.data.paths import user_path
 from hvtrain.errors import ConfigError, DataError
 
 TABLES = (".csv", ".parquet")
@@ -28,7 +29,7 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     A file is one document, and so is each row of a column. Those that hold nothing but white space are left out.
     """
-    path = Path(file).expanduser()
+    path = user_path(file)
     if path.suffix in TABLES and path.is_file():
         documents = read_column(path, column)
     elif path.is_dir():

@@ -4,11 +4,11 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
 
+from hvtrain.data.paths import user_path
 from hvtrain.errors import ConfigError, DataError
 
 TRAINED_CHARACTERS = 20_000_000
@@ -82,7 +82,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
 def load_tokenizer(file: str) -> Tokenizer:
     """Reads a .model file of sentencepiece. Raises DataError if it is none, or has no token for the end of a text."""
     try:
-        tokenizer = Tokenizer(Path(file).expanduser().read_bytes())
+        tokenizer = Tokenizer(user_path(file).read_bytes())
     except OSError as error:
         raise DataError(f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path") from error
     except (RuntimeError, ValueError) as error:

@@ -165,7 +165,7 @@ class IndexedSource(StreamedSource):
     """A source whose batches are indices [batch] within this rank's shard."""
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
-        num_local = len(request.topology.share(self.num_examples("train")))
+        num_local = request.topology.share_size(self.num_examples("train"))
         share = request.share_of(num_local)
         first_epoch, steps_done = request.position
 
@@ -184,7 +184,7 @@ class IndexedSource(StreamedSource):
         return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.range(len(topology.share(self.num_examples(split)))).batch(batch_size).enumerate()
+        return tf.data.Dataset.range(topology.share_size(self.num_examples(split))).batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:
         if isinstance(self.transform, Unchanged):
@@ -194,6 +194,6 @@ class IndexedSource(StreamedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged):
             return []  # The model takes what the streams give.
-        number = min(number, len(topology.share(self.num_examples(split))))
+        number = min(number, topology.share_size(self.num_examples(split)))
         images, *_ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
         return list(images.numpy().reshape(-1, *self.preprocessing().shape))

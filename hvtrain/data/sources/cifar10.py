@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvtrain.data.paths import user_path
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
@@ -39,7 +40,7 @@ def cifar10(
     if dir is None:
         origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
     else:
-        folder = Path(dir).expanduser()
+        folder = user_path(dir)
         folder = folder / INNER if (folder / INNER).is_dir() else folder
         if missing := [name for group in FILES.values() for name in group if not (folder / name).is_file()]:
             raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
+from hvtrain.data.paths import user_path
 from hvtrain.data.pipeline.streams import Read, StreamedSource, Then, end_with_python
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.preprocessing import Preprocessing
@@ -32,7 +32,7 @@ class FileSource(StreamedSource):
     """
 
     def __init__(self, dir: str, image_shape: Sequence[int], transform: Transform) -> None:
-        self.folder = Path(dir).expanduser()
+        self.folder = user_path(dir)
         self.origin = str(self.folder)
         self.image_shape, self.transform = check_image_shape(image_shape), transform
         self._places: set[str] = set()  # Of all that was left out: each counts once.

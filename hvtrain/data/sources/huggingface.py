@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
+from hvtrain.data.paths import user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape, decode_batch
 from hvtrain.data.preprocessing import Preprocessing
@@ -43,7 +44,7 @@ class HuggingFace(IndexedSource):
         shift_pixels: int = 0,
         flip: bool = False,
     ) -> None:
-        self.folder = Path(dir).expanduser()
+        self.folder = user_path(dir)
         self.origin, self._input, self._target = str(self.folder), input, target
         self._splits = load(self.folder)
         train = self._splits["train"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import keras
 
+from hvtrain.data.paths import user_path
 from hvtrain.errors import DataError
 
 PROBE_SECONDS = 5
@@ -27,7 +28,7 @@ def cache_folder() -> Path:
 
     Raises DataError if another user made the one in /tmp.
     """
-    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
         home = FALLBACK
         # Anybody can make that folder first, with links in it that lead to files of this user.

@@ -12,6 +12,7 @@ from typing import IO
 
 import numpy as np
 
+from hvtrain.data.paths import user_path
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
@@ -52,7 +53,7 @@ def _idx_source(
     """Without `dir`: the Debian package (of Fashion-MNIST), then Keras's cache, then Keras's download."""
     folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
     if dir is not None:
-        folder, origin = Path(dir).expanduser(), f"dataset.dir={dir}"
+        folder, origin = user_path(dir), f"dataset.dir={dir}"
     load: Callable[[], Arrays] = partial(_read_folder, folder)
     missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
     if missing and dir is not None:

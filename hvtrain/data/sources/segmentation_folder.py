@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import of_files
+from hvtrain.data.paths import user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape, decode_files
 from hvtrain.data.preprocessing import Preprocessing
@@ -52,7 +53,7 @@ class SegmentationFolder(IndexedSource):
         shift_pixels: int = 0,
         flip: bool = True,
     ) -> None:
-        self.folder = Path(dir).expanduser()
+        self.folder = user_path(dir)
         self.origin, self.image_shape = str(self.folder), check_image_shape(image_shape)
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigError(

@@ -38,7 +38,7 @@ class Synthetic(Source):
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         topology = request.topology
         batch = self._batch(topology, request.batch_size, request.seed)
-        share = request.share_of(len(topology.share(self.num_examples("train"))))
+        share = request.share_of(topology.share_size(self.num_examples("train")))
         if share.is_full:
             return finish(tf.data.Dataset.from_tensors(batch).repeat(), topology)
 
@@ -50,7 +50,7 @@ class Synthetic(Source):
         return finish(steps.map(cut), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        full, rest = divmod(len(topology.share(self.num_examples(split))), batch_size)
+        full, rest = divmod(topology.share_size(self.num_examples(split)), batch_size)
         images, labels = self._batch(topology, batch_size, seed=0)
         batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size).repeat(full)
         short = tf.data.Dataset.from_tensor_slices((images[:rest], labels[:rest])).batch(batch_size)

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvtrain.data.manifest import of_files
+from hvtrain.data.paths import user_path
 from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode
 from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.data.sources.own_function import OwnFunction
@@ -117,7 +118,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ConfigError(f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}") from error
-    place = Path(data_dir).expanduser() if data_dir else Path(str(tfds.core.constants.DATA_DIR)).expanduser()
+    place = user_path(data_dir or str(tfds.core.constants.DATA_DIR))
     try:
         builder = tfds.builder(dataset, data_dir=str(place))
         is_prepared = builder.is_prepared() and bool(builder.info.splits)
