@@ -4,7 +4,8 @@ Every rank, or every rank of the process set, must enter each of them. Values tr
 of variables are pickled, by Horovod, between ranks of one job.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,6 +16,7 @@ import tensorflow as tf
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras import reduction
+from hvtrain.keras.gradients import compare_structure
 from hvtrain.keras.in_graph import positional_name
 from hvtrain.keras.variables import is_seed
 
@@ -65,6 +67,39 @@ def reducescatter(
 ) -> Any:
     """This rank's slice, along the first dimension, of the value reduced over all ranks (default: Average)."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
+
+
+def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Horovod's grouped_allreduce. Raises RankError if the ranks' tensors differ in number, type or shape."""
+    return _of_group(hvd.grouped_allreduce, tensors, args, kwargs)
+
+
+def grouped_allgather(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Horovod's grouped_allgather. Raises RankError if they differ in number, type, or a dimension but the first."""
+    return _of_group(hvd.grouped_allgather, tensors, args, kwargs, has_own_length=True)
+
+
+def grouped_reducescatter(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Horovod's grouped_reducescatter. Raises RankError if the ranks' tensors differ in number, type or shape."""
+    return _of_group(hvd.grouped_reducescatter, tensors, args, kwargs)
+
+
+def _of_group(
+    collective: Callable[..., Any], tensors: Sequence[Any], args: Any, kwargs: Any, has_own_length: bool = False
+) -> Any:
+    """Calls Horovod's collective, after the ranks have compared the types and shapes of their tensors.
+
+    Horovod compares tensors that travel alone, but not those of a group, and would read foreign memory.
+    has_own_length: the first dimension may differ.
+    """
+    tensors = [one if isinstance(one, tf.IndexedSlices) else tf.convert_to_tensor(one) for one in tensors]
+    given = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
+    process_set = given.get("process_set", hvd.global_process_set)
+    if process_set.size() > 1:
+        kinds = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) if has_own_length else one for one in tensors]
+        settings = f"{collective.__name__}, op={given.get('op')}"
+        compare_structure(collective.__name__, settings, kinds, [None] * len(kinds), process_set, "tensor")
+    return collective(tensors, *args, **kwargs)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -15,6 +15,10 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 
+_ADVICE = {
+    "gradient": "build the same model, loss and optimizers",
+    "tensor": "give tensors of the same types and shapes",
+}
 NOT_FINITE = "hvtrain: the gradient is not finite"
 # Names of reductions, and digests of the structures that all ranks were found to share.
 _compared: set[tuple[str, str]] = set()
@@ -27,9 +31,16 @@ def forget_comparisons() -> None:
 
 @tf.autograph.experimental.do_not_convert  # AutoGraph would convert pickling too, and warn.
 def compare_structure(
-    reduction: str, settings: str, gradients: Sequence[Any], variables: Sequence[Any], process_set: Any
+    reduction: str,
+    settings: str,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    process_set: Any,
+    what: str = "gradient",
 ) -> None:
     """Raises RankError on all ranks if they would not reduce the same gradients in the same way (every rank).
+
+    what: "gradient" or "tensor", for the message.
 
     The ranks exchange one digest for each structure that is new to a reduction of this name: while a step is traced,
     or in the first eager step. A step traced again, for a batch of another size, sends nothing. All reductions share
@@ -48,7 +59,7 @@ def compare_structure(
         options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
         if len(set(hvd.allgather_object(digest, **options))) > 1:
             found = hvd.allgather_object(lines, **options)
-            raise RankError(difference(found, getattr(process_set, "ranks", None) or range(len(found))))
+            raise RankError(difference(found, getattr(process_set, "ranks", None) or range(len(found)), what))
         _compared.add((reduction, digest))
 
 
@@ -69,7 +80,7 @@ def describe(gradient: Any, variable: Any) -> str:
     return f"{name} {kind}".strip()
 
 
-def difference(found: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+def difference(found: Sequence[Sequence[str]], ranks: Sequence[int], what: str = "gradient") -> str:
     """An error message on the first rank that differs from the first one. found: by rank, settings and then gradients.
 
     >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]
@@ -78,10 +89,10 @@ def difference(found: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     other, lines = next((rank, lines) for rank, lines in zip(ranks, found) if lines != found[0])
     pairs = enumerate(zip_longest(found[0], lines, fillvalue="missing"))
     at, (first, second) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-    subject = f"gradient {at - 1} is" if at else "the reduction is set to"
+    subject = f"{what} {at - 1} is" if at else "the reduction is set to"
     return (
-        f"cannot reduce the gradients of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
-        f"{second} on rank {other}; build the same model, loss and optimizers, in the same order, on every rank"
+        f"cannot reduce the {what}s of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
+        f"{second} on rank {other}; {_ADVICE[what]}, in the same order, on every rank"
     )
 
 

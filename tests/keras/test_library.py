@@ -117,6 +117,17 @@ def test_ranks_with_different_gradients_are_told_before_they_reduce_them(library
         assert said["on all"] == [[-1.0, 0.0], [1.0]]
 
 
+def test_groups_of_unlike_tensors_are_told_before_foreign_memory_is_read(library):
+    size = len(library)
+    ranks = f"RankError: cannot reduce the tensors of ranks 0 and {size - 1}: tensor 1 is float32"
+    for said in refusals(library, "groups"):
+        assert f"{ranks} [2, 4] on rank 0, float32 [2, 5] on rank {size - 1}; give tensors of" in said["allreduce"]
+        assert f"{ranks} [None, 4] on rank 0, float32 [None, 5] on rank {size - 1}" in said["allgather"]
+        assert f"{ranks} [2, 4] on rank 0, missing on rank {size - 1}" in said["reducescatter"]
+        assert said["alike"] == [3 * size, 8 * size]
+        assert said["of own length"] == [[size * (size + 1) // 2, 2]]
+
+
 def test_a_step_that_one_rank_alone_traces_again(library):
     assert refusals(library, "traced_again") == [4] * len(library)
 

@@ -57,6 +57,20 @@ def one_gradient(optimizer_or_none, lacks):
     return [variable.numpy().tolist() for variable in variables]
 
 
+def groups_of_unlike_tensors():
+    """In shape or in number, outside and inside a tf.function; then groups that are alike."""
+    ones = [tf.ones([3]), tf.ones([2, 4])]
+    unlike = [tf.ones([3]), tf.ones([2, 5 if LAST else 4])]
+    fewer = tf.function(lambda: hvd.grouped_reducescatter(ones[:1] if LAST else ones, op=hvd.Sum))
+    return {
+        "allreduce": refused(lambda: hvd.grouped_allreduce(unlike, op=hvd.Sum)),
+        "allgather": refused(lambda: hvd.grouped_allgather(unlike)),
+        "reducescatter": refused(fewer),
+        "alike": [value.numpy().sum().item() for value in hvd.grouped_allreduce(ones, op=hvd.Sum)],
+        "of own length": [value.shape.as_list() for value in hvd.grouped_allgather([tf.ones([RANK + 1, 2])])],
+    }
+
+
 def gradients_of_one_rank():
     return {
         "optimizer": refused(lambda: one_gradient(hvd.DistributedOptimizer(SGD(1.0)), lacks=LAST)),
@@ -161,6 +175,7 @@ def tensors():
 def all_of_them():
     return {
         "unlike_shapes": unlike_shapes(),
+        "groups": groups_of_unlike_tensors(),
         "gradients_of_one_rank": gradients_of_one_rank(),
         "traced_again": traced_again_on_one_rank(),
         "numbered_names": numbered_names(),
