@@ -145,7 +145,8 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     if not options.host_discovery_script:
         rank_places(job)
     ssh = Ssh(options.port, options.identity_file)
-    way = Way(ssh, options.how == "mpirun", options.network_interfaces, options.host_discovery_script)
+    is_mpirun, script = options.how == "mpirun", options.host_discovery_script
+    way = Way(ssh, is_mpirun, options.network_interfaces, script, options.start_timeout)
     if options.dry_run:
         paths = reach.check([host.name for host in job.hosts], ssh) if way.mpirun else None
         line, path = start_line(job, way, paths), Path(options.output or "launch/ssh") / "launch.sh"

@@ -22,6 +22,7 @@ class Way:
     mpirun: bool = False
     interfaces: str | None = None
     discovery_script: str | None = None
+    seconds_to_begin: float | None = None
 
 
 def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | None = None) -> list[str]:

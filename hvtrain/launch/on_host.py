@@ -8,6 +8,7 @@ All processes of a launch have its mark, a variable; those of an Open MPI job ar
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -32,11 +33,12 @@ class Answer(TypedDict):
 
 
 def look(address: str) -> dict[str, Any]:
-    """The interface towards an address, None if there is no way; oom_kills(); versions."""
+    """The interface towards an address, None if there is no way; oom_kills(); versions; most open files of a login."""
     interface = None
     with suppress(OSError):
         interface = interfaces.interface_of(interfaces.address_towards(address))
-    return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions()}
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions(), "files": files}
 
 
 def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
@@ -48,6 +50,17 @@ def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
         with suppress(ProcessLookupError):
             os.kill(process, number)
     return {"count": len(first), "oom_kills": oom_kills()}
+
+
+def begun(mark: str) -> Answer:
+    """Counts the launch's ranks on this host, whatever their program is."""
+    wanted = f"{MARK}={mark}".encode()
+    found = [
+        process
+        for process, _ in _processes()
+        if wanted in (variables := _variables(process)) and any(name.startswith(_RANK_MARKS) for name in variables)
+    ]
+    return {"count": len(found), "oom_kills": oom_kills()}
 
 
 def clear(mark: str, job: int | None = None) -> Answer:

@@ -62,6 +62,8 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     how.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config")
     how.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     how.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
+    limit = "how long to wait for ranks to begin; default: 300, and for processes by hand 120"
+    how.add_argument("--start-timeout", type=positive, metavar="SECONDS", help=limit)
     more = "another variable for the ranks; repeatable. Ranks get those of Python, TensorFlow, MPI, Horovod, NCCL "
     more += "and CUDA, but none whose name suggests a secret"
     how.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=more)
@@ -71,8 +73,6 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
     hand.add_argument("--task-index", type=at_least(0), metavar="N", help="number of this process in its job, from 0")
     meet = "where all processes meet: the host of rank 0 (coordinator 0, or else worker 0) and a free port there"
     hand.add_argument("--coordinator", metavar="HOST:PORT", help=meet)
-    limit = "how long to wait for the others; default: 120"
-    hand.add_argument("--start-timeout", type=positive, metavar="SECONDS", help=limit)
     files = found.add_argument_group("files")
     files.add_argument("--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder")
     files.add_argument("--output", metavar="DIR", help="a cluster's files; default: launch/KIND")
@@ -100,7 +100,7 @@ def check(options: argparse.Namespace, cluster: Cluster, roles: Roles) -> None:
         _refuse({**by_ssh, **elastic, **more}, "--job-name, which starts one process here")
         return
     by_hand = {"--task-index": options.task_index is not None, "--coordinator": options.coordinator}
-    for name, given in {**by_hand, "--start-timeout": options.start_timeout}.items():
+    for name, given in by_hand.items():
         if given:
             raise ConfigError(f"{name} came without --job-name; give the job of this process too, or leave it out")
     if roles.reason:
@@ -109,6 +109,7 @@ def check(options: argparse.Namespace, cluster: Cluster, roles: Roles) -> None:
         return
     # A cluster's files cannot hold these.
     by_ssh |= {
+        "--start-timeout": options.start_timeout,
         "--network-interfaces": options.network_interfaces,
         "--host-discovery-script": options.host_discovery_script,
     }

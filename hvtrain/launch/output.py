@@ -1,10 +1,12 @@
 """Passes a launch's output on, rank by rank; the listener learns from it which rank failed first."""
 
 import codecs
+import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -39,6 +41,7 @@ class RankOutput:
         self._hosts = hosts
         self._display = LiveDisplay()
         self._files: dict[int, TextIO] = {}
+        self._given_up: set[int] = set()
         self._begun: dict[tuple[int, str], str] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,8 @@ class RankOutput:
             self._take(rank, stream, "\n" if text else "")
         self._display.stop()
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # Of a log that was given up.
+                file.close()
 
     def _take(self, rank: int, stream: str, text: str) -> None:
         """Holds a rank's text back until its line is whole."""
@@ -92,16 +96,17 @@ class RankOutput:
 
     def _log(self, rank: int, text: str) -> None:
         """Gives up a log that cannot be written: without a reader, ranks would wait for ever to be read."""
+        if rank in self._given_up:
+            return
         try:
             if rank not in self._files:
                 self._files[rank] = self.path(rank).open("a", encoding="utf-8")
             self._files[rank].write(text)
             self._files[rank].flush()
         except OSError as error:
-            write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; make room there\n")
-            if rank not in self._files:
-                self._files[rank] = Path(os.devnull).open("a", encoding="utf-8")  # noqa: SIM115  (take closes it)
-            to_nowhere(self._files[rank])
+            self._given_up.add(rank)
+            advice = "raise it with ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "make room there"
+            write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n")
 
 
 class Relay:

@@ -20,6 +20,8 @@ from hvtrain.system import host_facts, interfaces
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
+FEWEST_FILES = 128
+"""That a login can open at the same time; systems allow 1,024 and more."""
 _FILE = "hosts.json"
 ON_HOST = (host_facts, interfaces, on_host)
 
@@ -169,6 +171,9 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         wrong = "let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
     elif facts["interface"] is None:
         wrong = "has no IPv4 way to this host; Horovod needs one"
+    elif 0 <= facts["files"] < FEWEST_FILES:
+        limit = f"lets a login open {facts['files']} files, too few for MPI, which would wait forever"
+        wrong = f"{limit}; raise `ulimit -n` there, in its shell's start files or /etc/security/limits.conf"
     else:
         return facts
     raise RankError(f"host {host} {wrong}")

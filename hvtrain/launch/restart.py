@@ -16,7 +16,7 @@ from hvtrain.launch import environment, reach
 from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
 from hvtrain.launch.line import Way, start_line
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.start import Ending, Launch, Signals
+from hvtrain.launch.start import SECONDS_TO_BEGIN, Ending, Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -94,7 +94,8 @@ def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         line = start_line(job, way, paths, Path(folder))
         variables["PYTHONUNBUFFERED"] = "1"
-        ending = Launch(line, variables, output, Path(folder), known, job.roles.label).run(signals)
+        seconds = way.seconds_to_begin or SECONDS_TO_BEGIN
+        ending = Launch(line, variables, output, Path(folder), known, job.roles.label, seconds).run(signals)
     if ending.failure:
         console.say_error(f"what each rank said is in {output.folder}", 0)
         if not ending.failure.is_shown:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
 from hvtrain.launch.reach import Reached, mpirun_job
 from hvtrain.launch.unmarked import Unmarked
-from hvtrain.system import console
+from hvtrain.system import console, host_facts
 
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
+SECONDS_TO_BEGIN = 300.0
 SECONDS_BETWEEN_LOOKS = 30.0
 SECONDS_FOR_LAST_LINES = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -84,12 +86,16 @@ class Launch:
         folder: Path,
         known: Reached | None = None,
         label: Callable[[int], str] = "rank {}".format,
+        seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
+        host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
         self._known = known
         self._label = label
         self._oom_kills = self._later_oom_kills = on_host.oom_kills()
+        self._seconds_to_begin = seconds_to_begin
+        self._has_waited_in_vain = False
         self._came: list[int] = []
         self._was_asked = self._was_forced = False
         # The error output's pipe comes first.
@@ -148,6 +154,13 @@ class Launch:
 
     def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
         listener, hosts = self._output.listener, self._reached()
+        if self._has_waited_in_vain:
+            places = ", ".join(dict.fromkeys(hosts.places))
+            cause = f"no rank began within {self._seconds_to_begin:g} s on {places}"
+            advice = "look there what a login does and what ps shows, or give more time with --start-timeout"
+            return Ending(
+                RESTART_HELPS, Failure("the launcher", socket.gethostname(), f"{cause}; {advice}", RESTART_HELPS)
+            )
         name = signal.Signals(self._came[0]).name if self._came else "SIGUSR1"
         if self._came and (self._was_forced or not self._was_asked):
             # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
@@ -171,12 +184,28 @@ class Launch:
         return Ending(failure.exit_code, failure)
 
     def _wait_for_child(self) -> int:
-        """Keeps count of the kernel's kills of the last minute: older ones did not end this run."""
+        """Keeps count of the kernel's kills of the last minute: older ones did not end this run.
+
+        Ends the launcher if no rank begins in time: MPI waits for a host that does not answer for ever.
+        """
+        latest, has_begun = time.monotonic() + self._seconds_to_begin, False
         while True:
             try:
-                return self._child.wait(SECONDS_BETWEEN_LOOKS)
+                return self._child.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds_to_begin))
             except subprocess.TimeoutExpired:
                 self._oom_kills, self._later_oom_kills = self._later_oom_kills, on_host.oom_kills()
+            has_begun = has_begun or self._has_begun()
+            if not has_begun and time.monotonic() > latest:
+                self._has_waited_in_vain = True
+                self._force()
+
+    def _has_begun(self) -> bool:
+        """True once a rank runs on any host; also if it is not known where ranks are to run."""
+        hosts, mark = self._reached(), str(self._folder)
+        if not hosts.places or on_host.begun(mark)["count"]:
+            return True
+        answers = [hosts.call(host, "begun", mark) for host in hosts.remote]
+        return any(answer and answer["count"] for answer in answers)
 
     def _ask(self, number: int) -> None:
         """Asks the ranks of this host, or of the first other host that has any."""

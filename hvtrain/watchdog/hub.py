@@ -10,6 +10,7 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
+from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import ending, judge
 from hvtrain.watchdog.connections import Connection, Connections, Message
 from hvtrain.watchdog.judge import CUT, GONE, RankState, Verdict
@@ -29,6 +30,7 @@ class Hub:
     """One thread, one decision. member: rank 0's own."""
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
+        raise_file_limit()
         self._connections = Connections(listener, token, size, {"process": vars(member.stacks.process)})
         self._member = member
         self._rules = rules = member.rules

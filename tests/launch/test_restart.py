@@ -5,6 +5,7 @@ What is started again, and Ctrl-C in a pause, are in test_transcripts.py by defa
 
 import hashlib
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -29,6 +30,34 @@ HOSTS = (Host("s1", 2), Host("s2", 2), Host("s3", 2))
 def lab():
     with Lab(3) as made:
         yield made
+
+
+SUPERVISES = """
+import os, sys
+from pathlib import Path
+from hvtrain.launch.output import Relay
+from hvtrain.launch.reach import Reached
+from hvtrain.launch.start import Launch, Signals
+
+own = Launch(sys.argv[2:], dict(os.environ), Relay(), Path(sys.argv[1]), Reached(("s1",)), seconds_to_begin=0.3)
+ending = own.run(Signals())
+print(ending.code, ending.failure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sleep", "1000"], r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*"),
+        (["env", "HOROVOD_RANK=0", "sleep", "1"], "0 None"),
+    ],
+    ids=["none begins", "one has begun"],
+)
+def test_a_launch_of_which_no_rank_begins_in_time_is_ended(words, said, tmp_path):
+    """MPI waits for ever for a host that lets it in and starts nothing."""
+    line = [sys.executable, "-c", SUPERVISES, str(tmp_path), *words]
+    found = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    assert re.fullmatch(said, found.stdout.strip()), found
 
 
 @pytest.mark.parametrize(

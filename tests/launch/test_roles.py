@@ -112,7 +112,7 @@ def test_a_restart_has_as_many_processes():
         ("-np 2 cluster=slurm --num-ps 1", ["python", "x.py"], "cluster=slurm takes --num-ps with settings of a run"),
         ("", ["strategy=servers", "strategy.num_ps=0"], "strategy.num_ps=0 is out of range; it must be a whole number"),
         ("--task-index 0", ["strategy=horovod"], "--task-index came without --job-name; give the job of this process"),
-        ("--start-timeout 5", ["strategy=horovod"], "--start-timeout came without --job-name"),
+        ("-np 2 cluster=slurm --start-timeout 5", [], "--start-timeout came with cluster=slurm, which cannot use it"),
         ("-np 3 -H s1:1,s2:1", [], "-np 3 needs as many slots and -H s1:1,s2:1 has 2; lower -np or add hosts"),
         ("-np 2 -H s1,s2x:", [], "-H s1,s2x:: 's2x:' is not a host and a number of ranks; write -H s1:4,s2:4"),
         ("-H s1 --env NONE", [], "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE"),
