@@ -44,7 +44,9 @@ def rows_of(run: FinishedRun, batch: Batch, forward: object) -> Rows:
         lambda output: np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))),
         forward(inputs),  # type: ignore[operator]
     )
-    return {**known, **flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)}
+    columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
+    taken = {"example", *known}  # A label or an output may have one of these names.
+    return {**known, **{f"prediction.{name}" if name in taken else name: array for name, array in columns.items()}}
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:

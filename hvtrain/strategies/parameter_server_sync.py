@@ -30,10 +30,13 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         super().__init__(**servers)
         self._wanted = replicas_to_aggregate
         self.num_dropped = 0
+        self._has_embedding = False
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
         found = ["moving statistics are averaged over the workers after each step"]
+        if self._has_embedding:
+            found.append("gradients of an embedding's row are summed before Adam or a clipped norm squares them")
         if self.num_needed < self.num_replicas:
             found.append(
                 f"a step takes the first {self.num_needed} of {self.num_replicas} gradients, and drops late ones"
@@ -41,6 +44,10 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         if self.num_dropped:
             found.append(f"dropped {self.num_dropped:,} stale gradients")
         return found
+
+    def prepare(self, model: keras.Model) -> None:
+        super().prepare(model)
+        self._has_embedding = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
 
     @property
     def num_needed(self) -> int:

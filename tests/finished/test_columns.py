@@ -11,7 +11,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits_traits
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.predict.inputs import of_input
-from hvtrain.predict.outputs import flat
+from hvtrain.predict.outputs import flat, rows_of
 from hvtrain.predict.writers import writer_for
 from hvtrain.tasks import Binary, Multilabel, Regression
 
@@ -35,6 +35,13 @@ def test_numbers_are_taken_as_they_are():
     outputs = np.array([[1.0, 2.0]], np.float32)
     assert flat(Regression().columns(outputs, digits_traits())) == {"prediction.0": [1.0], "prediction.1": [2.0]}
     assert list(flat(Regression().columns({"price": outputs[:, :1]}, digits_traits()))) == ["price"]
+
+
+def test_a_label_with_the_name_of_another_column_keeps_apart():
+    source = SimpleNamespace(facts=lambda: {"label_names": ["target", "x"]})
+    run = SimpleNamespace(task=Multilabel(), source=source)
+    rows = rows_of(run, (np.zeros((1, 2)), {"target": np.array([7])}), lambda inputs: np.array([[ODDS, -ODDS]]))
+    assert rows["target"] == [7] and rows["prediction.target"] == [1] and rows["x"] == [0]
 
 
 def table_of(path, text, **spec):
