@@ -16,6 +16,9 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         equal = f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
         parts.append(f"reductions {numbers['reductions']:,} of {numbers['steps']:,} steps")
         parts.append(equal if checks else "weights not compared")
+    if by_worker := numbers.get("steps_by_worker"):
+        each = ", ".join(f"{number:,}" for number in by_worker)
+        parts.append(f"gradients of {len(by_worker)} workers: {each}, for {numbers['steps']:,} steps")
     if seen := sorted(set(numbers["examples_each_epoch"])):
         counts = f"{seen[0]:,}" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,}"
         left_out = f", but for {skipped:,} that cannot be read" if (skipped := numbers.get("skipped")) else ""

@@ -132,7 +132,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     if rate := run.examples_per_second:
         ranks = run.num_ranks
         found.append(("examples per second", f"{rate:,.0f}", f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""))
-    if (split := result.get("split")) and result.get("num_ranks", 1) > 1:
+    if (split := result.get("split")) and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
         found.append(("efficiency", f"{split['efficiency']:.0%}", "of a run whose reductions take no time"))
     if result:
         found.append(("time in all", duration(result["seconds"]), f"{result['num_steps']:,} steps"))
@@ -145,7 +145,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
 
 def _split(split: dict[str, Any]) -> list[tuple[str, float, str, int]]:
     """The parts of a step's time: name, share, milliseconds, color."""
-    parts = {name: split[f"{name}_seconds"] for name in ("data", "compute", "communication")}
+    parts = {name: split[f"{name}_seconds"] or 0.0 for name in ("data", "compute", "communication")}
     whole = sum(parts.values()) or 1.0
     return [
         (name, seconds / whole, f"{1000 * seconds:.2f} ms", color)

@@ -65,6 +65,8 @@ class Strategy:
     """Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start."""
     differences: Sequence[str] = ()
     """How a run under this strategy differs from the same run under others, for the summary and the record."""
+    steps_by_worker: Sequence[int] = ()
+    """How many of this start's steps took a gradient of each worker of parameter servers; empty without them."""
 
     def __init__(self) -> None:
         self.comm = Comm()

@@ -35,6 +35,7 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
     cluster: Cluster
+    steps_by_worker: list[int]
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
         self.num_ps, self.share_gpus = num_ps, share_gpus
         self._check_finite = False
+        self.steps_by_worker = []
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
@@ -110,6 +112,7 @@ class ParameterServerStrategy(Strategy):
                 "as train.batch_size"
             )
         build_metrics(model, batches_from(start_step).element_spec)
+        self.steps_by_worker = [0] * self.cluster.num_workers
         assert self.cluster.replicas
         state = ServerState(model, self.cluster.replicas)
         ranks = [rank for rank, role in enumerate(self.cluster.roles) if role.job == WORKER]
@@ -159,7 +162,7 @@ class Steps:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: "ParameterServerStrategy",
         model: keras.Model,
         state: ServerState,
         workers: Workers,
@@ -218,8 +221,8 @@ class Steps:
         self.workers.call(self.workers.free[0], self.step, self._function, parts[0], tf.constant(self.step, tf.int64))
 
     def take(self, ended: list[tuple[int, int, Any]]) -> None:
-        for *_, self._latest in ended:
-            pass
+        for worker, _, self._latest in ended:
+            self.strategy.steps_by_worker[worker] += 1
 
     def settle(self) -> None:
         """Waits for all workers and copies the servers' state to the model, unless the model is up to date."""

@@ -170,6 +170,7 @@ class SyncSteps(Steps):
                     self._latest = result
                     if of == step:
                         arrived.add(worker)
+                        self.strategy.steps_by_worker[worker] += 1
                     else:
                         self.strategy.num_dropped += 1
                         self._begin(worker, parts)

@@ -80,6 +80,7 @@ def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     assert found["exact"]["record"]["num_steps"] == 20, found["exact"]
     assert difference(folder, "exact", "joint") < 1e-5
     assert difference(folder, "half", "joint") > 1e-3
+    assert found["exact"]["record"]["proof"]["steps_by_worker"] == [20, 20]
     assert any("an embedding's row are summed" in line for line in found["exact"]["record"]["differences"])
     ours, theirs = (found[name]["record"]["metrics"] for name in ("exact", "joint"))
     assert ours == pytest.approx(theirs, abs=1e-5)
@@ -89,6 +90,9 @@ def test_asynchronous_steps_are_all_counted(runs):
     folder, found = runs
     record = found["async"]["record"]
     assert record["num_steps"] == 21
+    by_worker = record["proof"]["steps_by_worker"]
+    assert sum(by_worker) == 21 and min(by_worker) > 0, "both worked"
+    assert record["split"]["communication_seconds"] is None and record["split"]["efficiency"] is None
     assert (record["num_ranks"], record["num_replicas"]) == (1, 2)
     state = arrays(folder / "async", 21)
     (iterations,) = [array for name, array in state.items() if name.endswith("iteration")]

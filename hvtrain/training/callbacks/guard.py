@@ -114,6 +114,7 @@ class Proof(RunCallback):
             "steps": (self.position.step - self.position.start_step) // accumulate,
             "ranks": self.position.plan.size,
             "weight_checks": self.weights.num_checks,
+            "steps_by_worker": list(self.run.strategy.steps_by_worker),
             "examples_each_epoch": self.examples,
             "examples": self.position.plan.num_examples,
         }

@@ -16,20 +16,21 @@ WARMUP_STEPS = 10
 class Split:
     """Seconds of a step: means over the ranks. The slowest rank has the most work of its own in a step.
 
-    efficiency: the speed relative to a run whose reductions take no time.
+    efficiency: the speed relative to a run whose reductions take no time. It and the time of communication are None
+    where one process leads replicas or workers, whose exchange it does not see.
     """
 
     data_seconds: float
     compute_seconds: float
-    communication_seconds: float
-    efficiency: float
+    communication_seconds: float | None
+    efficiency: float | None
     slowest_rank: int
     slowest_host: str
     slowest_seconds: float
     median_seconds: float
 
     @classmethod
-    def of(cls, ranks: list[tuple[StepTimes, str]]) -> "Split":
+    def of(cls, ranks: list[tuple[StepTimes, str]], sees_exchange: bool = True) -> "Split":
         """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
@@ -37,8 +38,8 @@ class Split:
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
             compute_seconds=mean(times.compute for times, _ in ranks),
-            communication_seconds=mean(times.communication for times, _ in ranks),
-            efficiency=round(mean(work) / whole, 4) if whole else 1.0,
+            communication_seconds=mean(times.communication for times, _ in ranks) if sees_exchange else None,
+            efficiency=(round(mean(work) / whole, 4) if whole else 1.0) if sees_exchange else None,
             slowest_rank=slowest,
             slowest_host=ranks[slowest][1],
             slowest_seconds=work[slowest],
@@ -49,7 +50,7 @@ class Split:
         """The split in one line."""
         parts = {"data": self.data_seconds, "compute": self.compute_seconds}
         more = ""
-        if num_ranks > 1:
+        if num_ranks > 1 and self.communication_seconds is not None:
             parts["communication"] = self.communication_seconds
             more = (
                 f" (efficiency {self.efficiency:.0%}); slowest: rank {self.slowest_rank} on {self.slowest_host}, "
@@ -134,4 +135,5 @@ class Throughput(RunCallback):
         ranks = self.comm.gather(((times - warm).each(), topology.host, own))
         self.rank_seconds = [own for *_, own in ranks]
         if times.steps > warm.steps:
-            self.split = Split.of([(each, host) for each, host, _ in ranks])
+            sees_exchange = self.run.strategy.num_computing == topology.size
+            self.split = Split.of([(each, host) for each, host, _ in ranks], sees_exchange)
