@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
-from hvtrain.keras import reduction
+from hvtrain.keras import reduction, unlike_weights
 from hvtrain.keras.gradients import compare_structure
 from hvtrain.keras.in_graph import positional_name
 from hvtrain.keras.variables import is_seed
@@ -128,6 +128,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     a model that is not built.
     """
     variables = list(variables)
+    unlike_weights.made_equal()
     tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not is_seed(v)]
     if hvd.size() > 1:
         with tf.init_scope():

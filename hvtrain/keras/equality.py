@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
+from hvtrain.keras import unlike_weights
 from hvtrain.keras.collectives import sum_arrays
 
 
@@ -49,6 +50,7 @@ class WeightCheck:
         with self.waiting():
             if different := self._different(variables):
                 raise RankError(_describe(variables, different, when))
+        unlike_weights.made_equal()
 
     def average_untrained(self) -> None:
         """Sets the weights that no gradient touches to their means over the ranks, where they differ.

@@ -6,7 +6,7 @@ and a gradient that one rank lacks makes the others wait forever.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.errors import RankError
+from hvtrain.keras import unlike_weights
 
 _ADVICE = {
     "gradient": "build the same model, loss and optimizers",
@@ -37,10 +38,12 @@ def compare_structure(
     variables: Sequence[Any],
     process_set: Any,
     what: str = "gradient",
+    num_steps: Callable[[], int] | None = None,
 ) -> None:
     """Raises RankError on all ranks if they would not reduce the same gradients in the same way (every rank).
 
-    what: "gradient" or "tensor", for the message.
+    what: "gradient" or "tensor", for the message. num_steps: how many steps the reduction has done; if given, ranks
+    that go on from unlike weights are told so.
 
     The ranks exchange one digest for each structure that is new to a reduction of this name: while a step is traced,
     or in the first eager step. A step traced again, for a batch of another size, sends nothing. All reductions share
@@ -57,10 +60,14 @@ def compare_structure(
         if (reduction, digest) in _compared:
             return
         options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
-        if len(set(hvd.allgather_object(digest, **options))) > 1:
+        weights = unlike_weights.digest_of(variables) if num_steps else None
+        kinds, values = zip(*hvd.allgather_object((digest, weights), **options))
+        if len(set(kinds)) > 1:
             found = hvd.allgather_object(lines, **options)
             raise RankError(difference(found, getattr(process_set, "ranks", None) or range(len(found)), what))
         _compared.add((reduction, digest))
+        if num_steps and None not in values and len(set(values)) > 1:
+            unlike_weights.watch(variables, num_steps, process_set)
 
 
 def describe(gradient: Any, variable: Any) -> str:

@@ -161,7 +161,9 @@ class Reducer:
         structure = [reduced[i] for i in exchanged], [variables[i] for i in exchanged]
         is_first = not self.given_name
         try:
-            compare_structure(self.name, self._settings(), *structure, self.process_set)
+            compare_structure(
+                self.name, self._settings(), *structure, self.process_set, num_steps=lambda: int(self.count.numpy())
+            )
         except RankError:
             # Other ranks have drawn this number for another optimizer. All draw a new one at their next step.
             if is_first:

@@ -205,6 +205,14 @@ def test_variables_are_broadcast_inside_a_function(library):
         assert "hold different variables at position 0" in found["unlike"]
 
 
+def test_a_loop_without_a_broadcast_is_told_how_far_the_ranks_are_apart(library):
+    for rank, found in enumerate(idioms(library, "forgotten")):
+        gap = len(library) - 1
+        said = f"the ranks train from unlike weights (largest difference {gap}, in w), and nothing has made them equal"
+        assert [text.partition(";")[0] for text in found["forgotten"]] == [said] * (rank == 0)
+        assert found["after the first step"] == found["one step"] == []
+
+
 def test_a_copy_of_a_distributed_optimizer_reduces(library):
     mean = (len(library) + 1) / 2
     for found in idioms(library, "copies"):

@@ -1,6 +1,7 @@
 """Runs on each rank: what scripts written for Horovod do, and mistakes in them that were silent or hung."""
 
 import copy
+import logging
 import pickle
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import tensorflow as tf
 from refusals import refused
 
 import hvtrain.keras as hvd
-from hvtrain.keras import reduction
+from hvtrain.keras import reduction, unlike_weights
 from hvtrain.keras.hooks import hook_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -66,6 +67,34 @@ def broadcast_inside_a_function():
         "bfloat16": [float(value) for value in half.numpy()],
         "unlike": refused(lambda: tf.function(hvd.broadcast_variables)([tf.Variable([1.0] * (RANK + 1))], 0)),
     }
+
+
+def forgotten_broadcast():
+    """What is logged within the steps of a loop of the user's own, and at its end if there are only a few."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hvtrain").addHandler(handler)
+
+    def loop(optimizer, number, broadcasts=False):
+        said.clear()
+        weights = [keras.Variable([RANK + 1.0, 0.0], name="w"), keras.Variable([0.0], name="b")]
+        step = tf.function(lambda: optimizer.apply([tf.ones([2]), tf.ones([1])], weights))
+        for count in range(number):
+            step()
+            if broadcasts and count == 0:
+                hvd.broadcast_variables(weights, 0)
+        for one in list(unlike_weights._watches):
+            one._at_exit()
+        return said[:]
+
+    found = {
+        "forgotten": loop(hvd.DistributedOptimizer(SGD(0.1)), 4),
+        "after the first step": loop(hvd.DistributedOptimizer(SGD(0.1)), 4, broadcasts=True),
+        "one step": loop(hvd.DistributedOptimizer(SGD(0.1)), 1),
+    }
+    logging.getLogger("hvtrain").removeHandler(handler)
+    return found
 
 
 def copies():
@@ -253,6 +282,7 @@ def joined_after_rows():
 def all_of_them(folder):
     return {
         "broadcast": broadcast_inside_a_function(),
+        "forgotten": forgotten_broadcast(),
         "copies": copies(),
         "xla": compiled_by_xla(),
         "schedule": learning_rate_schedule(),
