@@ -79,6 +79,8 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         if launch._is_elastic(args):
             elastic_start.prepare(args)
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
+        if by_gloo and args.num_proc:
+            changes.give_gloo_time(args)
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
             known = _check_hosts(args, by_gloo) if args.hosts else Reached((socket.gethostname(),) * args.num_proc)

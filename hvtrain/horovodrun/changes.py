@@ -11,6 +11,7 @@
   addresses of all ranks that have met, so that ranks can start again (comm.tune); Horovod's keeps some at times.
 """
 
+import argparse
 import base64
 import io
 import os
@@ -36,6 +37,11 @@ from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
+
+GLOO_REQUESTS_A_SECOND = 1000
+"""That the launcher's rendezvous surely answers."""
+SECONDS_WITH_HOROVODS_LIMIT = 15
+SECONDS_WORTH_A_LINE = 60
 
 
 def make() -> None:
@@ -71,6 +77,20 @@ def make_in_every_process() -> None:
             end(process)
 
     safe_shell_exec.terminate_executor_shell_and_children = end_quietly
+
+
+def give_gloo_time(args: argparse.Namespace) -> None:
+    """Lets ranks wait for each other as long as they need to meet, unless the user has said how long.
+
+    Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 170 ranks.
+    """
+    seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
+    is_given = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+    if seconds > SECONDS_WITH_HOROVODS_LIMIT and not is_given:
+        args.gloo_timeout_seconds = round(2 * seconds)
+    if seconds > SECONDS_WORTH_A_LINE:
+        about = f"{args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, and seconds over MPI"
+        print(f"horovodrun: {about} (--mpi)", file=sys.stderr)
 
 
 def _with_plain_names(slots: dict[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The start of an elastic job: its hosts are waited for, with a word, and not for ever."""
+"""The start of an elastic job: its hosts are waited for, with a word, and not for ever. And a large job's over Gloo."""
 
 import sys
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from horovod.runner import launch
 
 from hvtrain.errors import ConfigError
 from hvtrain.horovodrun import elastic_start
+from hvtrain.horovodrun.changes import give_gloo_time
 from launching import run
 
 SCRIPT = "--host-discovery-script ./hosts.sh failed:"
@@ -61,6 +62,22 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
         elastic_start.prepare(launch.parse_args())
     assert str(error.value).startswith(said)
     assert capsys.readouterr().err.count(WAITS) == ("waited" in said)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "seconds", "said"),
+    [
+        (100, None, None, ""),
+        (200, None, 80, ""),
+        (200, 45, 45, ""),
+        (1000, None, 1998, "1,000 ranks may take 17 min"),
+    ],
+)
+def test_many_ranks_have_time_to_meet_over_gloo(ranks, given, seconds, said, monkeypatch, capsys):
+    monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
+    args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=given)
+    give_gloo_time(args)
+    assert args.gloo_timeout_seconds == seconds and said in capsys.readouterr().err
 
 
 @pytest.mark.distributed
