@@ -53,14 +53,14 @@ class Replayed(start.Launch):
     short_of_memory = ""
     environments = ()
 
-    def __init__(self, line, environment, output, folder, known=None, label="rank {}".format):
+    def __init__(self, line, environment, output, folder, known=None, *more):
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
         is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
         answer = None if is_lost else Answer(count=1, oom_kills=int(self.short_of_memory == "s2"))
         hosts = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
         self.environments.append(environment)
         # With a rank's variable it is one that can be asked to save.
-        super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, hosts, label)
+        super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, hosts, *more)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Images that fit in memory as NumPy arrays, in their original type; and arrays of any kind, from_arrays."""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from safetensors import numpy as safetensors
 
 from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
 from hvtrain.data.preprocessing import Preprocessing
@@ -15,7 +15,7 @@ from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Split name -> images [n, h, w] or [n, h, w, c], labels integer [n] or [n, 1]. "train" must be there."""
-FITTED_FILE = "normalization.npz"
+FITTED_FILE = "normalization.safetensors"
 
 
 class ArraySource(MemorySource):
@@ -84,17 +84,17 @@ class ArraySource(MemorySource):
 
     def fitted(self) -> dict[str, bytes]:
         self._fit_once()
-        file, none = io.BytesIO(), np.zeros(0, self._dtype)
-        np.savez(file, mean=self.transform.mean, scale=self.transform.scale, range=np.array(self._range), dtype=none)
-        return {FITTED_FILE: file.getvalue()}
+        found = {"mean": self.transform.mean, "scale": self.transform.scale, "range": self._range}
+        arrays = {name: np.asarray(value) for name, value in found.items()}
+        return {FITTED_FILE: safetensors.save({**arrays, "dtype": np.zeros(0, self._dtype)})}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         if FITTED_FILE not in files:
             return
-        with np.load(io.BytesIO(files[FITTED_FILE])) as found:
-            self.transform = replace(self.transform, mean=found["mean"], scale=found["scale"])
-            self._range = tuple(found["range"].tolist())
-            self._dtype = found["dtype"].dtype
+        found = safetensors.load(files[FITTED_FILE])
+        self.transform = replace(self.transform, mean=found["mean"], scale=found["scale"])
+        self._range = tuple(found["range"].tolist())
+        self._dtype = found["dtype"].dtype
 
     def _fit_once(self) -> None:
         if not self._range:
