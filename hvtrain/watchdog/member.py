@@ -128,6 +128,12 @@ class Member(Watchdog):
             except OSError:
                 pass  # The reading side finds out why.
 
+    def _is_readable(self, seconds: float) -> bool:
+        """Waits so long for the hub to say something. By poll: select takes no file number from 1,024 on."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
+        return bool(poll.poll(1000 * seconds))
+
     def _run(self) -> None:
         next_beat = 0.0
         try:
@@ -135,7 +141,7 @@ class Member(Watchdog):
                 seconds = max(0.0, next_beat - time.monotonic())
                 if self._connection is None:
                     time.sleep(seconds)
-                elif select.select([self._connection], [], [], seconds)[0]:
+                elif self._is_readable(seconds):
                     self._read(self._connection)
                 now = time.monotonic()
                 if now >= next_beat and not self._closed.is_set():

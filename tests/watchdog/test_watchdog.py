@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -320,3 +321,28 @@ def test_an_elastic_job_goes_on_without_a_lost_rank(tmp_path):
         assert ranks.codes() == [75, -9, 75]
     assert "stopped because" not in str(ranks.said())
     assert "all 2 ranks wait in reduction since step 32 " in ranks.said()[0]
+
+
+MANY_FILES = """
+import fcntl, resource, socket
+from types import SimpleNamespace
+from hvtrain.system.host_facts import raise_file_limit
+from hvtrain.watchdog.member import Member
+
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise_file_limit()
+hub, own = socket.socketpair()
+high = socket.socket(fileno=fcntl.fcntl(own, fcntl.F_DUPFD, 1500))
+member = SimpleNamespace(_connection=high)
+before = Member._is_readable(member, 0)
+hub.send(b"x")
+print(high.fileno(), before, Member._is_readable(member, 10))
+"""
+
+
+@pytest.mark.skipif(0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000, reason="ulimit -Hn is below 2,000")
+def test_rank_0_of_more_than_a_thousand_may_open_a_file_for_each():
+    """It could open 1,024, and listen on file numbers below that alone."""
+    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, check=True)
+    assert done.stdout == "1500 False True\n"
