@@ -4,6 +4,7 @@ What is started again, and Ctrl-C in a pause, are in test_transcripts.py by defa
 """
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -46,17 +47,18 @@ print(ending.code, ending.failure)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("variables", "seconds", "said"),
     [
-        (["sleep", "1000"], r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*"),
-        (["env", "HOROVOD_RANK=0", "sleep", "1"], "0 None"),
+        ({}, 1000, r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*"),
+        ({"HOROVOD_RANK": "0"}, 1, "0 None"),
     ],
     ids=["none begins", "one has begun"],
 )
-def test_a_launch_of_which_no_rank_begins_in_time_is_ended(words, said, tmp_path):
+def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, said, tmp_path):
     """MPI waits for ever for a host that lets it in and starts nothing."""
-    line = [sys.executable, "-c", SUPERVISES, str(tmp_path), *words]
-    found = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    line = [sys.executable, "-c", SUPERVISES, str(tmp_path), "sleep", str(seconds)]
+    variables = {**os.environ, **variables}
+    found = subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=60)
     assert re.fullmatch(said, found.stdout.strip()), found
 
 
