@@ -31,13 +31,12 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         found = run.strategy.evaluate(run.model, data, [tell])
     except Exception as error:
         raise run.explain(error) from error
-    # Two ranks may have met the same damaged file.
-    skipped = {item.place: item for items in run.strategy.comm.gather(source.unreadable()) for item in items}
+    skipped = run.left_out()
     return {
         "checkpoint": run.checkpoint,
         "dataset": source.name,
         "split": split,
-        "examples": total - sum(item.num_examples or 0 for item in skipped.values()),
-        "skipped": [f"{item.place}: {item.why}" for item in skipped.values()],
+        "examples": total - sum(item.num_examples or 0 for item in skipped),
+        "skipped": [f"{item.place}: {item.why}" for item in skipped],
         "metrics": run.task.results(found),
     }

@@ -13,7 +13,7 @@ from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import fitted
 from hvtrain.data.manifest import check_unchanged
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.finished.run_words import FinishedConfig
 from hvtrain.strategies.base import Strategy
@@ -49,6 +49,11 @@ class FinishedRun:
         model = build_network(config, self.source, self.task, size=1)
         model.set_weights(self.model.get_weights())
         return model
+
+    def left_out(self) -> list[Unreadable]:
+        """What data.on_error=skip has left out on any rank since the last call (every rank)."""
+        items = [item for own in self.strategy.comm.gather(self.source.unreadable()) for item in own]
+        return list({item.place: item for item in items}.values())  # Two ranks may have met the same damaged file.
 
     def explain(self, error: Exception) -> Exception:
         """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""

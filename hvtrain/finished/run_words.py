@@ -99,8 +99,10 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
     given = {word.partition("=")[2] for word in settings}
     targets = [one for part in BUILT if part not in chosen for one in _targets(part, tree.get(part))]
     own = {target for file in CONFIGS.rglob("*.yaml") for target in re.findall(r"_target_: ([\w.]+)", file.read_text())}
-    own |= {"hvtrain.tasks.Classification", *given}
-    found = [f"{name}={target}" for name, target in targets if target not in own and not target.startswith(FROM_KERAS)]
+    known = own | given
+    found = [
+        f"{name}={target}" for name, target in targets if target not in known and not target.startswith(FROM_KERAS)
+    ]
     # Hydra itself calls what its own settings name.
     return found + [name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])]
 

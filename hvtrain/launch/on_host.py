@@ -54,13 +54,7 @@ def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
 
 def begun(mark: str) -> Answer:
     """Counts the launch's ranks on this host, whatever their program is."""
-    wanted = f"{MARK}={mark}".encode()
-    found = [
-        process
-        for process, _ in _processes()
-        if wanted in (variables := _variables(process)) and any(name.startswith(_RANK_MARKS) for name in variables)
-    ]
-    return {"count": len(found), "oom_kills": oom_kills()}
+    return {"count": sum(_has_marks(process, mark) for process, _ in _processes()), "oom_kills": oom_kills()}
 
 
 def clear(mark: str, job: int | None = None) -> Answer:
@@ -127,9 +121,13 @@ def _read(process: int, name: str) -> bytes:
 
 def _is_rank(process: int, mark: str) -> bool:
     """A Python process with both marks: shells between the launcher and the rank may carry them too."""
-    variables = _variables(process)
     with suppress(OSError):
         program = Path(f"/proc/{process}/exe").resolve().name
-        of_launch = f"{MARK}={mark}".encode() in variables
-        return of_launch and program.startswith("python") and any(name.startswith(_RANK_MARKS) for name in variables)
+        return program.startswith("python") and _has_marks(process, mark)
     return False
+
+
+def _has_marks(process: int, mark: str) -> bool:
+    """True for a process with the launch's mark and a rank's."""
+    variables = _variables(process)
+    return f"{MARK}={mark}".encode() in variables and any(name.startswith(_RANK_MARKS) for name in variables)

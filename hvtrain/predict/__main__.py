@@ -58,9 +58,9 @@ validation or test (default).""",
             if run.is_chief:
                 write.discard()
             raise
-        skipped = {item.place: item for items in strategy.comm.gather(run.source.unreadable()) for item in items}
+        skipped = run.left_out()
         if run.is_chief:
-            for item in skipped.values():
+            for item in skipped:
                 print(f"left out: {item.place}: {item.why}")
             print(f"{run.checkpoint}: {number:,} predictions of {examples.name} in {output}")
     return 0

@@ -57,12 +57,15 @@ class TableWriter(Writer):
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
         self._file: Any = None
         self._waiting: list[pa.Table] = []  # Of the next row group of a Parquet file.
+        self._waiting_bytes = 0
 
     def add(self, rows: Rows) -> None:
         with _stored(self.path):
             if self.path.suffix == ".parquet":
-                self._waiting.append(pa.table(rows))
-                if sum(table.nbytes for table in self._waiting) >= ROW_GROUP_BYTES:
+                table = pa.table(rows)
+                self._waiting.append(table)
+                self._waiting_bytes += table.nbytes
+                if self._waiting_bytes >= ROW_GROUP_BYTES:
                     self._write_row_group()
                 return
             if self._file is None:
@@ -72,7 +75,7 @@ class TableWriter(Writer):
 
     def _write_row_group(self) -> None:
         table = pa.concat_tables(self._waiting)
-        self._waiting = []
+        self._waiting, self._waiting_bytes = [], 0
         self._file = self._file or pa.parquet.ParquetWriter(self._temporary, table.schema)
         self._file.write_table(table)
 

@@ -35,11 +35,15 @@ class Split:
         work = [times.own_work for times, _ in ranks]
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
+        communication = efficiency = None
+        if sees_exchange:
+            communication = mean(times.communication for times, _ in ranks)
+            efficiency = round(mean(work) / whole, 4) if whole else 1.0
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
             compute_seconds=mean(times.compute for times, _ in ranks),
-            communication_seconds=mean(times.communication for times, _ in ranks) if sees_exchange else None,
-            efficiency=(round(mean(work) / whole, 4) if whole else 1.0) if sees_exchange else None,
+            communication_seconds=communication,
+            efficiency=efficiency,
             slowest_rank=slowest,
             slowest_host=ranks[slowest][1],
             slowest_seconds=work[slowest],
