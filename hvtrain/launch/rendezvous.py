@@ -8,11 +8,13 @@ as a rank.
 
 import http.client
 import json
+import re
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,12 +24,16 @@ SECONDS_BETWEEN_TRIES = 0.3
 _MAX_BYTES = 1 << 20
 _OK, _NOT_YET, _TOO_LATE, _REFUSED = 200, 404, 408, 409
 _CLAIMS = "/claim"
+WAITING_CONNECTIONS = 1024
+"""That the kernel keeps for the server: all processes may come at once."""
+_WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\n", re.DOTALL)
+_MAX_GET = 4096
 
 
 class Rendezvous(ThreadingHTTPServer):
     """Listens once it is created; serve() answers. names: the process of each rank."""
 
-    request_queue_size = 1024  # All processes may come at once.
+    request_queue_size = WAITING_CONNECTIONS
     daemon_threads = False  # So that close() waits until all are answered.
 
     def __init__(self, address: str, port: int, names: Sequence[str]) -> None:
@@ -42,6 +48,13 @@ class Rendezvous(ThreadingHTTPServer):
     def serve(self) -> None:
         """Answers, in threads of its own."""
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers a request, in a thread of its own unless it only asks for an address."""
+        if answer_get(request, self.get):
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
 
     def close(self) -> None:
         """Answers those who wait that the others will not come, and frees the port."""
@@ -101,6 +114,30 @@ class Rendezvous(ThreadingHTTPServer):
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
+
+
+def answer_get(connection: socket.socket, get: Callable[[str, str], bytes | None]) -> bool:
+    """Answers a GET of a rank's address that has arrived whole; returns False, and reads nothing, if it is anything else.
+
+    get: the address of a scope and rank, or None. Each of N ranks asks for the N - 1 others. A thread and a parser of
+    HTTP for each question cost several times what the answer does.
+    """
+    try:
+        request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    asked = _WHOLE_GET.fullmatch(request)
+    if asked is None:
+        return False
+    scope, rank = asked[1].decode("latin-1"), asked[2].decode("latin-1")
+    value = get(scope, rank)
+    status = "404 Not Found" if value is None else "200 OK"
+    body = value or b""
+    head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with suppress(OSError):  # The caller has hung up.
+        connection.recv(len(request))  # The kernel resets a connection that is closed with bytes to read.
+        connection.sendall(head.encode() + body)
+    return True
 
 
 class _Handler(BaseHTTPRequestHandler):

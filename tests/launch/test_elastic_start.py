@@ -68,9 +68,9 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
     ("ranks", "given", "seconds", "said"),
     [
         (100, None, None, ""),
-        (200, None, 80, ""),
-        (200, 45, 45, ""),
-        (1000, None, 1998, "1,000 ranks may take 17 min"),
+        (400, None, 40, ""),
+        (400, 45, 45, ""),
+        (1000, None, 250, "1,000 ranks may take 2 min"),
     ],
 )
 def test_many_ranks_have_time_to_meet_over_gloo(ranks, given, seconds, said, monkeypatch, capsys):

@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 
 from hvtrain.watchdog import connections
+from hvtrain.watchdog.hub import Hub
+from hvtrain.watchdog.judge import Rules
+from hvtrain.watchdog.member import Member
+from hvtrain.watchdog.progress import Progress
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "watched.py"
 
@@ -346,3 +350,41 @@ def test_rank_0_of_more_than_a_thousand_may_open_a_file_for_each():
     """It could open 1,024, and listen on file numbers below that alone."""
     done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, check=True)
     assert done.stdout == "1500 False True\n"
+
+
+def test_rank_0_serves_512_ranks_and_names_the_one_that_dies():
+    """The hub and rank 0's own member are real; the other ranks are sockets that speak their protocol."""
+    rules = Rules(limit=60.0, beat_seconds=0.5)
+    progress = Progress()
+    status, process = vars(progress.look()), vars(Member(0, "h0", rules, progress, False).stacks.process)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    member = Member(0, "h0", rules, progress, False)
+    hub = Hub(listener, "token", 512, member)
+    member.join(listener.getsockname(), "token")
+    ranks = {}
+    for rank in range(1, 512):
+        connection = socket.create_connection(listener.getsockname(), timeout=20)
+        ranks[rank] = lines = connection.makefile("rw", encoding="ascii", newline="\n")
+        connection.close()  # Its file keeps it open.
+        answer = connections.proof("token", json.loads(lines.readline())["challenge"], rank)
+        say(lines, rank=rank, host=f"h{rank}", proof=answer, process=process, status=status)
+        assert json.loads(lines.readline())["kind"] == "welcome"
+    for lines in ranks.values():
+        say(lines, kind="beat", status=status)
+    for lines in ranks.values():
+        assert json.loads(lines.readline())["kind"] == "heard"
+    ranks.pop(300).close()
+    for lines in ranks.values():
+        verdict = json.loads(lines.readline())["verdict"]
+        assert verdict["rank"] == 300 and verdict["text"].startswith("rank 300 on h300 is gone")
+    assert member.wait().rank == 300
+    member.stop()
+    hub.thread.join(10)
+    assert not hub.thread.is_alive()
+    for lines in ranks.values():
+        lines.close()
+
+
+def say(lines, **message):
+    lines.write(json.dumps(message) + "\n")
+    lines.flush()
