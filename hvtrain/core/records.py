@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -90,17 +90,19 @@ def writing(
     except OSError as error:
         with suppress(OSError):
             remove(temporary)
-        folder, room = path.parent, None
-        with suppress(OSError):  # A lost mount does not even report its free space.
-            while not folder.exists():
-                folder = folder.parent
-            room = os.statvfs(folder)
-        free = f", {room.f_bavail * room.f_frsize:,} free" if room else ""
-        free += ", no free inode" if room and room.f_files and not room.f_favail else ""
-        raise kind(
-            f"{name or path} was not written: {error.strerror or error} ({needed_bytes:,} bytes needed{free} at "
-            f"{folder}); make room there"
-        ) from error
+        raise kind(_why_not_written(name or str(path), path.parent, error, needed_bytes)) from error
+
+
+def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int) -> str:
+    room = None
+    with suppress(OSError):  # A lost mount does not even report its free space.
+        while not folder.exists():
+            folder = folder.parent
+        room = os.statvfs(folder)
+    free = f", {room.f_bavail * room.f_frsize:,} free" if room else ""
+    free += ", no free inode" if room and room.f_files and not room.f_favail else ""
+    why = error.strerror or error
+    return f"{name} was not written: {why} ({needed_bytes:,} bytes needed{free} at {folder}); make room there"
 
 
 def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
@@ -126,6 +128,35 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.write(data)
         flush(temporary)
         temporary.replace(path)
+
+
+def is_own_file(path: Path) -> bool:
+    """True for a regular file that is no link to another one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def append_text(path: Path, text: str) -> None:
+    """Adds to the end of a file that exists. Raises StorageError, after which a part of the text may be there."""
+    data = text.encode()
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        with os.fdopen(handle, "ab") as file:
+            file.write(data)
+        flush(path)
+    except OSError as error:
+        raise StorageError(_why_not_written(str(path), path.parent, error, len(data))) from error
+
+
+def whole_lines(text: str) -> str:
+    """The text without what follows its last line break: a process may have ended while it added a line."""
+    return text[: text.rfind("\n") + 1]
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """The rows as CSV, with a line break after each."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -157,24 +188,47 @@ def write_result(folder: Path, record: RunRecord) -> None:
 
 def write_history(folder: Path, records: list[EpochRecord]) -> None:
     """Writes history.csv: the columns of EpochRecord, then one for each metric in any record."""
-    own = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
-    metrics = list(dict.fromkeys(name for record in records for name in record.metrics))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*own, *metrics])
-    for record in records:
-        writer.writerow([*(getattr(record, name) for name in own), *map(record.metrics.get, metrics)])
-    write_atomic(folder / HISTORY_FILE, text.getvalue())
+    metrics = _metric_names(records)
+    header = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
+    rows = [[*header, *metrics], *(_row(record, metrics) for record in records)]
+    write_atomic(folder / HISTORY_FILE, csv_text(rows))
+
+
+def append_history(folder: Path, records: list[EpochRecord]) -> None:
+    """Adds the last of these records to history.csv, which has the others; it is written anew for a new metric, or if
+    somebody has moved it away.
+
+    Raises StorageError. The file may then end in the middle of a row, so write it anew the next time.
+    """
+    *earlier, last = records
+    metrics = _metric_names(earlier)
+    path = folder / HISTORY_FILE
+    if is_own_file(path) and last.metrics.keys() <= set(metrics):
+        append_text(path, csv_text([_row(last, metrics)]))
+    else:
+        write_history(folder, records)
+
+
+def _metric_names(records: list[EpochRecord]) -> list[str]:
+    return list(dict.fromkeys(name for record in records for name in record.metrics))
+
+
+def _row(record: EpochRecord, metrics: list[str]) -> list[Any]:
+    own = [getattr(record, item.name) for item in fields(EpochRecord) if item.name != "metrics"]
+    return [*own, *map(record.metrics.get, metrics)]
 
 
 def read_history(folder: Path) -> list[EpochRecord]:
-    """The rows of history.csv, or none if there is no such file. Raises StorageError if it is damaged."""
+    """The rows of history.csv, or none if there is no such file. Raises StorageError if it is damaged.
+
+    A last line without its end is a row that was being written, and is left out.
+    """
     path = folder / HISTORY_FILE
     if not path.exists():
         return []
     records = []
     try:
-        for row in csv.DictReader(io.StringIO(read_file(path), newline="")):
+        for row in csv.DictReader(io.StringIO(whole_lines(read_file(path)), newline="")):
             row.setdefault("examples_per_second", row.pop("images_per_second", None))  # its name in older files
             numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
             epoch, step = int(row.pop("epoch")), int(row.pop("step"))

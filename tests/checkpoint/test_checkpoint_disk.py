@@ -132,8 +132,8 @@ def test_no_room_for_logs_and_results(ranks, on_error, tmp_path):
     """The rows of epochs, and at last the model, cannot be written: one line, and the other rank ends too."""
     run = tmp_path / "run"
     with small_disk(run, "size=400k"), small_disk(run / "checkpoints", "size=10m"):
-        # With on_error=warn a line for each epoch, which fills the last page of the log too.
-        words = ["train.epochs=40", f"checkpoint.on_error={on_error}", f"run.dir={run}"]
+        # Rows are added to the last page of a file until it is full; with on_error=warn a line for each goes to the log.
+        words = ["train.epochs=150", f"checkpoint.on_error={on_error}", f"run.dir={run}"]
         process = start(*ranks, "python", "-m", "hvtrain", *words, cwd=tmp_path)
         wait_for(process, lambda: list(run.glob("checkpoints/step-*")))
         with pytest.raises(OSError), (run / "filler").open("wb", buffering=0) as filler:

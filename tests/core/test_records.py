@@ -9,6 +9,7 @@ import pytest
 from hvtrain.core.records import (
     EpochRecord,
     RunRecord,
+    append_history,
     read_history,
     write_atomic,
     write_history,
@@ -32,6 +33,43 @@ def test_history_comes_back(tmp_path):
     assert read_history(tmp_path) == records
 
 
+def test_a_row_is_added_without_writing_the_file_anew(tmp_path):
+    """10,000 epochs would write 10 GB."""
+    records = [EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in range(1, 5)]
+    path = tmp_path / "history.csv"
+    write_history(tmp_path, records[:1])
+    inode = path.stat().st_ino
+    append_history(tmp_path, records[:2])
+    append_history(tmp_path, records[:3])
+    assert path.stat().st_ino == inode and read_history(tmp_path) == records[:3]
+    wider = EpochRecord(4, 88, 0.1, 1.5, 900.0, {"val_loss": 2.0})
+    append_history(tmp_path, [*records[:3], wider])
+    assert read_history(tmp_path) == [*records[:3], wider]
+
+
+def test_a_row_that_was_being_written_is_left_out(tmp_path):
+    """0.12 of a loss of 0.1234 would be read as a number."""
+    records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0, {"loss": 0.1234}) for epoch in (1, 2)]
+    write_history(tmp_path, records[:1])
+    append_history(tmp_path, records)
+    path = tmp_path / "history.csv"
+    whole = path.read_text()
+    for cut in range(1, len(whole.splitlines()[-1]) + 1):
+        path.write_text(whole[:-cut])
+        assert read_history(tmp_path) == records[:1]
+
+
+@pytest.mark.parametrize("make", ["missing", "link"])
+def test_a_file_that_was_moved_away_is_written_anew(tmp_path, make):
+    records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0) for epoch in (1, 2)]
+    (tmp_path / "precious").write_text("mine")
+    if make == "link":
+        (tmp_path / "history.csv").symlink_to("precious")
+    append_history(tmp_path, records)
+    assert read_history(tmp_path) == records
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_no_history_is_empty(tmp_path):
     assert read_history(tmp_path) == []
 
@@ -41,7 +79,7 @@ def test_a_damaged_history_is_named(tmp_path, text):
     (tmp_path / "history.csv").write_bytes(text.encode("latin-1"))
     with contextlib.suppress(StorageError):
         assert read_history(tmp_path) == []
-    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,examples_per_second\n1,22,0.1,1.5")
+    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,examples_per_second\n1,22,0.1,1.5\n")
     with pytest.raises(StorageError, match=r"history.csv is damaged .*; fix it or move it away, then start again"):
         read_history(tmp_path)
 

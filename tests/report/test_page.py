@@ -140,7 +140,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"there is no folder .*gone; make it, or choose another file"):
         called(monkeypatch, folder, "--output", tmp_path / "gone" / "x.html")
-    (folder / "history.csv").write_text("epoch,step\n1")
+    (folder / "history.csv").write_text("epoch,step\n1\n")
     with pytest.raises(StorageError, match="damaged"):
         called(monkeypatch, folder)
     (folder / "result.json").write_text("{")
@@ -150,7 +150,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
 
 def test_a_finished_run_does_not_fail_for_its_report(tmp_path, caplog):
     folder = write_run(tmp_path / "run")
-    (folder / "history.csv").write_text("epoch,step\n1")
+    (folder / "history.csv").write_text("epoch,step\n1\n")
     page.write_report(folder)
     (message,) = caplog.messages
     assert message.startswith("report.html is not written: StorageError") and "\n" not in message

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
-from hvtrain.core.rank_seconds import read_rank_seconds, write_rank_seconds
-from hvtrain.core.records import EpochRecord, read_history, write_history
+from hvtrain.core.rank_seconds import append_rank_seconds, read_rank_seconds, write_rank_seconds
+from hvtrain.core.records import EpochRecord, append_history, read_history, write_history
 from hvtrain.data.source import Unreadable
 from hvtrain.errors import StorageError
 from hvtrain.training.callbacks.position import RunCallback
@@ -14,15 +14,16 @@ log = logging.getLogger(__name__)
 
 
 class Recording(RunCallback):
-    """Rewrites history.csv and ranks.csv after each epoch (chief only; all ranks raise its error).
+    """Adds a row to history.csv and ranks.csv after each epoch (chief only; all ranks raise its error).
 
-    A resumed run keeps the rows before its start. With checkpoint.on_error=warn training continues without the file,
+    They are written anew once per start, since a resumed run keeps only the rows before its start, and after a failure. With checkpoint.on_error=warn training continues without the file,
     and the next epoch tries again.
     """
 
     def __init__(self, *place: Any, throughput: Throughput) -> None:
         super().__init__(*place)
         self.throughput = throughput
+        self._can_append = False
         records = self.comm.on_chief(lambda: read_history(self.run.folder))
         # Compared by epochs: an earlier plan of the run counted steps differently.
         self.records = [record for record in records if record.epoch <= self.position.epoch]
@@ -53,10 +54,15 @@ class Recording(RunCallback):
         self.comm.on_chief(self._write)
 
     def _write(self) -> None:
+        can_append, self._can_append = self._can_append, False
+        save_history, save_seconds = write_history, write_rank_seconds
+        if can_append:
+            save_history, save_seconds = append_history, append_rank_seconds
         try:
-            write_history(self.run.folder, self.records)
-            if self.rank_seconds:
-                write_rank_seconds(self.run.folder, self.rank_seconds)
+            save_history(self.run.folder, self.records)
+            if self.records[-1].epoch in self.rank_seconds:
+                save_seconds(self.run.folder, self.rank_seconds)
+            self._can_append = True
         except StorageError as error:
             if self.run.config.checkpoint.on_error == "stop":
                 raise
