@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -123,6 +123,13 @@ class Source(ABC):
     @abstractmethod
     def num_examples(self, split: str) -> int:
         """Number of examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
+
+    def own_counts(self, topology: Topology) -> dict[Any, int]:
+        """What this rank has to read to know how many examples its shards hold. Here they are known."""
+        return {}
+
+    def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:
+        """Takes what own_counts() gave on each rank, so that shard_sizes() reads nothing."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         """Examples that each of num_shards ranks holds, in proportion to weights. Every rank computes the same list."""

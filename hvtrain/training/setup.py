@@ -54,6 +54,9 @@ def open_data(
     source = comm.all_or_raise(lambda: open_source(config, fitted_files))
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
+    if len(batch_sizes) == size:
+        place = replace(comm.topology, weights=tuple(reduced(batch_sizes)))
+        source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(place))))
     shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)

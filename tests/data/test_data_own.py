@@ -193,6 +193,23 @@ def test_examples_without_end_and_examples_that_must_be_read_are_counted():
     assert first(source)[0].numpy().tolist() == [0, 2]
 
 
+def test_each_rank_reads_its_own_shard_alone_to_count_it(caplog):
+    """Each read all shards and the whole: 17 times the data on each of 16 ranks."""
+    caplog.set_level(logging.INFO)
+    sources = [made(lambda d: d.filter(lambda x, y: x > 4)) for _ in range(3)]
+    counts = []
+    for rank, source in enumerate(sources):
+        counts.append(source.own_counts(Topology(rank, 3)))
+        read = [record.message.partition(":")[0] for record in caplog.records]
+        whole = ["numbers(shard=0, num_shards=1)"] if rank == 0 else []
+        assert read == [f"numbers(shard={rank}, num_shards=3)", *whole]
+        caplog.clear()
+    for source in sources:
+        source.take_counts(counts)
+        assert source.shard_sizes("train", 3) == [5, 5, 5]
+    assert caplog.records == []
+
+
 def test_what_a_pipeline_cannot_do_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     source = made(lambda d: d.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False))

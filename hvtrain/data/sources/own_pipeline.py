@@ -1,7 +1,7 @@
 """Data from a user's own function, as a tf.data pipeline or a keras.utils.PyDataset: from_dataset."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,6 +18,9 @@ from hvtrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
+Place = tuple[int, int, str]
+"""The number of a shard, how many shards there are, and of which split."""
+
 USE_SHARD = "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
 GIVEN = (
     "shards need equal parts of num_examples; correct it, or leave it out to have the examples of each shard counted"
@@ -30,7 +33,8 @@ class FunctionSource(Source):
     """A data set from a function that opens a shard; see from_dataset().
 
     num_examples: by split, of which shards are taken to have equal parts. None: the function is called for each shard,
-        and its examples are counted, by reading them if tf.data does not know their number.
+        and its examples are counted, by reading them if tf.data does not know their number. In a run each rank counts
+        its own shards, and rank 0 the whole.
     """
 
     equal_batches_advice = f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
@@ -50,11 +54,14 @@ class FunctionSource(Source):
                 f"{self.name}: num_examples has {', '.join(others)}; it may have {', '.join(self._splits)}{why}"
             )
         vars(self).update({name: self._more_facts[name] for name in ATTRIBUTES if name in self._more_facts})
-        self._looked_at: dict[tuple[int, int, str], tuple[Any, int]] = {}
+        self._counts: dict[Place, int] = {}
+        self._element_spec: tuple[Any, ...] = ()
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
-        return self._look_at(0, 1, "train")[0]
+        if not self._element_spec:
+            self._open(0, 1, "train")
+        return self._element_spec
 
     def facts(self) -> dict[str, Any]:
         inputs = self.element_spec[0]
@@ -64,14 +71,27 @@ class FunctionSource(Source):
     def num_examples(self, split: str) -> int:
         if self._given is not None:
             return self._given.get(split, 0)
-        return self._look_at(0, 1, split)[1] if split in self._splits else 0
+        return self._count(0, 1, split) if split in self._splits else 0
+
+    def own_counts(self, topology: Topology) -> dict[Place, int]:
+        if self._given is not None:
+            return {}
+        shards, num_shards = _shards_of(topology)
+        places = [(shard, num_shards, split) for split in self._splits for shard in shards]
+        if topology.is_chief:
+            places += [(0, 1, split) for split in self._splits]
+        return {place: self._count(*place) for place in places}
+
+    def take_counts(self, counts: Iterable[Mapping[Place, int]]) -> None:
+        for of_rank in counts:
+            self._counts.update(of_rank)
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         whole = self.num_examples(split)
         if self._given is not None or not whole:
             return super().shard_sizes(split, num_shards, weights)
         places = [_shards_of(Topology(rank, num_shards, weights=tuple(weights))) for rank in range(num_shards)]
-        sizes = [[self._look_at(shard, total, split)[1] for shard in shards] for shards, total in places]
+        sizes = [[self._count(shard, total, split) for shard in shards] for shards, total in places]
         each = [size for part in sizes for size in part]
         if len(each) > 1 and min(each) == whole:
             raise DataError(f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}")
@@ -141,20 +161,26 @@ class FunctionSource(Source):
     def _wrong_number(self, found: str) -> DataError:
         return DataError(f"{found}; {COUNTED if self._given is None else GIVEN}")
 
-    def _look_at(self, shard: int, num_shards: int, split: str) -> tuple[Any, int]:
-        """The kind of a shard's examples and, unless num_examples is given, their number; 0 if there are none."""
+    def _count(self, shard: int, num_shards: int, split: str) -> int:
+        """The number of a shard's examples; 0 if there are none."""
         place = (shard, num_shards, split)
-        if place not in self._looked_at:
-            part = self._function.open(*place)
-            if part is None and split == "train":
-                raise DataError(f"{self._function.call(*place)} returned None; training needs examples")
-            number = part.count() if part and self._given is None else 0
+        if place not in self._counts:
+            part = self._open(*place)
+            number = part.count() if part else 0
             if number is None and isinstance(part, Examples):
                 advice = "num_examples saves that"
                 log.info("%s: its examples are read to count them; %s", self._function.call(*place), advice)
                 number = part.read_all()
-            self._looked_at[place] = (part.element_spec if part else (), number or 0)
-        return self._looked_at[place]
+            self._counts[place] = number or 0
+        return self._counts[place]
+
+    def _open(self, shard: int, num_shards: int, split: str) -> Any:
+        part = self._function.open(shard, num_shards, split)
+        if part is None and split == "train":
+            raise DataError(f"{self._function.call(shard, num_shards, split)} returned None; training needs examples")
+        if part and (shard, num_shards, split) == (0, 1, "train"):
+            self._element_spec = part.element_spec
+        return part
 
 
 def _shards_of(topology: Topology) -> tuple[range, int]:
