@@ -1,7 +1,7 @@
 """The goals for hvtrain's speed, and whether a session of `bench steps` or `bench allreduce` meets them.
 
 python -m benchmarks.goals bench/.../bench.json            the ratios for the goals' table in docs/bench.md
-python -m benchmarks.goals bench/.../allreduce.json
+python -m benchmarks.goals allreduce/.../allreduce.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.bench.rounds import Ratio, ratio
+from hvtrain.compare.rounds import Ratio, ratio
 
 EACH = ("tiny", "cnn", "wide", "separable", "resnet20")
 

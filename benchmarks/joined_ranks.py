@@ -7,7 +7,7 @@ benchmarks.plan_here starts it with the settings of a workload; plain Keras fit 
 from __future__ import annotations
 
 import hvtrain.keras as hvd
-from hvtrain.bench.by_hand.common import make_setup
+from benchmarks.by_hand.common import make_setup
 from hvtrain.system import cores
 
 

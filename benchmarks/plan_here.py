@@ -24,18 +24,19 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from hvtrain.bench import contender_report
-from hvtrain.bench.allreduce import MIB, SIZES, WORKER, Collectives
-from hvtrain.bench.contenders import Contender, named
-from hvtrain.bench.processes import HOROVOD
-from hvtrain.bench.rounds import ratio
-from hvtrain.bench.steps import Session
-from hvtrain.bench.workloads import WORKLOADS, Workload
+from benchmarks.contenders import named
+from benchmarks.steps import Session
+from benchmarks.workloads import WORKLOADS, Workload
+from hvtrain.compare.rounds import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.plan import process_report
+from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
 from hvtrain.plan.costs.algorithms import Link, Machine
 from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 from hvtrain.plan.machine import Measured, corrected, fit
+from hvtrain.plan.measurement import Contender
+from hvtrain.plan.processes import HOROVOD
 
 # Its losses are its own: a contender with data of its own is not compared.
 JOINED = Contender("joined", "ranks that reduce nothing", "benchmarks.joined_ranks", HOROVOD[0], data="synthetic")
@@ -124,7 +125,7 @@ def in_the_lab(
             for number in range(options.rounds):
                 place = folder / f"lab-{work.name}-{number}"
                 words = [*work.words("synthetic", 2, steps), f"run.dir={place}/run"]
-                words.append("+callbacks.bench._target_=hvtrain.bench.clock.Clock")
+                words.append("+callbacks.bench._target_=hvtrain.plan.clock.Clock")
                 words.append(f"+callbacks.bench.num_steps={work.warmup_steps + steps}")
                 found = _on_hosts(lab, place, threads, "hvtrain", words, work.warmup_steps)
                 measured.append(max(one["step_seconds"] for one in found))
@@ -137,15 +138,15 @@ def _on_hosts(lab, place: Path, threads: int, module: str, words: list[str], war
     """What the two ranks reported."""
     place.mkdir(parents=True)
     variables = {
-        contender_report.FILE: f"{place}/report",
-        contender_report.BEGAN: repr(time.time()),
-        contender_report.WARMUP: str(warmup),
+        process_report.FILE: f"{place}/report",
+        process_report.BEGAN: repr(time.time()),
+        process_report.WARMUP: str(warmup),
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         **{name: str(threads) for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")},
     }
     told = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-m", module, *words]
-    launcher = [sys.executable, "-m", "hvtrain.horovodrun", "--mpi", "-np", "2", "-H", HOSTS]
+    launcher = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", "--mpi", "-np", "2", "-H", HOSTS]
     code, output = lab.run("s1", *told[: len(variables) + 1], *launcher, *told, timeout=900)
     (place / "output.txt").write_text(output)
     reports = [json.loads(path.read_text()) for path in sorted(place.glob("report.*"))]

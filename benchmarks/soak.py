@@ -38,7 +38,7 @@ WORDS = [
 LAUNCHERS = {
     "gloo": ["horovodrun", "--gloo", "-np", "2"],
     "mpi": ["horovodrun", "--mpi", "-np", "2"],
-    "launch": [sys.executable, "-m", "hvtrain.launch", "-np", "2", "--"],
+    "launch": [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--"],
 }
 
 

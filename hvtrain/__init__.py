@@ -11,14 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvtrain.commands import refuse_old_form
+from hvtrain.version import VERSION
+
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig
     from hvtrain.core.records import RunRecord
     from hvtrain.finished.finished_run import FinishedRun
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["compose", "load", "run_ranks", "train"]
 Value = TypeVar("Value")
+
+refuse_old_form()
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
@@ -60,16 +65,16 @@ def run_ranks(
 
     It may be defined in a notebook. Each rank is a new process, in which the function starts Horovod itself, as a
     script would, or calls `train`. What rank 0 prints is shown; each rank's output stays in launch/. The ranks end when
-    this process is interrupted or ends. hosts: as hvtrain.launch takes them, "s1:2,s2:2"; default: this host.
+    this process is interrupted or ends. hosts: as hvtrain launch takes them, "s1:2,s2:2"; default: this host.
     Raises RankError with the first failure, ConfigError if the function cannot be sent.
     """
-    from hvtrain.notebook import ranks
+    from hvtrain.launch import ranks
 
     return ranks.run_ranks(num_ranks, function, *args, hosts=hosts, **kwargs)
 
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext hvtrain` adds the cell magic %%ranks."""
-    from hvtrain.notebook import cells
+    from hvtrain.launch import cells
 
     cells.load(shell)

@@ -1,13 +1,14 @@
-"""Command line of the runner, `python -m hvtrain`: composes and checks the settings, trains, and exits."""
+"""`python -m hvtrain`: a first word without "=" is a command (commands.py); settings alone train."""
 
 import sys
 
-from hvtrain import __version__
-from hvtrain.cli import Parser, enter
+from hvtrain import commands
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
+from hvtrain.system.command import Parser, enter
+from hvtrain.version import VERSION
 
 EXAMPLES = """\
 examples:
@@ -20,17 +21,22 @@ examples:
 
 def main() -> None:
     """Runs the command line and exits."""
-    console.take_signals(console.end_before_training)  # Later Interruption takes them.
-    enter(compose_and_run)
+    name = commands.first_word(sys.argv[1:])
+    if name:
+        enter(lambda: commands.run_command(name))
+    else:
+        console.take_signals(console.end_before_training)  # Later Interruption takes them.
+        enter(compose_and_run)
 
 
 def compose_and_run() -> int:
     """Composes the settings with Hydra, checks them, and trains."""
     parser = Parser(
         "python -m hvtrain",
-        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-        description="Trains a Keras model, on one process or, under a launcher, on as many as it starts.",
-        epilog=EXAMPLES,
+        usage="%(prog)s [COMMAND] [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Without a command: trains a Keras model, on one process or, under a launcher, on as many as it starts.""",
+        epilog=f"commands (python -m hvtrain COMMAND --help):\n{commands.help_text()}\n\n{EXAMPLES}",
         more_help=lambda: run_settings(sys.argv),
     )
     parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
@@ -42,7 +48,7 @@ def compose_and_run() -> int:
         config = from_dict(tree)
         if console.launched_rank() == 0:
             # horovodrun has printed nothing yet, and this takes seconds.
-            print(f"hvtrain {__version__}: loading TensorFlow ...", flush=True)
+            print(f"hvtrain {VERSION}: loading TensorFlow ...", flush=True)
         with console.quiet_import(config.verbose):
             from hvtrain.runner import train
         train(config)

@@ -1,12 +1,14 @@
-# Completes groups, their choices and settings of hvtrain in bash. Made by: python -m hvtrain.completion bash
+# Completes groups, their choices and settings of hvtrain in bash. Made by: python -m hvtrain completion bash
 # shellcheck shell=bash disable=SC2190
 declare -gA _hvtrain_values=(
 @VALUES@
 )
+# 1: the line of the command may have settings of a run.
+declare -gA _hvtrain_commands=(@COMMANDS@)
 
 # The words of a line decide: which command of hvtrain it has, and which folder of --config-dir.
 _hvtrain() {
-  local line="${COMP_LINE:0:COMP_POINT}" module="" folder="" word index
+  local line="${COMP_LINE:0:COMP_POINT}" start="" command="" folder="" word index
   local -a words=()
   COMPREPLY=()
   read -ra words <<<"$line"
@@ -14,35 +16,48 @@ _hvtrain() {
   word="${words[-1]}"
   for ((index = 0; index < ${#words[@]} - 1; index++)); do
     case "${words[index]}" in
-      -m) module="${words[index + 1]}" ;;
-      hvtrain | */hvtrain) module=hvtrain ;;
+      hvtrain | */hvtrain)
+        [[ $start ]] || start=$((index + 1))
+        ;;
       --config-dir | -cd) folder="${words[index + 1]}" ;;
       --config-dir=*) folder="${words[index]#*=}" ;;
     esac
   done
   if [[ ${words[-2]:-} == -m ]]; then
-    mapfile -t COMPREPLY < <(compgen -W "@MODULES@" -- "$word")
-  elif [[ $module && " @MODULES@ " == *" $module "* && ${words[-2]:-} != -cd && ${words[-2]:-} != --config-dir ]]; then
-    case "$word" in
-      -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
-      *=*) _hvtrain_value "$word" "$folder" ;;
-      *) _hvtrain_name "$word" "$module" "$folder" ;;
-    esac
+    mapfile -t COMPREPLY < <(compgen -W hvtrain -- "$word")
+    return
   fi
+  [[ $start ]] || return
+  # The first word may be a command. Settings alone train.
+  if ((start < ${#words[@]} - 1)) && [[ ${words[start]} =~ ^[A-Za-z_]+$ ]]; then
+    command="${words[start]}"
+    [[ ${_hvtrain_commands[$command]:-0} == 1 ]] || return
+  fi
+  [[ ${words[-2]} != -cd && ${words[-2]} != --config-dir ]] || return
+  case "$word" in
+    -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
+    *=*) _hvtrain_value "$word" "$folder" ;;
+    *) _hvtrain_name "$word" "$command" $((start == ${#words[@]} - 1)) ;;
+  esac
 }
 
-# model= or model.units= after "mod"; one part of a dotted name at a time.
-_hvtrain_name() { # WORD MODULE FOLDER
+# model= or model.units= after "mod"; one part of a dotted name at a time. A line that begins here may have a command.
+_hvtrain_name() { # WORD COMMAND IS_FIRST
   local sign="" word="$1" name rest
   local -a names=("${!_hvtrain_values[@]}")
   [[ $word != [+~]* ]] || sign="${word:0:1}" word="${word:1}"
   for name in "${names[@]}"; do
     [[ $name == "$word"* ]] || continue
-    [[ $name != cluster* || $2 == hvtrain.launch ]] || continue
+    [[ $name != cluster* || $2 == launch ]] || continue
     rest="${name#"$word"}="
     [[ $rest != *.* ]] || rest="${rest%%.*}."
     COMPREPLY+=("$sign$word$rest")
   done
+  if (($3)) && [[ ! $sign ]]; then
+    for name in "${!_hvtrain_commands[@]}"; do
+      [[ $name != "$word"* ]] || COMPREPLY+=("$name ")
+    done
+  fi
   mapfile -t COMPREPLY < <(printf '%s\n' "${COMPREPLY[@]}" | sort -u)
   compopt -o nospace
 }
@@ -62,4 +77,4 @@ _hvtrain_value() { # WORD FOLDER
   [[ $value != *\[* ]] || compopt -o nospace
 }
 
-complete -o bashdefault -o default -F _hvtrain @COMMANDS@
+complete -o bashdefault -o default -F _hvtrain @PROGRAMS@

@@ -1,4 +1,4 @@
-"""`python -m hvtrain.completion bash`: prints a script that completes groups, choices and settings in the shell.
+"""`python -m hvtrain completion bash`: prints a script that completes groups, choices and settings in the shell.
 
 The script holds all names itself, so that the Tab key starts no Python; only --config-dir is looked into at that time.
 """
@@ -9,30 +9,25 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from hvtrain.cli import Parser, enter
+from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import CONFIGS
 from hvtrain.config.model_options import ModelOptions
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.launch.clusters.choice import KINDS
+from hvtrain.system.command import Parser
 
-# Commands that take the settings of a run.
-MODULES = (
-    *("hvtrain", "hvtrain.compare", "hvtrain.doctor", "hvtrain.evaluate", "hvtrain.export", "hvtrain.find_batch"),
-    *("hvtrain.find_lr", "hvtrain.generate", "hvtrain.launch", "hvtrain.plan", "hvtrain.predict", "hvtrain.spark"),
-    *("hvtrain.sweep", "hvtrain.verify"),
-)
 # What a line with one of them begins with. Where the line has none of them, these complete names of files.
-COMMANDS = ("hvtrain", "python", "python3", "horovodrun", "mpirun", "./scripts/run")
+PROGRAMS = ("hvtrain", "python", "python3", "horovodrun", "mpirun", "./scripts/run")
 BASH = Path(__file__).with_name("completion.bash")
 
 
-def write() -> int:
+def main() -> int:
     """Prints the script. Raises ConfigError for another shell."""
     parser = Parser(
-        "python -m hvtrain.completion",
+        "python -m hvtrain completion",
         usage="%(prog)s bash",
-        description="Prints completion for a shell: source <(python -m hvtrain.completion bash), also in ~/.bashrc.",
+        description="Prints completion for a shell: source <(python -m hvtrain completion bash), also in ~/.bashrc.",
     )
     parser.add_argument("shell", choices=["bash"], help="bash 4.4 or newer")
     parser.parse_args(sys.argv[1:])
@@ -47,8 +42,9 @@ def script() -> str:
     for kind in KINDS.values():
         known |= declared(kind.settings, "cluster.")
     values = "\n".join(f"  [{name}]='{' '.join(choices)}'" for name, choices in sorted(known.items()))
+    commands = " ".join(f"[{name}]={int(command.takes_settings)}" for name, command in COMMANDS.items())
     text = BASH.read_text("utf-8").replace("@VALUES@", values)
-    return text.replace("@MODULES@", " ".join(MODULES)).replace("@COMMANDS@", " ".join(COMMANDS))
+    return text.replace("@COMMANDS@", commands).replace("@PROGRAMS@", " ".join(PROGRAMS))
 
 
 def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
@@ -78,7 +74,3 @@ def _groups() -> dict[str, list[str]]:
             names = {name: is_switch for name, is_switch in switches.items() if "._" not in name}
             found |= {name: ["true", "false"] if is_switch else [] for name, is_switch in names.items()}
     return found
-
-
-if __name__ == "__main__":
-    enter(write)

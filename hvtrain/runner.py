@@ -17,12 +17,9 @@ from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.core.records import RESULT_FILE, RunRecord
 from hvtrain.data import fitted
 from hvtrain.errors import Stopped, UserError
-from hvtrain.finetuning.averages import take_averages
-from hvtrain.finetuning.first_weights import begin_with
+from hvtrain.models.averages import take_averages
+from hvtrain.models.first_weights import begin_with
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, duration, write_report
-from hvtrain.restore.changed_settings import changed_since, with_change
-from hvtrain.restore.newest import find
-from hvtrain.restore.resume import ResumePoint, RunState, Start, resume
 from hvtrain.strategies.base import Strategy, batched, build_metrics
 from hvtrain.strategies.failing import failing_together
 from hvtrain.system import addresses, console
@@ -30,9 +27,12 @@ from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
+from hvtrain.training.changed_settings import changed_since, with_change
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.newest import find
 from hvtrain.training.note_start import note_start
 from hvtrain.training.outcome import in_words, test_metrics, write_outcome
+from hvtrain.training.resume import ResumePoint, RunState, Start, resume
 from hvtrain.training.review import write_review
 from hvtrain.training.run import Run, described, summary, versions
 from hvtrain.training.run_folder import CONFIG_FILE, open_run_folder, remove_if_empty

@@ -1,4 +1,4 @@
-"""`python -m hvtrain.spark`, or this file given to spark-submit: trains with one rank in each Spark task.
+"""`python -m hvtrain spark`, or this file given to spark-submit: trains with one rank in each Spark task.
 
 The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a process beside
 each task, which trains as `python -m hvtrain` would there.
@@ -17,28 +17,26 @@ if __name__ == "__main__":
     # Started as a file, its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
     sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
-from hvtrain.cli import Parser, at_least, enter
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.system import console
+from hvtrain.system.command import Parser, at_least, enter
 
 EXAMPLES = """\
 examples:
-  python -m hvtrain.spark --np 4 model=mlp
+  python -m hvtrain spark --np 4 model=mlp
   spark-submit --master yarn --num-executors 4 ... hvtrain/spark.py --np 4 model=mlp run.dir=/shared/first
 """
 
 
-def main() -> None:
-    """Runs the command line and exits; with the code of the rank that failed first, if one did."""
-    enter(compose_and_start)
+def main() -> int:
+    """Composes the run and checks it on the driver, then trains on Spark's executors.
 
-
-def compose_and_start() -> int:
-    """Composes the run and checks it on the driver, then trains on Spark's executors."""
+    Returns the code of the rank that failed first, if one did.
+    """
     options = parse(sys.argv[1:])
     for tree in compose(options.words):
         config = from_dict(tree)
@@ -51,7 +49,7 @@ def compose_and_start() -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """The options np (None: Spark's own number) and mpi, and the other words, those of the run. Raises ConfigError."""
     parser = Parser(
-        "python -m hvtrain.spark",
+        "python -m hvtrain spark",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="Trains on the executors of a Spark cluster, one rank in each of N tasks, which must run at once.",
         epilog=EXAMPLES,
@@ -212,6 +210,6 @@ def _train(config: RunConfig) -> int:
 
 if __name__ == "__main__":
     # Imported by name, so that executors find what is sent to them.
-    from hvtrain.spark import main as named_main
+    from hvtrain import spark
 
-    named_main()
+    enter(spark.main)

@@ -177,7 +177,7 @@ FAULTS = [
     Fault(
         "rate-unscaled",
         "the learning rate does not grow with the number of ranks",
-        "core/planning.py",
+        "training/planning.py",
         "joint = size * train.accumulate",
         "joint = train.accumulate",
         ("tests/core/test_step_plan.py::test_learning_rate_scales",),
@@ -209,10 +209,10 @@ FAULTS = [
     Fault(
         "oldest-of-hosts",
         "of the checkpoints on several hosts, the oldest is resumed from",
-        "restore/newest.py",
+        "training/newest.py",
         "newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
         "newest = min(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
-        ("tests/restore/test_newest.py::test_the_newest_of_all_hosts_travels_to_rank_0",),
+        ("tests/training/test_newest.py::test_the_newest_of_all_hosts_travels_to_rank_0",),
     ),
     Fault(
         "seeds-forgotten",

@@ -238,8 +238,8 @@ COMMANDS = {
     "migrate": ["--write", "FILE|FOLDER", "exit codes:", "docs/migration.md"],
     "plan": ["--ranks-per-host N", "default: 25", "--algorithm {", "docs/plan.md"],
     "spark": ["--np N", "--gloo", "* cnn", "train.epochs=12"],
-    "verify": ["python -m hvtrain.verify", "horovodrun -np 16"],
-    "find_batch": ["--first N", "--memory GIB", "horovodrun -np 4 python -m hvtrain.find_batch"],
+    "verify": ["python -m hvtrain verify", "horovodrun -np 16"],
+    "find_batch": ["--first N", "--memory GIB", "horovodrun -np 4 python -m hvtrain find_batch"],
     "sweep": ["sweep=SPACE [trials=N]", "--direction {max,min}", "choices: [adam, sgd]", "docs/sweep.md"],
     "compare": ["strategy=A,B,... [OPTION ...]", "--single-batch {joint,rank}", "NAME@SETTING=VALUE"],
 }

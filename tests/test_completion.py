@@ -1,4 +1,4 @@
-"""python -m hvtrain.completion in a real bash: called as bash calls it, and by the Tab key of a terminal."""
+"""python -m hvtrain completion in a real bash: called as bash calls it, and by the Tab key of a terminal."""
 
 import os
 import pty
@@ -26,7 +26,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """What the command prints, in a file; the command imports no TensorFlow."""
-    code = "import sys, hvtrain.completion as c; c.write(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
+    code = "import sys, hvtrain completion as c; c.write(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
     line = [sys.executable, "-c", code, "bash"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -51,7 +51,7 @@ def stems(group):
 
 
 @pytest.mark.parametrize("command", ["hvtrain", "python -m hvtrain", "horovodrun -np 2 python -m hvtrain",
-                                     "./scripts/run mpirun -np 2 python -m hvtrain.find_lr"])  # fmt: skip
+                                     "./scripts/run mpirun -np 2 python -m hvtrain find_lr"])  # fmt: skip
 def test_a_group_has_its_choices(asked, command):
     assert asked(f"{command} model=") == stems("model")
     assert asked(f"{command} seed=3 dataset=t") == [stem for stem in stems("dataset") if stem.startswith("t")]
@@ -99,11 +99,11 @@ def test_every_group_and_setting_is_offered(asked):
 
 
 def test_other_commands_are_left_alone(asked):
-    for line in ("python train.py model=", "python -m hvtrain.runs model=", "mpirun -np 2 ./a.out mod"):
+    for line in ("python train.py model=", "python -m hvtrain runs model=", "mpirun -np 2 ./a.out mod"):
         assert asked(line) == []
-    assert asked("python -m hvtrain.find_l") == ["hvtrain.find_lr"]
-    assert asked("python -m hvtrain.launch -np 2 cluster=s") == ["ssh", "slurm", "spark"]
-    assert "cluster.partition=" in asked("python -m hvtrain.launch cluster.p")
+    assert asked("python -m hvtrain.find_l") == ["hvtrain", "find_lr"]
+    assert asked("python -m hvtrain launch -np 2 cluster=s") == ["ssh", "slurm", "spark"]
+    assert "cluster.partition=" in asked("python -m hvtrain launch cluster.p")
 
 
 def test_own_choices(asked, tmp_path):
@@ -142,7 +142,7 @@ def test_the_tab_key(script, tmp_path):
 
 
 def test_bad_input_is_one_line():
-    line = [sys.executable, "-m", "hvtrain.completion", "fish"]
+    line = [sys.executable, "-m", "hvtrain", "completion", "fish"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "invalid choice: 'fish'" in done.stderr and done.stderr.count("\n") == 1

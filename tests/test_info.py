@@ -1,16 +1,16 @@
-"""python -m hvtrain.info: a block about this host and others that holds no secret and fails on no host."""
+"""python -m hvtrain info: a block about this host and others that holds no secret and fails on no host."""
 
 import os
 import re
 import subprocess
 import sys
 
-from hvtrain.info import commit_of
+from hvtrain.checks.info import commit_of
 
 
 def info(*words, **variables):
     done = subprocess.run(
-        [sys.executable, "-m", "hvtrain.info", *words],
+        [sys.executable, "-m", "hvtrain", "info", *words],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def test_a_host_that_does_not_answer_is_a_line_and_not_the_end():
 
 
 def test_bad_input_is_one_line():
-    assert info("--foo") == (2, "", "hvtrain: unrecognized arguments: --foo; see python -m hvtrain.info --help\n")
+    assert info("--foo") == (2, "", "hvtrain: unrecognized arguments: --foo; see python -m hvtrain info --help\n")
 
 
 def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):

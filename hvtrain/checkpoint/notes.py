@@ -1,7 +1,7 @@
 """A note, on each host without checkpoints of its own, of where the newest checkpoint lies. Knows no ranks.
 
 Without a shared disk only rank 0's host has checkpoints. A start without that host would silently begin at step 0, so
-hvtrain.restore.newest reads the notes and refuses. The launcher passes its own note in VARIABLE.
+hvtrain.training.newest reads the notes and refuses. The launcher passes its own note in VARIABLE.
 """
 
 import json

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from hvtrain.bench.rounds import Ratio, ratio
 from hvtrain.compare.contestants import SINGLE
+from hvtrain.compare.rounds import Ratio, ratio
 
 FEWEST_ROUNDS = 3
 Speeds = Mapping[str, Mapping[int, float]]  # examples/s by contestant and round

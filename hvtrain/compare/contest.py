@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from hvtrain.bench.rounds import duration, in_turns, progress
 from hvtrain.compare.contestants import Contestant
 from hvtrain.compare.one_run import Starting, Training, train
+from hvtrain.compare.rounds import in_turns, progress
 from hvtrain.errors import LostRankError
+from hvtrain.system.text import duration
 
 WHOLE = 0
 # Removed from short runs; whole runs keep them.

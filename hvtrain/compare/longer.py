@@ -1,4 +1,4 @@
-"""Extends the measured step to more ranks with hvtrain.plan: from how many ranks on does it pay?"""
+"""Extends the measured step to more ranks with hvtrain plan: from how many ranks on does it pay?"""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ PAYS = 1.05  # times the speed of one rank
 
 
 def plan_line(found: Mapping[str, Any], num_ranks: int) -> list[str] | None:
-    """The arguments of hvtrain.plan for the comparison's horovod, from a rank's own work in a step; None if unknown."""
+    """The arguments of hvtrain plan for the comparison's horovod, from a rank's own work in a step; None if unknown."""
     one = next((one for one in found["strategies"] if one["name"].partition("@")[0] == PLANNED), None)
     splits = [run["split"] for run in one["rounds"] if run["split"]] if one else []
     if one is None or not splits:
@@ -28,9 +28,9 @@ def plan_line(found: Mapping[str, Any], num_ranks: int) -> list[str] | None:
 
 
 def extend(line: Sequence[str], folder: Path) -> list[str]:
-    """Runs hvtrain.plan, which writes into the folder; returns its conclusion and the command that repeats it."""
+    """Runs hvtrain plan, which writes into the folder; returns its conclusion and the command that repeats it."""
     done = subprocess.run(
-        [sys.executable, "-m", "hvtrain.plan", "--output", str(folder), *line],
+        [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *line],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -38,9 +38,9 @@ def extend(line: Sequence[str], folder: Path) -> list[str]:
     )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("hvtrain: ")
-        return [f"More ranks: hvtrain.plan cannot say ({why})."]
+        return [f"More ranks: hvtrain plan cannot say ({why})."]
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
-    again = shlex.join(["python", "-m", "hvtrain.plan", *without_secrets(line)])
+    again = shlex.join(["python", "-m", "hvtrain", "plan", *without_secrets(line)])
     return [pays_from(costs), f"This assumes cores or a GPU for each rank, and the links of this command: {again}"]
 
 

@@ -4,12 +4,11 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +20,9 @@ from hvtrain.compare.contestants import Contestant
 from hvtrain.config.words import word
 from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
-from hvtrain.launch.start import going_with
-from hvtrain.system.console import signals_held
+from hvtrain.launch.child import ends_within, failure, started
 
 SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from the run.
-SECONDS_TO_SAVE = 40.0
-SECONDS_TO_STOP = 20.0
-_PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line after a failure.
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Starting:
-    """How runs are started. more: options of python -m hvtrain.launch."""
+    """How runs are started. more: options of python -m hvtrain launch."""
 
     num_ranks: int
     more: tuple[str, ...] = ()
@@ -61,7 +56,7 @@ class Starting:
         if one.is_single:
             return [sys.executable, "-m", "hvtrain", *run]
         servers = ["--num-ps", str(self.num_ps)] if self.num_ps and one.has_servers else []
-        return [sys.executable, "-m", "hvtrain.launch", "-np", str(self.num_ranks), *self.more, *servers, "--", *run]
+        return [sys.executable, "-m", "hvtrain", "launch", "-np", str(self.num_ranks), *self.more, *servers, "--", *run]
 
     def cores(self, one: Contestant) -> set[int]:
         """The cores that the run may use; a launcher divides them among its ranks."""
@@ -89,72 +84,12 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     )
 
 
-@contextmanager
-def started(command: Sequence[str], log: Path, cores: set[int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A run whose output goes to the log. It ends if the block raises, and with this process."""
-    go_with_this_process = going_with(os.getpid())
-
-    def prepare() -> None:
-        go_with_this_process()
-        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
-
-    with log.open("wb") as output, signals_held() as release:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # A Ctrl-C in the terminal is passed on below, once.
-            preexec_fn=prepare,
-        )
-        try:
-            release()
-            yield process
-        except BaseException:
-            end(process)
-            raise
-
-
 def read_result(run: Path) -> dict[str, Any]:
     """The record of a run. Raises LostRankError if there is none."""
     try:
         return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LostRankError(f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}") from error
-
-
-def failure(output: str, code: int) -> str:
-    """The line of the output that says why the run failed.
-
-    >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
-    'rank 1 was killed (exit code 75)'
-    >>> failure("", -9)
-    'it printed nothing (exit code -9)'
-    """
-    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["it printed nothing"]
-    told = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_PLACE_OF_LOGS)]
-    said = (told or lines)[-1]
-    return f"{said.removeprefix('hvtrain: ')} (exit code {code})"
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """Asks a run to stop, as Ctrl-C would, and kills it and its launcher if it does not.
-
-    Another Ctrl-C does not wait.
-    """
-    for number, seconds in ((signal.SIGINT, SECONDS_TO_SAVE), (signal.SIGTERM, SECONDS_TO_STOP), (signal.SIGKILL, 5)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(seconds)
-            return
-
-
-def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits so long for its end at most."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.returncode is not None
 
 
 def resident_bytes(pid: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvtrain.bench.rounds import picture
+from hvtrain.report.charts import picture
 
 SERIES = ("#1f6fb4", "#e07b39", "#4c9f70", "#b5489b", "#8a63c4", "#8a949c")
 _INK, _LINE = "#20262b", "#e0e4e7"

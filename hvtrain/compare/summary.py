@@ -6,10 +6,10 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from hvtrain.bench.rounds import Ratio
 from hvtrain.compare.conclusion import against, on_examples, on_scaling, on_speed, on_target, on_test
 from hvtrain.compare.contestants import SINGLE, Contestant
 from hvtrain.compare.one_run import Training
+from hvtrain.compare.rounds import Ratio
 from hvtrain.core.records import EpochRecord
 
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse")

@@ -69,7 +69,7 @@ class RunRecord:
     sample: str | None = None
     """Something that the model made of data, such as a text that it continued."""
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that changed when the run was resumed (restore/changed_settings.py); config has the last ones."""
+    """Settings that changed when the run was resumed (training/changed_settings.py); config has the last ones."""
     differences: list[str] = field(default_factory=list)
     """How the run differs from the same run under another strategy, such as by stale gradients."""
     num_replicas: int | None = None

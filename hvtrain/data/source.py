@@ -128,7 +128,7 @@ class Source(ABC):
         """What this rank has to read to know how many examples its shards hold. Here they are known."""
         return {}
 
-    def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:
+    def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
         """Takes what own_counts() gave on each rank, so that shard_sizes() reads nothing."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:

@@ -1,11 +1,11 @@
-"""Losses that are exact over ranks which hold unlike amounts of what counts; see hvtrain/joint_loss.py."""
+"""Losses that are exact over ranks which hold unlike amounts of what counts; see hvtrain/step/joint_loss.py."""
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.joint_loss import joint_loss
 from hvtrain.keras.in_graph import is_compiled_by_xla, positional_name
+from hvtrain.step.joint_loss import joint_loss
 
 
 def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802, as DistributedOptimizer

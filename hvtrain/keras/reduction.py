@@ -19,7 +19,7 @@ from hvtrain.keras.gradients import compare_structure, map_values, sum_duplicate
 from hvtrain.keras.grouping import in_groups
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.keras.variables import overwrites, variable_id
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 
 # Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hvtrain.errors import ConfigError, RankError
+from hvtrain.launch.child import going_with
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.roles import Roles
 from hvtrain.launch.ssh import Ssh
-from hvtrain.launch.start import going_with
 from hvtrain.system import interfaces
 
 START_SECONDS = 120.0

@@ -37,7 +37,7 @@ def start_line(job: Job, way: Way, paths: Paths | None = None, folder: Path | No
         watched = ["--report-uri", str(folder / URI_FILE), "-x", MARK] if folder else []
         return [*_mpirun(job, way, paths), *watched, *command]
     # Without a supervisor outside, horovodrun supervises itself.
-    line = [sys.executable, "-m", "hvtrain.horovodrun"] if folder else [f"{sys.prefix}/bin/horovodrun"]
+    line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"] if folder else [f"{sys.prefix}/bin/horovodrun"]
     options = {
         "-np": job.num_processes,
         "--min-np": job.min_ranks,

@@ -4,18 +4,18 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from hvtrain.cli import Parser, at_least, positive
 from hvtrain.config.compose import settings
 from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters.choice import KINDS, Cluster
 from hvtrain.launch.roles import Roles
+from hvtrain.system.command import Parser, at_least, positive
 
 EXAMPLES = """\
 examples:
-  python -m hvtrain.launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
-  python -m hvtrain.launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
-  python -m hvtrain.launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
-  python -m hvtrain.launch -np 2 -H s1,s2 -- python my_script.py"""
+  python -m hvtrain launch -np 16 -H s1:4,s2:4,s3:4,s4:4 -- model=resnet50 dataset=image_folder dataset.dir=/data
+  python -m hvtrain launch -np 16 cluster=slurm cluster.time=11:50:00 -- model=resnet50 ...
+  python -m hvtrain launch -np 4 -H s1:2,s2:2 --num-ps 1 -- strategy=parameter_server model=cnn
+  python -m hvtrain launch -np 2 -H s1,s2 -- python my_script.py"""
 BY_HAND = """\
 Without ssh: run the same command for every process, on its host, each with its own --job-name and --task-index."""
 CLUSTERS = """
@@ -27,7 +27,7 @@ a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of
 def parser() -> Parser:
     """The options before --."""
     found = Parser(
-        "python -m hvtrain.launch",
+        "python -m hvtrain launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
         description="""\
 Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank

@@ -117,7 +117,7 @@ class Rendezvous(ThreadingHTTPServer):
 
 
 def answer_get(connection: socket.socket, get: Callable[[str, str], bytes | None]) -> bool:
-    """Answers a GET of a rank's address that has arrived whole; returns False, and reads nothing, if it is anything else.
+    """Answers a GET of a rank's address that has arrived whole. Returns False, and reads nothing, for anything else.
 
     get: the address of a scope and rank, or None. Each of N ranks asks for the N - 1 others. A thread and a parser of
     HTTP for each question cost several times what the answer does.

@@ -1,6 +1,5 @@
 """Runs a launcher as a child and supervises it: passes signals on, finds the first failure, leaves nothing behind."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
+from hvtrain.launch.child import going_with
 from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import RankOutput, Relay
@@ -28,8 +28,6 @@ SECONDS_TO_STOP = 15.0
 SECONDS_TO_BEGIN = 300.0
 SECONDS_BETWEEN_LOOKS = 30.0
 SECONDS_FOR_LAST_LINES = 5.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -240,17 +238,6 @@ class Launch:
 
     def _reached(self) -> Reached:
         return self._known or Reached.read(self._folder)
-
-
-def going_with(parent: int) -> Callable[[], None]:
-    """A preexec_fn that ends the child with its parent. Else `kill -9` of the parent would leave the ranks behind."""
-
-    def go() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return go
 
 
 def _grew(before: int | None, after: int | None) -> bool:

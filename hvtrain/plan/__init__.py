@@ -1,1 +1,1 @@
-"""The parts of `python -m hvtrain.plan`: a run's arithmetic, its machine, and the report."""
+"""The parts of `python -m hvtrain plan`: a run's arithmetic, its machine, and the report."""

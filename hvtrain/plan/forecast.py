@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
-from hvtrain.core.planning import batch_sizes_by_rank, make_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import reduced
@@ -21,6 +20,7 @@ from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan.costs.step import Gradient
 from hvtrain.strategies.base import Strategy
+from hvtrain.training.planning import batch_sizes_by_rank, make_plan
 from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
 
 # Layers whose output shares the memory of their input.

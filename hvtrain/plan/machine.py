@@ -51,7 +51,7 @@ def fit(found: Sequence[Measured]) -> Fit:
     """
     ranks = np.array([one.num_ranks for one in found])
     if len({one.num_bytes for one in found}) < 2 or ranks.min() < 2:
-        fix = "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain.bench allreduce"
+        fix = "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         raise ConfigError(f"{len(found)} measured allreduces cannot give latency and bandwidth; {fix}")
     sizes, seconds = (np.array([getattr(one, name) for one in found], float) for name in ("num_bytes", "seconds"))
     # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
@@ -148,5 +148,5 @@ def read(path: Path) -> list[Measured]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"is not what bench allreduce writes ({type(error).__name__}: {error})"
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
-        advice = "give the allreduce.json of python -m hvtrain.bench allreduce"
+        advice = "give the allreduce.json of python -m hvtrain allreduce"
         raise ConfigError(f"--calibrate {path} {what}; {advice}") from None

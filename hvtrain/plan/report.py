@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvtrain.bench.rounds import BLUE, GREY, duration, picture
 from hvtrain.plan.costs.algorithms import Machine
 from hvtrain.plan.costs.step import Cost, Rules
 from hvtrain.plan.forecast import Forecast, key_steps
+from hvtrain.report.charts import BLUE, GREY, picture
 from hvtrain.system.secrets import without_secrets
+from hvtrain.system.text import duration
 
 NUM_POINTS = 600
 
@@ -34,11 +35,11 @@ def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> st
     >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
     "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'"
     >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
-    ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain.launch -np 8 --hostfile hosts.txt -- model=cnn')
+    ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain launch -np 8 --hostfile hosts.txt -- model=cnn')
     """
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
     if num_ranks > ranks_per_host:
-        line = f"python -m hvtrain.launch -np {num_ranks} --hostfile hosts.txt --"
+        line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
     return shlex.join([*line.split(), *without_secrets(words)])
 
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvtrain import __version__
 from hvtrain.config.validate import flatten
 from hvtrain.core.proof import proof_in_words
 from hvtrain.core.records import write_atomic
@@ -17,6 +16,7 @@ from hvtrain.core.starts import STARTS_FILE
 from hvtrain.errors import in_one_line
 from hvtrain.report.curves import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
+from hvtrain.version import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
             write_png(charts, folder / CURVES_FILE)
     except Exception as error:
         log.warning(
-            "%s is not written: %s; python -m hvtrain.report %s tries again", REPORT_FILE, in_one_line(error), folder
+            "%s is not written: %s; python -m hvtrain report %s tries again", REPORT_FILE, in_one_line(error), folder
         )
 
 
@@ -82,7 +82,7 @@ def render(template: str, **values: Any) -> str:
         .get_template(template)
         .render(
             style=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
-            version=__version__,
+            version=VERSION,
             made=f"{datetime.now():%Y-%m-%d %H:%M}",
             **values,
         )

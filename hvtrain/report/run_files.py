@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RunFiles:
     if not is_run_folder(folder):
         raise ConfigError(
             f"{folder} is not a run folder, which has config.yaml and checkpoints/; give the run.dir of a run "
-            "(python -m hvtrain.runs lists them)"
+            "(python -m hvtrain runs lists them)"
         )
     result, messages, steps = _result(folder), _messages(folder), newest_step(folder)
     return RunFiles(

@@ -14,8 +14,8 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError
-from hvtrain.joint_loss import joint_loss
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.joint_loss import joint_loss
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.strategies.one_process import refuse_several

@@ -16,7 +16,7 @@ from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, Timeline
 from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.ending import resume_advice

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 
 # Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks, signals and progress.
 CALL_SECONDS = 0.2

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.one_process import refuse_several
 from hvtrain.strategies.replica_step import (

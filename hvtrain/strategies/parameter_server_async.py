@@ -10,7 +10,7 @@ import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.strategies.ps_cluster import Cluster, error_of, join_cluster, serve

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
-from hvtrain.joint_loss import joint_loss
+from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.parameter_server_async import ParameterServerStrategy, Steps
 from hvtrain.strategies.remote_step import Workers, compute, packed
 from hvtrain.strategies.server_state import ServerState

@@ -17,7 +17,7 @@ from hvtrain import watchdog
 from hvtrain.errors import FailedRankError, LostRankError, RankError, UserError
 from hvtrain.keras.early_exchange import exchange
 from hvtrain.launch.by_hand import BY_HAND
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.ps_roles import CHIEF, Role, choose_places, num_workers, roles_of
 from hvtrain.system import console

@@ -35,7 +35,7 @@ def roles_of(size: int, num_ps: int, name: str) -> list[Role]:
         raise ConfigError(
             f"strategy={name} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps and a worker), and "
             f"the launcher started {size}; start it with horovodrun -np {num_ps + 3} for two workers, or "
-            f"python -m hvtrain.launch -np 2 --num-ps {num_ps}"
+            f"python -m hvtrain launch -np 2 --num-ps {num_ps}"
         )
     servers = [Role(PS, index) for index in range(num_ps)]
     return [Role(CHIEF, 0), *servers, *(Role(WORKER, index) for index in range(size - 1 - num_ps))]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.server_state import replaced
 
 

@@ -14,12 +14,12 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from hvtrain.errors import ConfigError
-from hvtrain.joint_loss import joint_loss
 from hvtrain.keras.gradients import FiniteCheck, compare_structure, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.variables import overwrites
+from hvtrain.step.joint_loss import joint_loss
 
 _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
 

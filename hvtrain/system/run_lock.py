@@ -60,7 +60,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
         with suppress(OSError):
-            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (restore/newest.py).
+            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (training/newest.py).
         self._file = file
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from hvtrain.core.figures import Figure
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.joint_loss import ExactLoss
+from hvtrain.step.joint_loss import ExactLoss
 from hvtrain.tasks.exact_metrics import NUM_CHECKED, check_adds_up, fresh
 from hvtrain.tasks.reviewed import Reviewed
 

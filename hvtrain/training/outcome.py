@@ -12,7 +12,7 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.proof import proof_in_words
 from hvtrain.core.records import RESULT_FILE, RunRecord, write_result
 from hvtrain.errors import UserError
-from hvtrain.finetuning.averages import take_averages
+from hvtrain.models.averages import take_averages
 from hvtrain.training.run import Run
 from hvtrain.training.saved_model import BEST_FILE, export, save
 

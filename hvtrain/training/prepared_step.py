@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.joint_loss import weighted
+from hvtrain.step.joint_loss import weighted
 
 
 def prepare_step(

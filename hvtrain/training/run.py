@@ -10,16 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain import __version__
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.finetuning.parts import trained_in_words
-from hvtrain.restore.resume import RunState, Start
+from hvtrain.models.parts import trained_in_words
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
+from hvtrain.training.resume import RunState, Start
+from hvtrain.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,9 @@ def device_map(devices: Sequence[str]) -> str:
 def versions() -> dict[str, str]:
     """Versions of this process's software, for the header, records and checkpoints."""
     return {
-        "hvtrain": __version__,
+        "hvtrain": VERSION,
         "horovod": version("horovod"),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
+        "tensorflow": tf.VERSION,
+        "keras": keras.VERSION,
         "python": platform.python_version(),
     }

@@ -6,12 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hvtrain import __version__
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
 from hvtrain.core.records import HISTORY_FILE, RESULT_FILE, TEMPORARY, read_file, refuse_link, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
+from hvtrain.version import VERSION
 
 CONFIG_FILE, README_FILE = "config.yaml", "README.md"
 REPLACED = (CONFIG_FILE, README_FILE, RESULT_FILE, HISTORY_FILE, "model.keras", "model.json", "best.keras")
@@ -61,7 +61,7 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
     write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))))
-    write_atomic(folder / README_FILE, README.format(version=__version__, folder=folder))
+    write_atomic(folder / README_FILE, README.format(version=VERSION, folder=folder))
     return folder
 
 

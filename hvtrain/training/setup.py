@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, to_dict
-from hvtrain.core.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
@@ -17,12 +16,13 @@ from hvtrain.data import fitted
 from hvtrain.data.preprocessing import symbolic
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, in_one_line, place_of
-from hvtrain.finetuning.averages import keep_averages
-from hvtrain.finetuning.built_model import change_parts
-from hvtrain.finetuning.rates import factors_of, multiply_rates
+from hvtrain.models.averages import keep_averages
+from hvtrain.models.built_model import change_parts
+from hvtrain.models.rates import factors_of, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
 from hvtrain.training.class_weights import class_weights
+from hvtrain.training.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.training.prepared_step import prepare_step
 from hvtrain.training.run import versions
 

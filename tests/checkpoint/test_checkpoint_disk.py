@@ -132,7 +132,7 @@ def test_no_room_for_logs_and_results(ranks, on_error, tmp_path):
     """The rows of epochs, and at last the model, cannot be written: one line, and the other rank ends too."""
     run = tmp_path / "run"
     with small_disk(run, "size=400k"), small_disk(run / "checkpoints", "size=10m"):
-        # Rows are added to the last page of a file until it is full; with on_error=warn a line for each goes to the log.
+        # Rows are added to the last page of a file until it is full. With on_error=warn each failure is logged.
         words = ["train.epochs=150", f"checkpoint.on_error={on_error}", f"run.dir={run}"]
         process = start(*ranks, "python", "-m", "hvtrain", *words, cwd=tmp_path)
         wait_for(process, lambda: list(run.glob("checkpoints/step-*")))

@@ -273,7 +273,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     assert code == 2 and "profile is a symbolic link, and may lead out of the run folder; remove it" in output
     assert is_untouched(outside)
     (run / "launch").symlink_to(outside)
-    line = [sys.executable, "-m", "hvtrain.launch", "-np", "2", "--", f"run.dir={run}"]
+    line = [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--", f"run.dir={run}"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "launch is a symbolic link, and may lead out of the run folder" in done.stderr
     assert list(run.rglob(".tmp-*")) == []
@@ -286,7 +286,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
         ["hvtrain", "--config-dir", "{conf}", "model=harmful", "model.tpyo=1"],
         ["hvtrain", "--config-dir", "{conf}", "--help"],
         ["hvtrain", "model=\"!!python/object/apply:os.system ['touch {marker}']\""],
-        ["hvtrain.launch", "cluster=harmful", "--", "--config-dir", "{conf}"],
+        ["hvtrain", "launch", "cluster=harmful", "--", "--config-dir", "{conf}"],
     ],
     ids=["config", "misspelt", "help", "word", "cluster"],
 )
@@ -316,7 +316,7 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
     }
     found = []
     # What narrows the unpickling of Horovod's own launcher has to name it. A notebook's function goes to its own ranks
-    # in a file that is refused if another user could have written it (tests/notebook).
+    # in a file that is refused if another user could have written it (tests/launch).
     known = {ROOT / "hvtrain" / "horovodrun" / "changes.py", ROOT / "hvtrain" / "notebook" / "private_file.py"}
     for path in set((ROOT / "hvtrain").rglob("*.py")) - known:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,7 +15,7 @@ from ranks import MARK, rank_processes, wait_until_gone
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 # Fresh processes, not forks of the warm server: it measures the memory of the processes that it starts.
-COMPARE = [sys.executable, "-m", "hvtrain.compare", "-np", "2", "--plan", "4"]
+COMPARE = [sys.executable, "-m", "hvtrain", "compare", "-np", "2", "--plan", "4"]
 RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validation=100", "schedule.warmup_epochs=0"]
 
 
@@ -44,7 +44,7 @@ def test_single_and_horovod_and_one_that_fails(tmp_path):
     assert found["target"]["metric"] == "val_accuracy" and single["target_seconds"] and horovod["target_seconds"]
     planned, line = found["conclusion"][-2:]
     assert planned.startswith("Planned for more ranks: horovod") and "4 ranks are" in planned
-    assert line.endswith(" strategy=horovod") and "hvtrain.plan -np 4 --ranks-per-host 2 --step-seconds 0.0" in line
+    assert line.endswith(" strategy=horovod") and "hvtrain plan -np 4 --ranks-per-host 2 --step-seconds 0.0" in line
     assert horovod["differences"] == [] and found["conclusion"][0] in output
 
 

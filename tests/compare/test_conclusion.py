@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from hvtrain.bench.rounds import Ratio
-from hvtrain.compare.__main__ import write
+from hvtrain.compare.command import write
 from hvtrain.compare.conclusion import against, in_words, on_scaling, on_speed
 from hvtrain.compare.contest import WHOLE, Contest
 from hvtrain.compare.contestants import ORDER, Contestant, contestants
 from hvtrain.compare.one_run import Starting, Training
+from hvtrain.compare.rounds import Ratio
 from hvtrain.compare.summary import aligned, best_of_all, reached_at, rows, summary
 from hvtrain.core.records import EpochRecord
 from hvtrain.errors import ConfigError
@@ -125,7 +125,7 @@ def test_the_table_has_a_line_for_each_strategy() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
-    facts = {"command": "python -m hvtrain.compare <x>", "date": "2026-11-24 20:00", "machine": {"host": "here"}}
+    facts = {"command": "python -m hvtrain compare <x>", "date": "2026-11-24 20:00", "machine": {"host": "here"}}
     facts |= {"num_rounds": 6, "speed_steps": 100, "versions": {"keras": "3"}, "interrupted": False}
     write({**facts, **compared()}, tmp_path)
     page = (tmp_path / "compare.html").read_text()
@@ -169,7 +169,7 @@ def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None
         f"run.dir='{tmp_path}'",
         "notify=[]",
     ]
-    assert starting.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain.launch", "-np", "2", "-H", "a:1,b:1", "--"]
+    assert starting.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain", "launch", "-np", "2", "-H", "a:1,b:1", "--"]
     assert starting.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
     assert len(starting.cores(SINGLE)) == 1 and starting.cores(HOROVOD) == Starting(2).cores(SINGLE)
 

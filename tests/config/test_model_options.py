@@ -8,7 +8,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.model_options import model_options
 from hvtrain.config.schema import from_dict, to_dict
 from hvtrain.errors import ConfigError
-from hvtrain.restore.changed_settings import changed_settings
+from hvtrain.training.changed_settings import changed_settings
 
 SHAPE = {"image_shape": (8, 8, 1), "num_classes": 3}
 

@@ -71,7 +71,7 @@ def test_the_variable_reaches_ranks_and_is_not_open():
     for value in (MAIL, SLACK):
         given = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
         assert environment.for_ranks(given)["HVTRAIN_NOTIFY"] == value
-        assert not environment.travels("HVTRAIN_NOTIFY", given), "hvtrain.info would show it"
+        assert not environment.travels("HVTRAIN_NOTIFY", given), "hvtrain.checks.info would show it"
         assert "HVTRAIN_NOTIFY" not in environment.asked_for(given, []), "a cluster's files would hold it"
 
 
@@ -86,7 +86,7 @@ def test_what_hydra_prints_has_no_secret(tmp_path):
 
 
 def test_a_launch_has_them_on_no_command_line_and_in_no_file(tmp_path):
-    dry = ["hvtrain.launch", "-np", "2", "--dry-run", "--output", "out"]
+    dry = ["hvtrain", "launch", "-np", "2", "--dry-run", "--output", "out"]
     code, text = output(*dry, "--", f"notify=[{MAIL},{SLACK}]", "model=mlp", cwd=tmp_path)
     script = (tmp_path / "out/launch.sh").read_text()
     assert code == 0 and "model=mlp" in text and 'HVTRAIN_NOTIFY="${HVTRAIN_NOTIFY-}"' in script

@@ -10,17 +10,17 @@ from keras import layers
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import TrainConfig, from_dict
-from hvtrain.core.planning import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.pipeline.augmentation import Augmentation, Masks
 from hvtrain.data.pipeline.pure_layer import IMAGES, LABELS, MASKS, PureLayer
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 from hvtrain.training.augment import open_augmentation
+from hvtrain.training.planning import make_plan
 from hvtrain.training.prepared_step import prepare_step, weighted_mixture
 from hvtrain.training.run import training_batches
 

@@ -49,13 +49,13 @@ ROUND = "--rounds 1 --steps 2"
 IMAGES = f"{ROUND} --images 64 --sizes 224x224"
 SIZES = "--largest 16 --steps 1"
 SYNTHETIC = ("...", "dataset=synthetic 'dataset.image_shape=[32,32,3]'")
-DRY_RUN = ("hvtrain.launch", "hvtrain.launch --dry-run")
+DRY_RUN = ("hvtrain launch", "hvtrain launch --dry-run")
 
 README = "tests/docs/test_readme.py"
 SUITE = "these are the tests"
 INSTALLED = "scripts/make-test-environment"
 ACTIVE = "the tests run in an environment already"
-DOCTOR = "tests/doctor/test_doctor.py"
+DOCTOR = "tests/checks/test_doctor.py"
 LAB = "tests/launch/test_lab.py"
 
 LIBRARY = [
@@ -66,9 +66,9 @@ LIBRARY = [
 ]
 FINISHED_RUN = [
     Row("run.dir=runs/digits"),
-    Row("hvtrain.evaluate", makes="metrics.json"),
-    Row("hvtrain.predict", makes="predictions.parquet"),
-    Row("hvtrain.generate", prints="The statement"),
+    Row("hvtrain evaluate", makes="metrics.json"),
+    Row("hvtrain predict", makes="predictions.parquet"),
+    Row("hvtrain generate", prints="The statement"),
     Row("format=keras", makes="digits.keras"),
 ]
 
@@ -78,7 +78,7 @@ TABLE = {
         *held(SUITE, "pytest"),
         *held(README, "CXXFLAGS=", "run.dir=runs/first", "--config-dir conf"),
         *held(ACTIVE, "source .venv/bin/activate"),
-        *held(DOCTOR, "hvtrain.doctor -H"),
+        *held(DOCTOR, "hvtrain doctor -H"),
         *held("tests/launch/test_many_hosts.py", "horovodrun -np 16 -H"),
     ],
     "CONTRIBUTING": [
@@ -106,7 +106,7 @@ TABLE = {
     "clusters": [
         *held("tests/launch/test_by_hand.py", "s1$ ", "s2$ "),
         *held(LAB, "lab up", "lab exec", "lab net", "lab exec", "lab down"),
-        *held(DOCTOR, "hvtrain.doctor -H"),
+        *held(DOCTOR, "hvtrain doctor -H"),
         *held(ACTIVE, "source .venv/bin/activate"),
         Row("cluster=slurm", STEPS, (DRY_RUN,)),
         Row("cluster=mpijob", STEPS, (DRY_RUN,)),
@@ -119,7 +119,7 @@ TABLE = {
         Row("--single-batch rank", SPEED, (("256 512", "256"),)),
         Row("parameter_server_sync", SPEED, (("dataset=mnist", "dataset=fashion_mnist"),)),
     ],
-    "configuration": [*held("tests/test_completion.py", "hvtrain.completion"), *runs(STEPS, "task.metrics.top3")],
+    "configuration": [*held("tests/test_completion.py", "hvtrain completion"), *runs(STEPS, "task.metrics.top3")],
     "data": [
         trains("dataset=waves", "test_accuracy", 0.9, 1),
         *held(INSTALLED, "uv pip install"),
@@ -139,26 +139,26 @@ TABLE = {
         Row("model=resnet20", SIZES, (("dataset=cifar10", "dataset=fashion_mnist"),)),
         Row("--largest 512", SIZES),
         Row("hvtrain model=cnn", STEPS),
-        Row("hvtrain.find_lr", "--steps 10"),
+        Row("hvtrain find_lr", "--steps 10"),
     ],
-    "find-lr": runs("--steps 10", "hvtrain.find_lr model=cnn", "--highest 1"),
+    "find-lr": runs("--steps 10", "hvtrain find_lr model=cnn", "--highest 1"),
     "finetuning": runs(STEPS, "runs/base", "runs/head", "runs/slow", "runs/lora", "runs/sync"),
-    "input": runs(IMAGES, "hvtrain.bench input", "--rounds 3"),
+    "input": runs(IMAGES, "benchmarks input", "--rounds 3"),
     "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],
     "library": [*LIBRARY, Row("--host-discovery-script")],
     "migration": [
         *held(INSTALLED, "pip install libcst"),
-        *held("tests/migrate/test_migrate.py", "hvtrain.migrate train.py", "hvtrain.migrate src/", "python train.py"),
+        *held("tests/migrate/test_migrate.py", "hvtrain migrate train.py", "hvtrain migrate src/", "python train.py"),
     ],
     "notices": [
         *held(INSTALLED, "uv pip install"),
-        *held("sends to other hosts; tests/notices/test_notices_of_runs.py has its own", "export HVTRAIN_NOTIFY"),
+        *held("sends to other hosts; tests/trackers/test_notices_of_runs.py has its own", "export HVTRAIN_NOTIFY"),
         *runs(STEPS, "hvtrain"),
     ],
     "parameter-servers": runs(STEPS, "horovodrun -np 4", "horovodrun -np 5", "--num-ps 1"),
     "plan": runs("", "--link-gbits 25", "--calibrate", "schedule=step"),
-    "proof": held("tests/verify/test_verify.py", "hvtrain.verify"),
-    "report": runs("", "hvtrain.report runs/first", "--output comparison.html", "hvtrain.runs"),
+    "proof": held("tests/checks/test_verify.py", "hvtrain verify"),
+    "report": runs("", "hvtrain report runs/first", "--output comparison.html", "hvtrain runs"),
     "segmentation": [
         # Some epochs of those that take minutes, here and in "text"; the page says what the whole comes to.
         trains("experiment=shapes_deeplab", "test_mean_iou", 0.5, 1, "train.epochs=5"),
@@ -175,7 +175,7 @@ TABLE = {
         *held("needs GPUs: tests/gpu/test_gpu_runs.py", "strategy=mirrored"),
         *runs(STEPS, "strategy.num_replicas=2"),
     ],
-    "sweep": [Row("hvtrain.sweep", "trials=2 train.epochs=1"), Row("hvtrain.launch -np 2", STEPS)],
+    "sweep": [Row("hvtrain sweep", "trials=2 train.epochs=1"), Row("hvtrain launch -np 2", STEPS)],
     "tasks": [
         trains("table_regression", "test_mean_absolute_error", 40, 48),
         trains("digits_multilabel", "test_accuracy", 0.96, 1),

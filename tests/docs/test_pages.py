@@ -18,7 +18,7 @@ from kernel import execute, notebook, text_of
 from launching import ROOT, run, train, without_hvtrain
 from pages import PAGES, blocks, commands, files, languages
 
-# These take the settings of a run, beside options of their own; hvtrain.launch takes them after --.
+# These take the settings of a run, beside options of their own; hvtrain launch takes them after --.
 NAMES = ("doctor", "find_batch", "find_lr", "launch", "plan", "verify")
 MODULES = ("hvtrain", *(f"hvtrain.{name}" for name in NAMES))
 NEEDS = {"data": "datasets", "keras-hub": "keras_hub"}
@@ -29,7 +29,7 @@ def settings(command: str) -> list[str]:
 
     >>> settings("horovodrun -np 2 python -m hvtrain 'model.freeze=[conv*]' dataset=...")
     ['model.freeze=[conv*]']
-    >>> settings("python -m hvtrain.launch -np 2 cluster=slurm -- model=mlp")
+    >>> settings("python -m hvtrain launch -np 2 cluster=slurm -- model=mlp")
     ['model=mlp']
     """
     words = shlex.split(command)
@@ -100,7 +100,7 @@ def make_three_runs(folder: Path) -> None:
 
 
 def write_measurements(folder: Path) -> None:
-    """All-reduces of two and of four ranks, as hvtrain.bench leaves them."""
+    """All-reduces of two and of four ranks, as benchmarks leaves them."""
     seconds = {str(size): [1e-4 + size / 1e9] * 3 for size in (4, 4096, 1 << 20, 1 << 26)}
     for name, num_ranks in (("two", 2), ("four", 4)):
         (folder / "bench" / name).mkdir(parents=True)

@@ -107,7 +107,7 @@ def test_the_packages_install_into_an_environment_of_ones_own(tmp_path):
     line = f"git clone -q {ROOT} clone && cd clone && uv venv -q {own} && {install}"
     code, output = run(None, 1, "bash", "-ec", line, cwd=tmp_path, timeout=850)
     assert code == 0, output
-    line = f"env -u OPAL_PREFIX -u PYTHONPATH {own}/bin/python -m hvtrain.launch -np 2 -- model=mlp train.steps=2"
+    line = f"env -u OPAL_PREFIX -u PYTHONPATH {own}/bin/python -m hvtrain launch -np 2 -- model=mlp train.steps=2"
     code, output = run(None, 1, *line.split(), cwd=tmp_path, PATH="/usr/bin:/bin")
     assert code == 0, output
     assert "reductions 2 of 2 steps; weights equal on 2/2 ranks" in output

@@ -43,7 +43,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-# It takes minutes, because ranks start in each section and some wait for a fault. tests/doctor and tests/launch hold
+# It takes minutes, because ranks start in each section and some wait for a fault. tests/checks and tests/launch hold
 # these faults nightly.
 @pytest.mark.distributed
 @needs_lab

@@ -11,9 +11,9 @@ import pytest
 import hvtrain
 from hvtrain.data.formats.documents import embedded
 from hvtrain.errors import CheckpointError, ConfigError, DataError
+from hvtrain.finished.generate import generate
+from hvtrain.finished.predict import predict
 from hvtrain.finished.run_words import foreign_code
-from hvtrain.generate.__main__ import generate
-from hvtrain.predict.__main__ import predict
 
 TEXT = ["dataset=text", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
 MODEL = ["model=transformer", "model.width=16", "model.blocks=1", "model.heads=2", "strategy=single", "train.steps=20"]
@@ -154,7 +154,7 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
 
 TARGETS = {
     "model": "model: {_target_: numpy.load, file: evil.npy, allow_pickle: true}",
-    "of hvtrain": "dataset: {_target_: hvtrain.notebook.private_file.read, path: evil}",
+    "of hvtrain": "dataset: {_target_: hvtrain.launch.private_file.read, path: evil}",
     "within": "task: {_target_: hvtrain.tasks.Custom, loss: {a: [{_target_: os.system, command: touch evil}]}}",
     "interpolated": "model: \"${oc.decode:'{_target_: os.system}'}\"",
     "Hydra": "hydra: {callbacks: {a: {_target_: os.system}}}",

@@ -15,10 +15,10 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
-from hvtrain.evaluate.__main__ import evaluate
+from hvtrain.finished.evaluate import evaluate
 from hvtrain.finished.pace import Pace
-from hvtrain.predict.__main__ import predict
-from hvtrain.predict.writers import writer_for
+from hvtrain.finished.predict import predict
+from hvtrain.finished.writers import writer_for
 from tiers import with_nightly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]

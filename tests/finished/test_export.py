@@ -10,8 +10,8 @@ import pytest
 import hvtrain
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.export import exported
-from hvtrain.export.__main__ import export
+from hvtrain.finished import exported
+from hvtrain.finished.export import export
 from launching import without_hvtrain
 from tiers import mostly_nightly
 

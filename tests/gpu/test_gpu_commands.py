@@ -45,7 +45,7 @@ def test_more_ranks_than_gpus_are_refused_in_one_line(tmp_path):
 
 def test_verify_passes(tmp_path, record_property):
     """The library's checks, and those of a run of one's own."""
-    words = ["python", "-m", "hvtrain.verify", "model=mlp", *sharing(2)]
+    words = ["python", "-m", "hvtrain", "verify", "model=mlp", *sharing(2)]
     code, output = run("gloo", 2, *words, cwd=tmp_path)
     assert code == 0, output
     passed = re.search(r"all (\d+) checks passed on 2 rank\(s\)", output)
@@ -86,7 +86,7 @@ def test_bench_measures_the_contenders(tmp_path, record_property):
     names = ["hvtrain-gloo", "loop-gloo", "multi-worker", "keras"] if several else ["hvtrain-1", "keras"]
     words = ["steps", "-np", "2" if several else "1", "--workload", "tiny", "--steps", "30", "--rounds", "1"]
     words += ["--contenders", ",".join(names), "--output", str(tmp_path / "bench")]
-    code, output = run(None, 1, "python", "-m", "hvtrain.bench", *words, cwd=tmp_path)
+    code, output = run(None, 1, "python", "-m", "benchmarks", *words, cwd=tmp_path)
     assert code == 0, output
     runs = {row["contender"]: row for row in json.loads((tmp_path / "bench" / "bench.json").read_text())["runs"]}
     assert set(runs) == {*names, f"{names[0]} again"}

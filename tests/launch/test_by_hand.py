@@ -203,7 +203,7 @@ def another_service(reply):
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(monkeypatch, options, message):
-    from hvtrain.launch.__main__ import launch
+    from hvtrain.launch.command import launch
 
     monkeypatch.setattr("sys.argv", ["launch", *options.split(), "--", "python", "x.py"])
     with pytest.raises(ConfigError, match=message):
@@ -212,7 +212,7 @@ def test_options_that_do_not_go_together(monkeypatch, options, message):
 
 def by_hand(port, index, *words):
     where = ("--job-name", "worker", "--task-index", str(index), "--coordinator", f"localhost:{port}")
-    return "python", "-m", "hvtrain.launch", "-np", "2", *where, "--", *words
+    return "python", "-m", "hvtrain", "launch", "-np", "2", *where, "--", *words
 
 
 @pytest.mark.distributed

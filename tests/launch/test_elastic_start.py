@@ -7,8 +7,8 @@ import pytest
 from horovod.runner import launch
 
 from hvtrain.errors import ConfigError
-from hvtrain.horovodrun import elastic_start
-from hvtrain.horovodrun.changes import give_gloo_time
+from hvtrain.launch import elastic_start
+from hvtrain.launch.horovod_changes import give_gloo_time
 from launching import run
 
 SCRIPT = "--host-discovery-script ./hosts.sh failed:"

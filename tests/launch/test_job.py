@@ -41,7 +41,7 @@ def test_a_hostfile(tmp_path):
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "eth0"), ("ib0", "ib0")])
 def test_the_users_interface_for_nccl_stays(chosen, expected, monkeypatch):
-    from hvtrain.horovodrun import changes
+    from hvtrain.launch import horovod_changes as changes
 
     monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
     assert f"NCCL_SOCKET_IFNAME={expected}" in mpi_options("10.0.0.0/24", "eth0", Ssh())

@@ -159,7 +159,7 @@ def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
 
 def places(lab, *words, first="s1"):
     """Starts a quick program on each rank; what each said."""
-    return lab.run(first, PYTHON, "-m", "hvtrain.launch", *words, "--", "python", str(WORKERS / "places.py"))
+    return lab.run(first, PYTHON, "-m", "hvtrain", "launch", *words, "--", "python", str(WORKERS / "places.py"))
 
 
 PLACES = [("0", "1", "0", "s1"), ("1", "1", "0", "s2")]
@@ -213,7 +213,7 @@ def test_hierarchical_allreduce(lab, how):
     """On a CPU Horovod has only the hierarchical allgather; with NCCL both settings act. The sums are right."""
     code, output = lab.run(
         "s1", "env", "HOROVOD_HIERARCHICAL_ALLREDUCE=1", "HOROVOD_HIERARCHICAL_ALLGATHER=1",
-        PYTHON, "-m", "hvtrain.launch", "-np", "4", "-H", "s1:2,s2:2", *HOW[how], "--",
+        PYTHON, "-m", "hvtrain", "launch", "-np", "4", "-H", "s1:2,s2:2", *HOW[how], "--",
         *words(lab, f"hierarchical-{how}", "train.epochs=1"),
     )  # fmt: skip
     assert code == 0, output
@@ -244,7 +244,7 @@ def test_a_host_without_the_working_folder(lab):
     folder = lab.of("s1") / "only-here"
     folder.mkdir()
     code, output = lab.run(
-        "s1", "bash", "-c", f"cd only-here && {PYTHON} -m hvtrain.launch -np 2 -H s1,s2 -- model=mlp"
+        "s1", "bash", "-c", f"cd only-here && {PYTHON} -m hvtrain launch -np 2 -H s1,s2 -- model=mlp"
     )
     assert code == 2 and f"host s2 has no folder {lab.home}/only-here, in which its ranks would start" in output, output
 
@@ -259,7 +259,7 @@ def test_a_host_whose_shell_ends_at_once(lab):
 
 def test_the_script_of_a_dry_run_is_what_would_run(lab):
     code, output = lab.run(
-        "s1", "env", "TF_API_KEY=hunter2", "MINE=a b", PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2",
+        "s1", "env", "TF_API_KEY=hunter2", "MINE=a b", PYTHON, "-m", "hvtrain", "launch", "-np", "2", "-H", "s1,s2",
         "--gloo", "--env", "MINE", "--dry-run", "--", "python", "-c", "import os; print(os.environ['MINE'])",
     )  # fmt: skip
     assert code == 0, output
@@ -285,7 +285,7 @@ def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same command resumes."""
     line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
     signal_it = (
-        f"{PYTHON} -m hvtrain.launch {shlex.join(line)} train.epochs=100000 & launcher=$!; "
+        f"{PYTHON} -m hvtrain launch {shlex.join(line)} train.epochs=100000 & launcher=$!; "
         f"until [ -s {lab.home}/preempted/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
         "kill -USR1 $launcher; wait $launcher; wait $launcher"
     )
@@ -309,7 +309,7 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
     run = f"{lab.home}/interrupted-{how}"
     line = ["-np", "2", "-H", "s1,s2", f"--{how}", "--", *words(lab, f"interrupted-{how}", "train.epochs=100000")]
     script = (
-        f"{PYTHON} -m hvtrain.launch {shlex.join(line)} & launcher=$!; "
+        f"{PYTHON} -m hvtrain launch {shlex.join(line)} & launcher=$!; "
         f"until [ -s {run}/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
         "kill -INT $launcher; wait $launcher; echo code $?; "
         "left() { ps ax; ssh s2 ps ax; }; "

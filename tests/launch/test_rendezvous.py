@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from horovod.runner.http import http_server
 
-from hvtrain.horovodrun import changes
+from hvtrain.launch import horovod_changes as changes
 from hvtrain.launch.rendezvous import Rendezvous
 
 ORIGINAL = http_server.RendezvousHandler.do_DELETE

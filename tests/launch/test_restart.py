@@ -1,4 +1,4 @@
-"""python -m hvtrain.launch --max-restarts: what can heal is started again, from the newest checkpoint.
+"""python -m hvtrain launch --max-restarts: what can heal is started again, from the newest checkpoint.
 
 What is started again, and Ctrl-C in a pause, are in test_transcripts.py by default, without ranks.
 """
@@ -22,7 +22,7 @@ from launching import ROOT, finish, run, start
 pytestmark = pytest.mark.distributed
 nightly, release = pytest.mark.nightly, pytest.mark.release
 
-LAUNCH = [sys.executable, "-m", "hvtrain.launch"]
+LAUNCH = [sys.executable, "-m", "hvtrain", "launch"]
 STRIKES = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support' / 'launched'}"}
 HOSTS = (Host("s1", 2), Host("s2", 2), Host("s3", 2))
 

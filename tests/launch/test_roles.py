@@ -8,7 +8,7 @@ import pytest
 
 import launching
 from hvtrain.errors import ConfigError
-from hvtrain.launch.__main__ import launch
+from hvtrain.launch.command import launch
 from hvtrain.launch.first_failure import End, judge
 from hvtrain.launch.job import Job, hosts_word, parse_hosts, rank_places
 from hvtrain.launch.line import Way, start_line
@@ -207,7 +207,7 @@ def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
     there.mkdir()
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     words = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
-    code, output = launching.run(None, 1, "python", "-m", "hvtrain.launch", *words, cwd=tmp_path)
+    code, output = launching.run(None, 1, "python", "-m", "hvtrain", "launch", *words, cwd=tmp_path)
     assert code == 0, output
     assert "FIRST FAILURE worker 0 (rank 2) host localhost: killed by SIGKILL" in output
     assert [(there / rank).read_text() for rank in "012"] == ["33", "33", "33"]

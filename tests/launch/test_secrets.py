@@ -74,9 +74,21 @@ def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
                  "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip
     code, output = lab.run("s1", *SET, *words)
     assert code == 0 and "hunter" not in output, output
-    code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain.doctor", "-H", "s1,s2", "--no-links", "--json")
+    code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain", "doctor", "-H", "s1,s2", "--no-links", "--json")
     assert code in (0, 1) and "hunter" not in output, output
-    dry = [PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2", "--dry-run", "--output", str(tmp_path / "files")]
+    dry = [
+        PYTHON,
+        "-m",
+        "hvtrain",
+        "launch",
+        "-np",
+        "2",
+        "-H",
+        "s1,s2",
+        "--dry-run",
+        "--output",
+        str(tmp_path / "files"),
+    ]
     code, output = lab.run("s1", *SET, *dry, "--", "model=mlp")
     assert code == 0 and "hunter" not in output, output
     found = subprocess.run(["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False)

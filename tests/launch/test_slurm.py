@@ -22,7 +22,7 @@ RUN = ("python", "-m", "hvtrain")
 WORDS = ("callbacks=[a,b]", '+x=it\'s $HOME $(id) `id` "q"', "a b")
 VALUES = {"TF_FLAGS": "a 'b' $c `id`\nd"}
 
-# In place of `python -m hvtrain.launch`: says what it was given; told to save, it ends with 75; started again, with 0.
+# In place of `python -m hvtrain launch`: says what it was given; told to save, it ends with 75; started again, with 0.
 LAUNCHER = """#!/bin/bash
 printf '<%s>' "$@"; echo
 printf 'TF_FLAGS=%q in %s\\n' "$TF_FLAGS" "$PWD"
@@ -57,7 +57,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     printed = cluster.printed(job_id)
-    given = ["-m", "hvtrain.launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
+    given = ["-m", "hvtrain", "launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
     given += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
     assert printed.count("".join(f"<{word}>" for word in given)) == 2
     assert printed.count(f"in {cluster.folder}/work dir\n") == 2

@@ -79,7 +79,7 @@ def said(output):
 @pytest.mark.nightly
 def test_two_executors_train_together(tmp_path, spark_conf):
     words = ["model=mlp", "model.hidden=[8]", "train.steps=20", "guard.every=5", "run.report=false", "run.dir=run"]
-    code, output = run("python", "-m", "hvtrain.spark", "--np", "2", *words, cwd=tmp_path, conf=spark_conf)
+    code, output = run("python", "-m", "hvtrain", "spark", "--np", "2", *words, cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -111,7 +111,7 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/SHA256SUMS"))) == 2
     assert len(list((tmp_path / "run" / "logs").glob("rank-000?.log"))) == 2
 
-    line = ["python", "-m", "hvtrain.spark", "--np", "2", "--mpi", *words, "train.epochs=8"]
+    line = ["python", "-m", "hvtrain", "spark", "--np", "2", "--mpi", *words, "train.epochs=8"]
     code, output = run(*line, cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on MPI)" in output and "weights equal on 2/2 ranks" in output
@@ -144,14 +144,14 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_pa
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", [["-m", "hvtrain.spark"], [str(ROOT / "hvtrain" / "spark.py")]])
+@pytest.mark.parametrize("program", [["-m", "hvtrain", "spark"], [str(ROOT / "hvtrain" / "spark.py")]])
 def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
     for words, message in [
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (
             ["--np", "two"],
             "argument --np/-np: two came where a whole number of at least 1 was needed; "
-            "see python -m hvtrain.spark --help",
+            "see python -m hvtrain spark --help",
         ),
     ]:
         code, output = run("python", *program, *words, cwd=tmp_path, conf=tmp_path)

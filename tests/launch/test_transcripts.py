@@ -16,8 +16,7 @@ from functools import partial
 
 import pytest
 
-from hvtrain import horovodrun
-from hvtrain.launch import on_host, restart, start
+from hvtrain.launch import horovodrun, on_host, restart, start
 from hvtrain.launch.first_failure import AGAIN
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.launch.line import Way

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain import horovodrun
+from hvtrain.launch import horovodrun
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.unmarked import Channel, Unmarked
 from hvtrain.system.drawing import Bar, Drawing

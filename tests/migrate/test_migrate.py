@@ -18,7 +18,7 @@ OLD = "import tensorflow as tf\nmodel = tf.keras.Sequential()\nmodel.predict_cla
 
 
 def command(*words, cwd):
-    return run_command("hvtrain.migrate", *words, cwd=cwd)
+    return run_command("hvtrain", "migrate", *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_ten_scripts():
 
 def test_a_diff_is_shown_and_nothing_is_written(tmp_path):
     (tmp_path / "a.py").write_text(OLD)
-    line = [sys.executable, "-m", "hvtrain.migrate", "a.py"]
+    line = [sys.executable, "-m", "hvtrain", "migrate", "a.py"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n" in done.stdout
@@ -99,7 +99,7 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
         (b"", ["."], ". holds no Python file; name a folder of scripts"),
         (b"a = (\n", ["a"], "a, line 1 is not Python: '(' was never closed; fix it first"),
         (b"\xff\xfe", ["a"], "a is not Python in UTF-8"),
-        (b"", [], "the following arguments are required: FILE|FOLDER; see python -m hvtrain.migrate --help"),
+        (b"", [], "the following arguments are required: FILE|FOLDER; see python -m hvtrain migrate --help"),
     ],
     ids=["missing", "empty folder", "syntax", "bytes", "nothing"],
 )
@@ -114,7 +114,7 @@ def test_bad_input_is_one_line_and_writes_nothing(content, words, message, tmp_p
 
 def test_without_libcst_it_says_what_to_install(tmp_path):
     block = "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['migrate', 'a.py']"
-    code = f"{block}; runpy.run_module('hvtrain.migrate', run_name='__main__')"
+    code = f"{block}; runpy.run_module('hvtrain migrate', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (

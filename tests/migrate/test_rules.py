@@ -1,4 +1,4 @@
-"""What hvtrain.migrate makes of single lines, and what it leaves to the user; nothing here trains."""
+"""What hvtrain migrate makes of single lines, and what it leaves to the user; nothing here trains."""
 
 import textwrap
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.finetuning.remat import recompute
 from hvtrain.models import deeplabv3plus
 from hvtrain.models.applications import body, clone
 from hvtrain.models.deeplab import ENDS, dilated
+from hvtrain.models.remat import recompute
 from launching import without_hvtrain
 
 nightly = pytest.mark.nightly

@@ -149,7 +149,7 @@ def test_a_fit_makes_no_negative_times():
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ([Measured(2, 4, 1e-3)], "two sizes or more, on 2 ranks or more: run python -m hvtrain.bench allreduce"),
+        ([Measured(2, 4, 1e-3)], "two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"),
         ([Measured(1, 4, 1e-3), Measured(1, 8, 1e-3)], "two sizes or more, on 2 ranks"),
         ([Measured(2, 4, 1.0), Measured(2, 1 << 20, 0.1)], "take no longer for larger messages"),
     ],

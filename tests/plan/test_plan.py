@@ -1,4 +1,4 @@
-"""`python -m hvtrain.plan`: what it prints, draws and writes, and that it starts nothing."""
+"""`python -m hvtrain plan`: what it prints, draws and writes, and that it starts nothing."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import machine
-from hvtrain.plan.__main__ import measured_step_seconds, plan
+from hvtrain.plan.command import measured_step_seconds, plan
 from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
 from hvtrain.plan.forecast import forecast, key_steps
 from in_process import run_command
@@ -21,7 +21,7 @@ RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3
 ALONE = """
 import sys
 import keras
-from hvtrain.plan.__main__ import plan
+from hvtrain.plan.command import plan
 def fit(*words, **more): raise AssertionError("it trains")
 keras.Model.fit = keras.Model.train_on_batch = fit
 code = plan()
@@ -74,7 +74,7 @@ def test_launch_line_is_one_that_launch_takes(planned):
     output, content, folder = planned
     assert "hosts.txt: 32 lines like `s1 slots=8`" in output
     words = content["launch"].split()
-    assert words[:4] == ["python", "-m", "hvtrain.launch", "-np"]
+    assert words[:4] == ["python", "-m", "hvtrain", "launch", "-np"]
     (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
     code, said, errors = run_command(words[2], *words[3:5], "--dry-run", *words[5:7], "--", *RESNET20, cwd=folder)
     assert code == 0 and "-np 256" in said, said + errors
@@ -142,24 +142,24 @@ def test_measured_here():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "the following arguments are required: -np; see python -m hvtrain.plan --help"),
+        ([], "the following arguments are required: -np; see python -m hvtrain plan --help"),
         (["-np", "0"], "0 came where a whole number of at least 1 was needed"),
         (["-np", "2", "--link-gbits", "-3"], "-3 came where a number of 0 or more was needed"),
         (["-np", "2", "--step-seconds", "0"], "0 came where a number above 0 was needed"),
         (["-np", "2", "--step-seconds", "1", "--measure"], "not allowed with argument --step-seconds"),
         (["-np", "2", "--algorithm", "star"], "invalid choice: 'star'"),
-        (["-np", "2", "--linkgbits", "3"], "unknown option --linkgbits; see python -m hvtrain.plan --help"),
+        (["-np", "2", "--linkgbits", "3"], "unknown option --linkgbits; see python -m hvtrain plan --help"),
         (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
         (["-np", "2", "--calibrate", "none.json"], "--calibrate none.json cannot be read: No such file"),
     ],
 )
 def test_wrong_words_are_one_line(words, said, tmp_path):
-    code, output, errors = run_command("hvtrain.plan", *words, cwd=tmp_path)
+    code, output, errors = run_command("hvtrain", "plan", *words, cwd=tmp_path)
     assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
 
 
 def test_libraries_add_nothing_to_that_line(tmp_path):
-    code, output, errors = python("-m", "hvtrain.plan", "-np", "2", "modle=cnn", cwd=tmp_path)
+    code, output, errors = python("-m", "hvtrain", "plan", "-np", "2", "modle=cnn", cwd=tmp_path)
     assert (code, output) == (2, "") and "unknown setting 'modle'" in errors and len(errors.splitlines()) == 1, errors
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from hvtrain.core.rank_seconds import write_rank_seconds
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.report import __main__ as command
-from hvtrain.report import comparison, page
+from hvtrain.report import command, comparison, page
 from hvtrain.report.curves import charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_lock import RunLock
@@ -162,7 +161,7 @@ def test_it_needs_neither_tensorflow_nor_horovod(tmp_path):
     code = (
         "import sys, runpy\n"
         f"sys.argv = ['report', {str(folder)!r}]\n"
-        "from hvtrain.report import __main__\n"
+        "from hvtrain report import __main__\n"
         "__main__.report()\n"
         "sys.exit(str({'tensorflow', 'keras', 'horovod', 'pyplot'} & set(sys.modules) or ''))"
     )

@@ -11,7 +11,7 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
 from hvtrain.plan.forecast import forecast
-from hvtrain.step_timing import StepMarks, StepTimes
+from hvtrain.step.step_timing import StepMarks, StepTimes
 from hvtrain.strategies import loop
 from hvtrain.training.callbacks import speed, timeline
 

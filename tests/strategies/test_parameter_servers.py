@@ -201,7 +201,20 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
 def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tmp_path, job, number, code):
     with socket.create_server(("127.0.0.1", 0)) as free:
         meet = f"127.0.0.1:{free.getsockname()[1]}"
-    line = ["python", "-m", "hvtrain.launch", "-np", "1", "--num-ps", "1", "--coordinator", meet, "--task-index", "0"]
+    line = [
+        "python",
+        "-m",
+        "hvtrain",
+        "launch",
+        "-np",
+        "1",
+        "--num-ps",
+        "1",
+        "--coordinator",
+        meet,
+        "--task-index",
+        "0",
+    ]
     words = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
     jobs = ("coordinator", "ps", "worker")
     processes = {name: start(None, 1, *line, "--job-name", name, *words, cwd=tmp_path) for name in jobs}

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from hvtrain.step_timing import StepMarks
+from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps, to_device
 
 pulled = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from lab import Lab
 from launching import ROOT
 
-DOCTOR = [sys.executable, "-m", "hvtrain.doctor"]
+DOCTOR = [sys.executable, "-m", "hvtrain", "doctor"]
 HOSTS = ["-H", "s1:2,s2:2,s3:2"]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from hvtrain import cli
+from hvtrain.system import command as cli
 from hvtrain.system import console
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

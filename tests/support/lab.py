@@ -67,5 +67,5 @@ class Lab:
         return done.returncode, done.stdout + done.stderr
 
     def launch(self, *words: str) -> tuple[int, str]:
-        """python -m hvtrain.launch on s1; nothing is exported or activated."""
-        return self.run("s1", PYTHON, "-m", "hvtrain.launch", *words)
+        """python -m hvtrain launch on s1; nothing is exported or activated."""
+        return self.run("s1", PYTHON, "-m", "hvtrain", "launch", *words)

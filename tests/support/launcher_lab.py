@@ -15,9 +15,9 @@ from launching import BIN, HASTY
 SOON = f"PATH={HASTY}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FATE = Path(__file__).parent / "launched" / "fate.py"
 HOW = {
-    "launch-mpi": [PYTHON, "-m", "hvtrain.launch", "--mpi"],
-    "launch-gloo": [PYTHON, "-m", "hvtrain.launch", "--gloo"],
-    "launch-mpirun": [PYTHON, "-m", "hvtrain.launch", "--mpirun"],
+    "launch-mpi": [PYTHON, "-m", "hvtrain", "launch", "--mpi"],
+    "launch-gloo": [PYTHON, "-m", "hvtrain", "launch", "--gloo"],
+    "launch-mpirun": [PYTHON, "-m", "hvtrain", "launch", "--mpirun"],
     "horovodrun-mpi": [str(BIN / "horovodrun"), "--mpi"],
     "horovodrun-gloo": [str(BIN / "horovodrun"), "--gloo"],
 }

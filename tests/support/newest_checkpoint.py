@@ -2,9 +2,9 @@
 
 import logging
 
-from hvtrain.restore.newest import find
-from hvtrain.restore.resume import RunState
 from hvtrain.strategies.comm import Comm
+from hvtrain.training.newest import find
+from hvtrain.training.resume import RunState
 
 # What a checkpoint must say of its run.
 META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0}
@@ -22,7 +22,7 @@ class Lines(logging.Handler):
 def newest(checkpoints):
     """The newest complete one of a run folder's `checkpoints`, or None, and a line for each damaged one."""
     assert checkpoints.name == "checkpoints"
-    log, said = logging.getLogger("hvtrain.restore.newest"), Lines()
+    log, said = logging.getLogger("hvtrain.training.newest"), Lines()
     log.addHandler(said)
     try:
         found = find(checkpoints.parent, Comm(), RunState(0.0))

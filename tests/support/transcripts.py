@@ -2,7 +2,7 @@
 
     python tests/support/transcripts.py [NAME ...]    as root: records all, or these, into tests/launch/transcripts
 
-A transcript is what the front (hvtrain.launch or horovodrun) read from the launcher, its child: lines in the order in
+A transcript is what the front (hvtrain launch or horovodrun) read from the launcher, its child: lines in the order in
 which they came, marked with their stream, and the names of signals where they came to the front. Process ids, Open
 MPI's numbers of jobs and paths are replaced on recording.
 """
@@ -151,11 +151,10 @@ def record(lab: Any, how: str, name: str) -> str:
 
 
 def run_front(front: str) -> None:
-    """hvtrain.launch or horovodrun with this process's arguments, recorded."""
-    from hvtrain import horovodrun
-    from hvtrain.cli import enter
-    from hvtrain.launch import __main__ as launch
-    from hvtrain.launch import restart
+    """hvtrain launch or horovodrun with this process's arguments, recorded."""
+    from hvtrain.launch import command as launch
+    from hvtrain.launch import horovodrun, restart
+    from hvtrain.system.command import enter
 
     del sys.argv[1]
     restart.Launch = horovodrun.Launch = Recorded

@@ -7,7 +7,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from hvtrain.compare.one_run import started
+from hvtrain.launch.child import started
 from hvtrain.system import console
 
 

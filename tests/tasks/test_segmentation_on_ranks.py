@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from launching import many_runs
 
-# Its graphs of many synchronized layers take minutes. Nightly tests/finetuning has a smaller network with such layers,
+# Its graphs of many synchronized layers take minutes. Nightly tests/models has a smaller network with such layers,
 # and test_tasks_on_ranks.py the task.
 pytestmark = [pytest.mark.distributed, pytest.mark.release, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.joint_loss import joint_loss, weighted
+from hvtrain.step.joint_loss import joint_loss, weighted
 from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation
 
 

@@ -2,7 +2,7 @@
 
 A resume does not depend on the loss, but on what carries state. So it is tested once for each kind of state: metrics
 of several outputs, an augmentation's seeds in the input pipeline and on the device, dropout's seeds, and the seeds that
-mask a text. tests/training/test_guards.py has moving statistics, tests/finetuning an accumulation and averages.
+mask a text. tests/training/test_guards.py has moving statistics, tests/models an accumulation and averages.
 """
 
 import json

@@ -15,9 +15,9 @@ SETTINGS = ["model=cnn", "train.batch_size=1", "train.epochs=2", "train.steps_pe
 RUN = [sys.executable, "-m", "hvtrain", *SETTINGS]
 STARTS = {
     "alone": RUN,
-    "launch": [sys.executable, "-m", "hvtrain.launch", "-np", "2", "--", *SETTINGS],
-    "launch-gloo": [sys.executable, "-m", "hvtrain.launch", "--gloo", "-np", "2", "--", *SETTINGS],
-    "launch-mpirun": [sys.executable, "-m", "hvtrain.launch", "--mpirun", "-np", "2", "--", *SETTINGS],
+    "launch": [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--", *SETTINGS],
+    "launch-gloo": [sys.executable, "-m", "hvtrain", "launch", "--gloo", "-np", "2", "--", *SETTINGS],
+    "launch-mpirun": [sys.executable, "-m", "hvtrain", "launch", "--mpirun", "-np", "2", "--", *SETTINGS],
     "horovodrun": [str(BIN / "horovodrun"), "-np", "2", *RUN],
     "horovodrun-gloo": [str(BIN / "horovodrun"), "--gloo", "-np", "2", *RUN],
 }

@@ -26,11 +26,11 @@ def lab():
 
 
 class Run:
-    """python -m hvtrain.launch on s1, one rank a host, with its lines as they come."""
+    """python -m hvtrain launch on s1, one rank a host, with its lines as they come."""
 
     def __init__(self, lab, how, name, *words):
         self.lab, self.name, self.lines = lab, name, []
-        line = [PYTHON, "-m", "hvtrain.launch", "-np", "2", "-H", "s1,s2", f"--{how}", "--"]
+        line = [PYTHON, "-m", "hvtrain", "launch", "-np", "2", "-H", "s1,s2", f"--{how}", "--"]
         self.process = subprocess.Popen(
             [SCRIPT, "exec", "s1", "env", f"PYTHONPATH={ROOT}", *line, f"run.dir={lab.home}/{name}", *words],
             env={**os.environ, "HVTRAIN_LAB": lab.name},

@@ -1,6 +1,6 @@
 """Settings and checks of the batch file for Slurm (conf/cluster/hvtrain.sbatch.j2). Pure.
 
-The file starts `python -m hvtrain.launch` on the first host of the allocation. Shortly before the time limit Slurm
+The file starts `python -m hvtrain launch` on the first host of the allocation. Shortly before the time limit Slurm
 signals the batch shell; the launcher has all ranks save and ends with RESTART_HELPS; the file then requeues the job,
 without a newer checkpoint only a few times. Slurm keeps the job's number, so the run folder is the same.
 """

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from hvtrain.step_timing import StepTimes
+from hvtrain.step.step_timing import StepTimes
 from hvtrain.system import drawing
 from hvtrain.system.console import is_launched
 from hvtrain.system.drawing import Bar, Drawing, Sender

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.finetuning.averages import averaged
+from hvtrain.models.averages import averaged
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.position import RunCallback
 

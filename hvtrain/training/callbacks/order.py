@@ -14,7 +14,6 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.keras.equality import WeightCheck
-from hvtrain.restore.resume import Start
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.training.callbacks.checkpointing import (
@@ -34,6 +33,7 @@ from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
+from hvtrain.training.resume import Start
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
 

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class Recording(RunCallback):
     """Adds a row to history.csv and ranks.csv after each epoch (chief only; all ranks raise its error).
 
-    They are written anew once per start, since a resumed run keeps only the rows before its start, and after a failure. With checkpoint.on_error=warn training continues without the file,
-    and the next epoch tries again.
+    They are written anew once per start, since a resumed run keeps only the rows before its start, and after a failure.
+    With checkpoint.on_error=warn training continues without the file, and the next epoch tries again.
     """
 
     def __init__(self, *place: Any, throughput: Throughput) -> None:

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvtrain.keras.devices import uuid_in_use
-from hvtrain.step_timing import StepTimes
+from hvtrain.step.step_timing import StepTimes
 from hvtrain.system import nvml
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from hvtrain.step_timing import StepTimes
+from hvtrain.step.step_timing import StepTimes
 from hvtrain.training.callbacks.position import RunCallback
 
 # The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.

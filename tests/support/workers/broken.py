@@ -1,6 +1,6 @@
-"""Runs on each rank: the checks of hvtrain.verify, each with what it checks broken. argv[1:]: a run's words.
+"""Runs on each rank: the checks of hvtrain verify, each with what it checks broken. argv[1:]: a run's words.
 
-Exits as hvtrain.verify does: with 1 when a check failed.
+Exits as hvtrain verify does: with 1 when a check failed.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from leaves import ForgetsToReduce
 
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store
+from hvtrain.checks import joint_batch, library
+from hvtrain.checks.library import CheckError
+from hvtrain.checks.own_run import own_run_checks, run_checks
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.data.sources.arrays import ArraySource
 from hvtrain.keras.reduction import Reducer
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.verify import joint_batch, library
-from hvtrain.verify.library import CheckError
-from hvtrain.verify.own_run import own_run_checks, run_checks
 
 strategy = HorovodStrategy()
 strategy.start()
@@ -56,7 +56,7 @@ def restores_nothing(newest, model):
 
 
 training = ArraySource.training
-library_module = "hvtrain.verify.library"
+library_module = "hvtrain.checks.library"
 
 
 def joint_case(wrap, name="sgd"):
@@ -89,12 +89,12 @@ passed = run_checks(
     {
         **broken("versions", library_module, versions=versions),
         **broken("devices", strategy, devices=["s1 GPU 0", "s1 GPU 0"]),
-        **broken("broadcast", "hvtrain.verify.library.hvd", broadcast_variables=lambda variables, root: None),
+        **broken("broadcast", "hvtrain.checks.library.hvd", broadcast_variables=lambda variables, root: None),
         "not reduced": lambda: joint_case(lambda optimizer: optimizer),
         "own step": lambda: joint_case(lambda optimizer: optimizer, "a step of its own"),
         "not shared": lambda: joint_case(without_exchange),
         "summed": lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)),
-        **broken("ignored labels", "hvtrain.verify.joint_batch.hvd", DistributedLoss=lambda loss: loss),
+        **broken("ignored labels", "hvtrain.checks.joint_batch.hvd", DistributedLoss=lambda loss: loss),
         **broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
         **broken("shards", ArraySource, training=same_for_all),
         **broken("metrics", strategy, evaluate=plain_metrics),

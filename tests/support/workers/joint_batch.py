@@ -1,4 +1,4 @@
-"""Runs on each rank: more cases of N ranks against one process than `hvtrain.verify` has.
+"""Runs on each rank: more cases of N ranks against one process than `hvtrain verify` has.
 
 argv[1]: where rank 0 writes JSON; then the names of the cases.
 """
@@ -14,10 +14,10 @@ import keras
 from own_steps import Delegates, Normalized, OwnApply, OwnApplyGradients, OwnBackendStep, multi
 
 import hvtrain.keras as hvd
+from hvtrain.checks.joint_batch import CASES as LIBRARY
+from hvtrain.checks.joint_batch import Case, compare
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses
-from hvtrain.verify.joint_batch import CASES as LIBRARY
-from hvtrain.verify.joint_batch import Case, compare
 
 STEPS = 20
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

@@ -24,6 +24,7 @@ from hydra.core.config_store import ConfigStore
 
 import hvtrain.keras as hvd
 from hvtrain import runner
+from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.compose import CONFIGS, quoted, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
@@ -36,7 +37,6 @@ from hvtrain.training.class_weights import class_weights
 from hvtrain.training.prepared_step import prepare_step, weights_of
 from hvtrain.training.run import training_batches, with_rank_weights
 from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
-from hvtrain.verify.joint_batch import largest_difference
 
 OWN = Path(__file__).parents[1] / "own"
 sys.path.insert(0, str(OWN))

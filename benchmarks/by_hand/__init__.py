@@ -1,0 +1,1 @@
+"""The same training by hand, one page for each way."""

@@ -1,0 +1,98 @@
+"""The runner's model, optimizer and batches, for all hand-written contenders: they differ only in the loop."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from hvtrain.config.compose import compose
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology
+from hvtrain.data.source import Source
+from hvtrain.plan import process_report
+from hvtrain.plan.clock import Clock
+from hvtrain.system import cores
+from hvtrain.training.planning import make_plan
+from hvtrain.training.run import training_batches
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a training on one rank."""
+
+    config: RunConfig
+    source: Source
+    plan: StepPlan
+    topology: Topology
+
+    def batches_from(self, step: int) -> tf.data.Dataset:
+        """An endless stream of (images, labels) from there on."""
+        return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
+
+    def model(self) -> keras.Model:
+        facts = {**self.source.facts(), "num_outputs": self.source.num_classes}
+        return build(self.config, "model", keras.Model, facts, self.source.name)
+
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        rate = self.plan.peak_learning_rate
+        return build(self.config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate)
+
+    @staticmethod
+    def loss() -> keras.losses.Loss:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @staticmethod
+    def accuracy() -> keras.metrics.Metric:
+        return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
+        """Trains with Keras's fit for plan.num_steps. The callback Clock writes the report of this rank or job."""
+        model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
+        # Whole epochs, then the remaining steps.
+        epochs, rest = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
+        clock = Clock(self.plan.num_steps, rank)
+        for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
+            if last > first and steps:
+                span = {"initial_epoch": first, "epochs": last, "steps_per_epoch": steps}
+                batches = self.batches_from(first * self.plan.steps_per_epoch)
+                model.fit(batches, **span, callbacks=[clock], verbose=2)
+
+
+def pin(number: int, size: int) -> None:
+    """Pins this process, one of `size` on the host, as the runner pins a rank: to a GPU of its own, or else to cores.
+
+    Call it before TensorFlow initializes a device.
+    """
+    if not use_gpu(number):
+        cores.pin(number, size)
+
+
+def use_gpu(number: int | None) -> bool:
+    """Hides all GPUs but the number-th, whose memory is taken as needed; None: hides all. False if there are none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    mine = [gpus[number % len(gpus)]] if gpus and number is not None else []
+    tf.config.set_visible_devices(mine, "GPU")
+    for gpu in mine:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return bool(gpus)
+
+
+def pinned_job() -> int:
+    """Pins this job and returns its number among the jobs, from 0."""
+    number, _, jobs = os.environ[process_report.JOB].partition(" of ")
+    pin(int(number), int(jobs))
+    return int(number)
+
+
+def make_setup(rank: int = 0, size: int = 1) -> Setup:
+    """Sets up the training that the command line describes, for one rank of `size` on one host. Sets the seeds."""
+    config = from_dict(compose(sys.argv[1:])[0])
+    keras.utils.set_random_seed(config.seed + rank)
+    source = build(config, "dataset", Source)
+    rate = config.optimizer["learning_rate"]
+    plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
+    return Setup(config, source, plan, Topology(rank, size, rank, size))

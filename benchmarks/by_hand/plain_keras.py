@@ -1,0 +1,13 @@
+"""Plain Keras: compile and fit on one process, no Horovod anywhere."""
+
+from benchmarks.by_hand.common import make_setup, pinned_job
+
+
+def main() -> None:
+    """Trains, and reports."""
+    job, setup = pinned_job(), make_setup()
+    setup.fit(setup.model(), setup.optimizer(), job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Contenders written by hand, as a user without hvtrain would write them."""

@@ -1,0 +1,1 @@
+"""Checks of hosts and of ranks: doctor, verify, info."""

@@ -1,0 +1,101 @@
+"""The commands of `python -m hvtrain COMMAND ...`: what each does, and the module whose main() does it.
+
+Only the command that is asked for is imported.
+"""
+
+import difflib
+import re
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from hvtrain.errors import ConfigError
+
+
+class Command(NamedTuple):
+    """One command. takes_settings: its line may have the settings of a run."""
+
+    module: str
+    about: str
+    takes_settings: bool = False
+
+
+GROUPS = {
+    "look at a run": {
+        "runs": Command("report.runs", "the runs in a folder"),
+        "report": Command("report.command", "the page of a run, or several runs compared"),
+    },
+    "use a run": {
+        "evaluate": Command("finished.evaluate", "metrics of a finished run", True),
+        "predict": Command("finished.predict", "predictions for each example", True),
+        "export": Command("finished.export", "the model in another format, compared with the run's", True),
+        "generate": Command("finished.generate", "a text, continued by a language model", True),
+    },
+    "search": {
+        "sweep": Command("search.sweep", "the settings with which a run learns best", True),
+        "find_lr": Command("search.find_lr", "a learning-rate range test", True),
+        "find_batch": Command("search.find_batch", "the largest batch, and the fastest", True),
+        "compare": Command("compare.command", "the same training under several strategies", True),
+        "plan": Command("plan.command", "batch, steps, memory and speed on many ranks, without them", True),
+    },
+    "clusters": {
+        "launch": Command("launch.command", "ranks over ssh, one process by hand, or files for a cluster", True),
+        "spark": Command("spark", "a run on the executors of a Spark cluster", True),
+        "doctor": Command("checks.doctor", "what is wrong with these hosts", True),
+        "verify": Command("checks.verify", "whether the ranks train together", True),
+        "allreduce": Command("plan.allreduce", "seconds of an all-reduce by size, for plan --calibrate"),
+        "info": Command("checks.info", "versions, build and devices, to paste into an issue"),
+    },
+    "develop": {
+        "migrate": Command("migrate.command", "a script for Horovod on Keras 2, rewritten for hvtrain.keras"),
+        "completion": Command("completion", "groups, choices and settings on the Tab key"),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def run_command(name: str) -> int:
+    """Runs the command with the words that follow its name in sys.argv. Raises ConfigError for an unknown one."""
+    command = COMMANDS.get(name)
+    if command is None:
+        raise ConfigError(f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE")
+    del sys.argv[1]
+    code: int = import_module(f"hvtrain.{command.module}").main()
+    return code
+
+
+def first_word(words: list[str]) -> str | None:
+    """The name of a command, if a line begins with one: a word that is no option and no setting.
+
+    >>> first_word(["evaluate", "run=runs/a"]), first_word(["model=cnn"]), first_word(["~callbacks"]), first_word([])
+    ('evaluate', None, None, None)
+    """
+    return words[0] if words and re.fullmatch(r"[A-Za-z]\w*", words[0]) else None
+
+
+def help_text() -> str:
+    """All commands, a line each, in their groups."""
+    lines = []
+    for title, commands in GROUPS.items():
+        lines.append(f"  {title}:")
+        lines += [f"    {name:<12}{command.about}" for name, command in commands.items()]
+    return "\n".join(lines)
+
+
+def refuse_old_form() -> None:
+    """Ends `python -m hvtrain.COMMAND` with the line that replaces it.
+
+    Called while the package is imported. Python has found the name behind -m by then, and not yet the module.
+    """
+    words = sys.orig_argv
+    if sys.argv[:1] != ["-m"] or "-m" not in words[:-1]:
+        return
+    name = words[words.index("-m") + 1].removeprefix("hvtrain.")
+    if name in COMMANDS:
+        print(f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+
+
+def _advice(name: str) -> str:
+    matches = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {matches[0]}?)" if matches else f", which are {', '.join(COMMANDS)}"

@@ -1,1 +1,0 @@
-"""`python -m hvtrain.export`: a finished run's model in another format, with its preprocessing."""

@@ -1,1 +1,0 @@
-"""`python -m hvtrain.find_batch`: the largest and the fastest batch."""

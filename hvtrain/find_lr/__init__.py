@@ -1,1 +1,0 @@
-"""`python -m hvtrain.find_lr`: a learning-rate range test."""

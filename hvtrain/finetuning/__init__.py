@@ -1,1 +1,0 @@
-"""Between a built model and its training: first weights, which parts train and how, averages of the weights."""

@@ -1,1 +1,0 @@
-"""`python -m hvtrain.generate`: a text, continued by a finished language run."""

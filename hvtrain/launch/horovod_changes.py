@@ -1,0 +1,236 @@
+"""Changes to Horovod's own launcher while it runs: shells, variables, and ports.
+
+- mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up after it. The shell on
+  another host waits for the rank, so that the rank's exit code comes back if a signal ended it.
+- Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of HVTRAIN_ENV=NAME,NAME and
+  HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod writes them on its command line, which every user
+  can read. Local ranks inherit all of them.
+- The rendezvous server listens only on the interface of the launch, and in an elastic job on the one that
+  --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this
+  one accepts plain values and nothing that names code, and does not hand out the workers' keys. And it forgets the
+  addresses of all ranks that have met, so that ranks can start again (comm.tune); Horovod's keeps some at times. It
+  takes as many connections at once as a large job opens, and answers each question for an address without a thread.
+"""
+
+import argparse
+import base64
+import io
+import os
+import pickle
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from horovod.runner import gloo_run, mpi_run
+from horovod.runner.common.util import env as horovod_env
+from horovod.runner.common.util import safe_shell_exec
+from horovod.runner.elastic import discovery, rendezvous
+from horovod.runner.http import http_server
+from horovod.runner.util import network, remote
+
+from hvtrain.launch.environment import MORE, NOTIFY, travels
+from hvtrain.launch.job import HOST_NAME
+from hvtrain.launch.rendezvous import WAITING_CONNECTIONS, answer_get
+
+_TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
+
+GLOO_REQUESTS_A_SECOND = 8000
+"""That the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 measured on one core, 2026-11-26."""
+SECONDS_WITH_HOROVODS_LIMIT = 15
+SECONDS_WORTH_A_LINE = 60
+
+
+def make() -> None:
+    """Makes all changes that do not depend on the hosts."""
+    mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
+    passed = [NOTIFY, *os.environ.get(MORE, "").split(",")]
+    is_exportable = horovod_env.is_exportable
+    horovod_env.is_exportable = lambda name: is_exportable(name) and (name in passed or travels(name, os.environ))
+    # Kubernetes' own command, which replaces ssh, takes no input.
+    if not horovod_env.is_kubeflow_mpi():
+        gloo_run._slot_info_to_command_fn = _command_without_variables
+        gloo_run.get_remote_command = _command_by_ssh
+    gloo_run.launch_gloo = _listening(gloo_run.launch_gloo, on=lambda *arguments: arguments[-1])
+    # An elastic job listens before it knows its hosts and the way to them.
+    gloo_run.launch_gloo_elastic = _listening(
+        gloo_run.launch_gloo_elastic,
+        on=lambda command, execute, settings, *_: network.get_driver_ip(settings.nics) if settings.nics else None,
+    )
+    find = discovery.HostDiscoveryScript.find_available_hosts_and_slots
+    discovery.HostDiscoveryScript.find_available_hosts_and_slots = lambda script: _with_plain_names(find(script))
+    http_server.RendezvousHTTPServer.handle_error = _report_sender
+    http_server.RendezvousHTTPServer.request_queue_size = WAITING_CONNECTIONS
+    http_server.RendezvousHTTPServer.process_request = _answering_at_once(
+        http_server.RendezvousHTTPServer.process_request
+    )
+    http_server.RendezvousHandler.do_DELETE = _forgetting(http_server.RendezvousHandler.do_DELETE)
+    gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
+
+
+def make_in_every_process() -> None:
+    """Makes the change that processes between the launcher and the local ranks also need."""
+    end = safe_shell_exec.terminate_executor_shell_and_children
+
+    def end_quietly(process: int) -> None:
+        # The shell may have ended meanwhile.
+        with suppress(safe_shell_exec.psutil.NoSuchProcess):
+            end(process)
+
+    safe_shell_exec.terminate_executor_shell_and_children = end_quietly
+
+
+def give_gloo_time(args: argparse.Namespace) -> None:
+    """Lets ranks wait for each other as long as they need to meet, unless the user has said how long.
+
+    Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490 ranks.
+    """
+    seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
+    is_given = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+    if seconds > SECONDS_WITH_HOROVODS_LIMIT and not is_given:
+        args.gloo_timeout_seconds = round(2 * seconds)
+    if seconds > SECONDS_WORTH_A_LINE:
+        about = f"{args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, and seconds over MPI"
+        print(f"horovodrun: {about} (--mpi)", file=sys.stderr)
+
+
+def _with_plain_names(slots: dict[str, int]) -> dict[str, int]:
+    """The hosts without those whose names Horovod's shell lines or ssh would take for something else."""
+    for name in [name for name in slots if not re.fullmatch(HOST_NAME, name)]:
+        sys.stderr.write(f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n")
+        del slots[name]
+    return slots
+
+
+def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
+    """The command of the rank in each slot; local ranks inherit the variables, others read them."""
+    # Horovod puts the launch's interface in place of the one that the user chose for NCCL.
+    chosen = {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME",) if name in os.environ}
+    os.environ.update({**environment, **chosen, "PYTHONUNBUFFERED": "1"})
+    travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
+    os.environ[_TRAVELLING] = "".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling)
+
+    def command(slot: Any) -> str:
+        place = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
+        return f"env -u {_TRAVELLING} {place} {run_command}"
+
+    return command
+
+
+def _command_by_ssh(local_command: str, *arguments: Any, **more: Any) -> str:
+    # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh reports a signalled
+    # rank as 255, like a dropped connection.
+    script = f'eval "$(cat)"; {shlex.split(local_command)[0]}; exit $?'
+    by_ssh = remote.get_remote_command(shlex.quote(shlex.join(["exec", "sh", "-c", script])), *arguments, **more)
+    return f'printf %s "${_TRAVELLING}" | {by_ssh}'
+
+
+def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> None:
+    """Runs mpirun as a child, where Horovod would exec it: the launcher has to clean up after it."""
+    parent = os.getppid()
+    child = subprocess.Popen([path, *words[1:-1], f"exec {words[-1]}"], env=environment)
+
+    def pass_on(number: int, frame: Any) -> None:
+        # Forward signals only while the supervisor is alive.
+        if os.getppid() != parent:
+            child.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    if (code := child.wait()) < 0:
+        # End by the same signal as mpirun, so that the parent sees the cause.
+        with suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) -> Callable[..., None]:
+    """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
+
+    def launch(*arguments: Any) -> None:
+        if address := on(*arguments):
+            http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
+        launch_gloo(*arguments)
+
+    return launch
+
+
+def _report_sender(server: Any, request: Any, client: tuple[str, int]) -> None:
+    """Prints one line for each address, instead of a traceback."""
+    senders = server.__dict__.setdefault("senders", set())
+    if client[0] not in senders:
+        senders.add(client[0])
+        sys.stderr.write(f"horovodrun: {client[0]} sent what no rank would to this launch's port; it was dropped\n")
+
+
+def _answering_at_once(process_request: Callable[..., None]) -> Callable[..., None]:
+    """How the server takes a request: it answers a question for an address itself, and leaves others to threads."""
+
+    def process(server: Any, request: Any, client: Any) -> None:
+        # In an elastic job, some names stand for what the driver decides when it is asked.
+        is_plain_store = server.RequestHandlerClass._get_value is http_server.KVStoreHandler._get_value
+
+        def get(scope: str, rank: str) -> bytes | None:
+            with server.cache_lock:
+                return server.cache.get(scope, {}).get(rank)
+
+        if is_plain_store and answer_get(request, get):
+            server.shutdown_request(request)
+        else:
+            process_request(server, request, client)
+
+    return process
+
+
+def _forgetting(delete: Callable[[Any], None]) -> Callable[[Any], None]:
+    """How the server takes a rank's word that it has met the others of a scope: forgets them after the last one's.
+
+    Horovod's forgets with one scope whose word has come in the others, and never empties those.
+    """
+
+    def do_delete(request: Any) -> None:
+        server, (_, scope, *rank) = request.server, request.path.split("/")
+        if scope not in server.scope_size or len(rank) != 1:
+            delete(request)
+            return
+        with server.finished_list_lock:
+            server.finished_list[scope] += rank
+            if len(server.finished_list[scope]) == server.scope_size[scope]:
+                del server.finished_list[scope]
+                with server.cache_lock:
+                    server.cache.pop(scope, None)
+        request.send_status_code(http_server.OK)
+
+    return do_delete
+
+
+def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
+    """The handler of an elastic job's rendezvous."""
+
+    def create_handler(driver: Any) -> type:
+        class Handler(create(driver)):  # type: ignore[misc]
+            def _put_value(self, scope: str, key: str, value: bytes) -> None:
+                if scope != rendezvous.PUT_WORKER_ADDRESSES:
+                    super()._put_value(scope, key, value)
+                    return
+                host, local_rank = key.split(":")
+                addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
+                # The key is not stored for others: with it anyone can make the worker unpickle anything.
+                self._put_worker_addresses(host, int(local_rank), addresses, secret_key)
+
+        return Handler
+
+    return create_handler
+
+
+class _Plain(pickle.Unpickler):
+    """Loads numbers, texts and collections of them; raises UnpicklingError if the pickle names code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} came where plain values were needed")

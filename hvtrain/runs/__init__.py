@@ -1,1 +1,0 @@
-"""`python -m hvtrain.runs`: lists the runs in a folder."""

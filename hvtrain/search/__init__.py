@@ -1,0 +1,1 @@
+"""Searches over many short trainings: sweep, find_lr, find_batch."""

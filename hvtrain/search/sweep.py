@@ -1,0 +1,130 @@
+"""`python -m hvtrain sweep`: the settings with which a run learns best, by one run of N ranks for each trial."""
+
+import argparse
+import shlex
+import sys
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.words import word
+from hvtrain.errors import BusyError, ConfigError
+from hvtrain.search.goal import MAX, MIN, goal_of
+from hvtrain.search.search_space import SearchSpace, read_space
+from hvtrain.search.study import Study
+from hvtrain.search.trials import Trials
+from hvtrain.system.command import RUN_SETTINGS, Parser, at_least
+from hvtrain.system.run_lock import RunLock
+from hvtrain.system.secrets import without_secrets
+
+EPILOG = f"""\
+{RUN_SETTINGS}
+SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
+  optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
+  model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
+  optimizer: {{choices: [adam, sgd]}}
+
+examples:
+  python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
+  python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
+
+The same command again goes on with a sweep that was ended; docs/sweep.md has more.
+"""
+
+
+def main() -> int:
+    """Checks everything, then runs one trial after the other; 1 if none of them finished."""
+    argv = sys.argv[:]
+    options = _parser().parse_with_words(argv[1:])
+    own = _own_words(options)
+    if not find_spec("optuna"):
+        raise ConfigError(
+            "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
+        )
+    space = read_space(own["sweep"], options.words)
+    if not (configs := _composed(space, options.words)):
+        return 0
+    goal = goal_of(configs[0], options.metric, options.direction)
+    hosts = ["-H", options.hosts] if options.hosts else ["--hostfile", options.hostfile] if options.hostfile else []
+    launcher = ("-np", str(options.np), *hosts)
+    folder = Path(options.output or f"sweeps/{space.place.stem}-{configs[0].run.name}").absolute()
+    found = {
+        "command": shlex.join(["python", "-m", "hvtrain", "sweep", *without_secrets(argv[1:])]),
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "metric": goal.metric,
+        "direction": goal.direction,
+        "num_ranks": options.np,
+        "words": without_secrets(options.words),
+        "space": space.described(),
+    }
+    with RunLock() as lock:
+        _take(lock, folder)
+        facts = {name: found[name] for name in ("metric", "direction", "num_ranks", "words", "space")}
+        study = Study(folder, space, facts, options.seed, None if options.no_pruning else options.prune_after)
+        return Trials(study, goal, launcher, tuple(options.words), folder, int(own["trials"]), found).run()
+
+
+def _own_words(options: argparse.Namespace) -> dict[str, str]:
+    """Takes sweep=SPACE and trials=N out of the words."""
+    own = {"trials": "20"}
+    for one in list(options.words):
+        name, _, value = one.partition("=")
+        if name in ("sweep", "trials"):
+            own[name] = value
+            options.words.remove(one)
+        elif name == "run.dir":
+            raise ConfigError(f"{one} came, and each trial has a run folder of its own; choose --output DIR instead")
+    if not own.get("sweep"):
+        raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
+    if not own["trials"].isdecimal() or int(own["trials"]) < 1:
+        raise ConfigError(f"trials={own['trials']} is not a whole number of at least 1")
+    return own
+
+
+def _composed(space: SearchSpace, words: list[str]) -> list[RunConfig]:
+    """Runs with both ends and every choice of each setting; empty if the words only ask Hydra to print one."""
+    if given := next((one for one in words if one.partition("=")[0] in space.settings), None):
+        raise ConfigError(f"{given} came, and {space.place} searches that setting; leave it out of one of them")
+    configs = []
+    for example in space.examples():
+        trees = compose([*words, *(word(name, value) for name, value in example.items())])
+        if not trees:
+            return []
+        configs.append(from_dict(trees[0]))
+    return configs
+
+
+def _take(lock: RunLock, folder: Path) -> None:
+    """Keeps the folder to one sweep at a time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take(folder, wait_seconds=0.0)
+    except BusyError as error:
+        raise BusyError(f"--output {folder} is in use by another sweep; wait for its end, or choose another") from error
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain sweep",
+        usage="%(prog)s sweep=SPACE [trials=N] [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Trains with one choice of settings after the other, each on N ranks, and finds good ones by optuna (TPE). Ends trials
+that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the line that trains
+with the best settings again. trials: results in all, those that are there included; default: 20.""",
+        epilog=EPILOG,
+    )
+    option = parser.add_argument
+    option("-np", type=at_least(1), default=2, metavar="N", help="ranks of a trial; default: 2")
+    parser.add_hosts()
+    option("--metric", metavar="NAME", help="a column of history.csv; default: checkpoint.best, that of the task")
+    option("--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name")
+    after = "finished trials before others are pruned, from epoch 2 on; default: 5"
+    option("--prune-after", type=at_least(1), default=5, metavar="N", help=after)
+    option("--no-pruning", action="store_true", help="each trial trains to its end")
+    option("--seed", type=at_least(0), default=0, metavar="N", help="of the choice of settings; default: 0")
+    option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
+    return parser

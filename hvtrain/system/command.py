@@ -1,0 +1,183 @@
+"""What every command does around its work: options and help, one line for an error, and an exit code."""
+
+import argparse
+import atexit
+import functools
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, place_of
+from hvtrain.system import console
+
+SECONDS_TO_EXIT = 2.0
+SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
+RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a command, whose errors are one line.
+
+    prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too. more_help makes what
+    follows --help, called only for that.
+    """
+
+    def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **more: Any) -> None:
+        form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        super().__init__(prog, formatter_class=form, allow_abbrev=False, **more)
+        self._more_help = more_help
+
+    def format_help(self) -> str:
+        return super().format_help() + self._more_help()
+
+    def error(self, message: str) -> NoReturn:
+        # Without the name of a subcommand, whose own help is part of its command's.
+        command = " ".join(self.prog.split()[: 4 if "-m hvtrain" in self.prog else 3])
+        raise ConfigError(f"{message}; see {command} --help")
+
+    def add_hosts(self) -> None:
+        """Adds -H and --hostfile, for commands that hand them on to hvtrain launch."""
+        hosts = self.add_mutually_exclusive_group()
+        hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
+        hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+
+    def parse_with_words(self, words: list[str]) -> argparse.Namespace:
+        """Its options, and as `words` those of the runner and of Hydra, which it does not know."""
+        options, rest = self.parse_known_args(words)
+        unknown = next((w for w in rest if w.startswith("-") and not w.startswith(("--config-", "-c"))), None)
+        if unknown:
+            self.error(f"unknown option {unknown}")
+        options.words = rest
+        return options
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from `low` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} came where a whole number of at least {low} was needed")
+        return int(text)
+
+    return parse
+
+
+def not_negative(text: str) -> float:
+    """The type of an option that takes a finite number of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} came where a number of 0 or more was needed")
+    return number
+
+
+def positive(text: str) -> float:
+    """The type of an option that takes a finite number above 0."""
+    number = not_negative(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text} came where a number above 0 was needed")
+    return number
+
+
+def make_output(folder: Path) -> None:
+    """Makes the folder of --output. Raises ConfigError if that is impossible, or if something is in it already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_used = any(folder.iterdir())
+    except FileExistsError:
+        raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
+    if is_used:
+        raise ConfigError(f"--output {folder} is not empty; choose another folder")
+
+
+def enter(work: Callable[[], int]) -> None:
+    """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
+    rank = console.launched_rank()
+    try:
+        _check_words()
+        code = work()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        # This rank has nothing left to save; a signal only ends its wait for others to report first.
+        console.take_signals(console.note_signal)
+        code = _report(error, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        _end_within(SECONDS_TO_EXIT, code)
+        atexit.register(_end_without_python, code)  # Registered last, so called first.
+        sys.exit(code)
+    # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
+    atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+
+
+def _check_words() -> None:
+    """Raises ConfigError for an argument that no record could hold."""
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{os.fsencode(word)!r} is not UTF-8; rename what it names") from None
+
+
+def _end_without_python(code: int) -> None:
+    """Calls the other exit functions, then ends the process before Python takes itself apart.
+
+    After a failure the input pipeline may still read ahead. If one of its threads comes back from TensorFlow into a
+    Python that is half gone, it aborts the process, and the exit code would be that of a crash.
+    """
+    atexit.unregister(_end_without_python)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Ends the process in that time, if it has not ended by itself.
+
+    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. After a success, too, the
+    launcher would wait for such a process for ever, though all its work is done.
+    """
+    last_resort = threading.Timer(seconds, os._exit, [code])
+    last_resort.daemon = True
+    last_resort.start()
+
+
+def _report(error: BaseException, rank: int) -> int:
+    """Tells the user what went wrong; the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted; nothing new was saved"
+        console.say_error(text, rank, is_repeated=True)
+        return INTERRUPTED
+    if not isinstance(error, UserError):
+        if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
+            # This rank only lost the others. They report first.
+            text = "stopped because another rank did; see its message above"
+            console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
+            return 1
+        traceback.print_exc()
+        place = place_of(error)
+        what = f"{in_one_line(error)}{f' ({place})' if place else ''}; see its traceback above"
+        console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
+        return 1
+    # Hydra may have refused the line before it was composed.
+    if console.shows_tracebacks or any(word == "debug=true" for word in map(str.lower, sys.argv)):
+        traceback.print_exc()
+    # The rank that failed reports first.
+    is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman
+    wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_told_why or is_repeated else 0.0
+    console.say_error(
+        " ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why, culprit=error.culprit
+    )
+    return error.exit_code

@@ -1,0 +1,23 @@
+"""Numbers as people read them: durations and sizes."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit that fits.
+
+    >>> duration(42), duration(5400), duration(90), duration(200_000)
+    ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
+    """
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> human_bytes(4), human_bytes(5000), human_bytes(67108864), human_bytes(2.5 * 2**40)
+    ('4 B', '5 KiB', '64 MiB', '2560 GiB')
+    """
+    units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
+    return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)

@@ -1,1 +1,0 @@
-"""Checks that show on any cluster whether ranks train together; `python -m hvtrain.verify` runs them."""

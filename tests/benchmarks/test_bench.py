@@ -1,0 +1,127 @@
+"""The quick form of the benchmarks: every contender runs, and does the same work. No time is asserted."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.contenders import CONTENDERS, TRAIN
+from benchmarks.goals import of_steps
+from benchmarks.input import Inputs
+from in_process import run_command
+from launching import finish, run, start
+
+pytestmark = pytest.mark.distributed
+nightly, release = pytest.mark.nightly, pytest.mark.release
+
+BENCH = [sys.executable, "-m", "benchmarks"]
+
+
+# It takes a minute: each contender is two fresh processes, twice.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["hvtrain-mpi", "multi-worker", "keras"], marks=nightly),
+        pytest.param(TRAIN, marks=release),
+    ],
+    ids=["some", "all"],
+)
+def test_contenders_do_the_same_work(names, tmp_path):
+    words = ["steps", "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    process = start(None, 1, *BENCH, *words, "--contenders", ",".join(names), cwd=tmp_path)
+    output = finish(process, timeout=800)
+    assert process.returncode == 0, output
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    runs = {row["contender"]: row for row in found["runs"]}
+    assert set(runs) - {"hvtrain-mpi again"} == set(names)
+    joint = [runs[name]["loss"] for name in names if CONTENDERS[name].is_one_job]
+    assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
+    assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
+    assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
+    assert any(line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "said"),
+    [
+        pytest.param(*(["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"), marks=release),
+        pytest.param(
+            *(["steps", "--contenders", "batches@data=synthetic,independent"], "bench.json", "batches@data=synthetic"),
+            marks=release,
+        ),
+        pytest.param(
+            *(["steps", "--epochs", "5", "--contenders", "hvtrain-1,hvtrain-1@output=terminal"], "bench.json"),
+            "hvtrain-1@output=terminal ",
+            marks=release,
+        ),
+        pytest.param(
+            *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+            marks=release,
+        ),
+    ],
+)
+def test_other_kinds(words, file, said, tmp_path):
+    words = [*words, "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 0 and said in output, output
+    assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
+
+
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
+def test_allreduce(transport, tmp_path):
+    words = ["--transport", transport, "--rounds", "1", "--largest", "4", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, "allreduce", *words, cwd=tmp_path)
+    assert code == 0, output
+    assert "160 tensors of 64 KiB" in output and ("mpi4py us" in output) is (transport == "mpi")
+    found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
+    assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
+
+
+@pytest.mark.timeout(600)
+@release
+def test_input_compares_all_pipelines(tmp_path):
+    words = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "30x40"]
+    code, output = run(None, 1, *BENCH, "input", *words, "--output", str(tmp_path / "bench"), cwd=tmp_path)
+    assert code == 0 and "CPU time, hvtrain / it" in output, output
+    runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
+    found = [(row["size"], row["format"], row["contender"]) for row in runs]
+    assert sorted(found) == sorted(Inputs([(30, 40)], 64, 3, 2, tmp_path).cases())
+    for row in runs:
+        assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
+    assert (tmp_path / "bench" / "bench.png").exists()
+
+
+def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
+    found = {kind: set() for kind in ("224x224", "30x40")}
+    for size, kind, name in Inputs([(224, 224), (30, 40)], 64, 3, 2, tmp_path).cases():
+        found[size].add((kind, name))
+    assert found["30x40"] - found["224x224"] == {
+        (kind, "by-hand-antialiased") for kind in ("image_folder", "tfrecord", "parquet")
+    }
+    assert found["224x224"] >= {("image_folder", "keras"), ("tfrecord", "hvtrain"), ("parquet", "by-hand")}
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for words, said in (
+        (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
+        (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
+        (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
+        (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
+        (["steps", "--output", "/proc/x"], "--output /proc/x cannot be written: No such file or directory; choose"),
+        (["steps", "--output", "/etc/hosts"], "--output /etc/hosts is not a folder; choose another name"),
+        (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
+        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be divided evenly among 3 ranks"),
+        (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
+        ([], "required: KIND"),
+    ):
+        code, output, errors = run_command("benchmarks", *words, cwd=tmp_path)
+        assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
+
+
+@nightly
+def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
+    words = ["steps", "--contenders", "hvtrain-1@train.epoch=3", "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
+    assert "train.epoch" in output.splitlines()[-1]

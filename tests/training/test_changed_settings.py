@@ -1,0 +1,52 @@
+"""What differs between the starts of a run is found, or refused."""
+
+import pytest
+
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict, to_dict
+from hvtrain.errors import ConfigError
+from hvtrain.training.changed_settings import changed_since
+
+TOP3 = "+task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy"
+
+
+def config(*words):
+    return from_dict(compose(list(words))[0])
+
+
+@pytest.fixture(scope="module")
+def meta():
+    return {"config": to_dict(config())}
+
+
+def test_what_may_change(meta):
+    changed = changed_since(meta, config("optimizer.learning_rate=0.5", "task.loss.from_logits=false", "run.dir=x"))
+    assert changed == {"optimizer.learning_rate": [0.001, 0.5], "task.loss.from_logits": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seed=2", "seed=2, but the run in this folder began with 1, which cannot change"),
+        ("optimizer=sgd", "optimizer._target_=keras.optimizers.SGD, but the run in this folder began with keras.optim"),
+        (TOP3, "task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy, but the run in this folder be"),
+    ],
+)
+def test_what_cannot_change(meta, word, said):
+    with pytest.raises(ConfigError, match=said):
+        changed_since(meta, config(word))
+
+
+def test_a_group_that_an_earlier_version_had_not():
+    before = to_dict(config())
+    del before["task"]
+    assert changed_since({"config": before}, config()) == {}
+
+
+def test_the_order_of_layers_of_augmentation():
+    before = to_dict(config("augment=[random_flip,mix_up]"))
+    now = config("augment=[mix_up,random_flip]", "augment.mix_up.alpha=0.4")
+    assert changed_since({"config": before}, now) == {
+        "augment.mix_up.alpha": [0.2, 0.4],
+        "augment": [["random_flip", "mix_up"], ["mix_up", "random_flip"]],
+    }

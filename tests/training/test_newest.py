@@ -1,0 +1,352 @@
+"""Which checkpoint a run goes on from: with ranks that are threads here, each host with a folder of its own."""
+
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvtrain.checkpoint import notes, store, writer
+from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core.rank_seconds import read_rank_seconds, write_rank_seconds
+from hvtrain.core.records import EpochRecord, read_history, write_history
+from hvtrain.core.starts import read_starts, write_starts
+from hvtrain.core.topology import Topology
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.strategies.comm import Comm
+from hvtrain.system.run_lock import RunLock
+from hvtrain.training.newest import find
+from hvtrain.training.resume import RunState, send_arrays
+from hvtrain.watchdog.ending import resume_advice
+
+META = {"num_ranks": 2, "batch_size": 32, "batch_sizes": [32, 32], "epoch": 1, "step_in_epoch": 2, "metrics": {}}
+OURS, OTHER = "0123456789ab", "ba9876543210"
+ARRAYS = {
+    "model/0000/a": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "model/0001/b": np.arange(5).astype(ml_dtypes.bfloat16),
+    "optimizer/0000/c": np.array(7),
+    "rank/0/d": np.zeros((0, 3)),
+    "rank/1/e": np.array([True, False]),
+}
+
+
+class Meeting:
+    """What one rank at a time says, all ranks hear."""
+
+    def __init__(self, size):
+        self.said = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def gather(self, rank, value):
+        self.said[rank] = value
+        self.barrier.wait()
+        heard = list(self.said)
+        self.barrier.wait()
+        return heard
+
+
+class Rank(Comm):
+    def __init__(self, rank, hosts, meeting):
+        super().__init__(Topology(rank, len(hosts), host=hosts[rank]))
+        self.meeting = meeting
+
+    def gather(self, value):
+        return self.meeting.gather(self.topology.rank, value)
+
+    def broadcast(self, value, root=0):
+        return self.gather(value)[root]
+
+
+def on_ranks(hosts, action):
+    """What action(comm) returns, or raises for the user, on each rank."""
+    meeting = Meeting(len(hosts))
+
+    def act(rank):
+        try:
+            return action(Rank(rank, hosts, meeting))
+        except (CheckpointError, ConfigError) as error:
+            return error
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(act, range(len(hosts))))
+
+
+def write(folder, step, run_id=OURS, arrays=ARRAYS):
+    meta = {**META, "run_id": run_id} if run_id else META
+    return writer.write(folder / "checkpoints", step, arrays, meta)
+
+
+def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False):
+    """What each rank finds in the folder of its host."""
+    run_states = run_states or [RunState(0.0) for _ in hosts]
+
+    def action(comm):
+        folder = tmp_path / comm.topology.host
+        folder.mkdir(exist_ok=True)
+        return find(folder, comm, run_states[comm.topology.rank], resume, on_all_ranks)
+
+    return on_ranks(hosts, action)
+
+
+def in_memory(step, run_id=OURS):
+    meta = {**META, "run_id": run_id, "step": step}
+    return RunState(0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id)
+
+
+def assert_equal(ours, theirs):
+    assert sorted(ours) == sorted(theirs)
+    for name in theirs:
+        assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
+
+
+def the_error(found):
+    """The one error of all ranks, whose folders are called RUN here, as they are one path in a real run."""
+    assert all(isinstance(error, Exception) for error in found), found
+    (error,) = {re.sub(r"/\S*/s\d\b", "RUN", f"{type(error).__name__}: {error}") for error in found}
+    return error.partition(": ")[2]
+
+
+def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
+    assert find(tmp_path, Comm(), RunState(0.0)) is None
+    assert find(tmp_path, Comm(), in_memory(24)).name == "step-00000024 in memory"
+    for step, name in ((20, "step-00000024 in memory"), (24, "step-00000024 in memory"), (28, "step-00000028")):
+        write(tmp_path, step)
+        found = find(tmp_path, Comm(), in_memory(24))
+        assert found.name == name
+        assert found.step == found.checkpoint.step == found.meta["step"]
+    assert find(tmp_path, Comm(), RunState(0.0)).name == "step-00000028"
+
+
+def test_a_checkpoint_of_no_run_is_refused(tmp_path):
+    writer.write(tmp_path / "checkpoints", 3, ARRAYS, {"epoch": 1})
+    with pytest.raises(
+        CheckpointError, match="step-00000003 lacks num_ranks, batch_size, batch_sizes, step_in_epoch and"
+    ):
+        find(tmp_path, Comm(), RunState(0.0))
+
+
+def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
+    """With the rows of the history, and what was the best."""
+    write(tmp_path / "s1", 8)
+    write(tmp_path / "s2", 16)
+    write_history(tmp_path / "s2", [EpochRecord(1, 10, 0.1, 1.0, 2.0)])
+    write_rank_seconds(tmp_path / "s2", {1: [0.5, 0.25]})
+    write_starts(tmp_path / "s2", [{"first_step": 0}])
+    writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
+    run_states = [RunState(0.0) for _ in range(3)]
+    first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
+    assert {found.name for found in (first, second, third)} == {"step-00000016 on s2"}
+    assert_equal(first.checkpoint.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
+    assert first.checkpoint.meta == first.meta == third.meta and first.checkpoint.step == 16
+    assert second.checkpoint is None and third.checkpoint is None
+    assert {run_state.run_id for run_state in run_states} == {OURS}
+    assert [row.step for row in read_history(tmp_path / "s1")] == [10]
+    assert read_rank_seconds(tmp_path / "s1") == {1: [0.5, 0.25]} and read_starts(tmp_path / "s1") == [
+        {"first_step": 0}
+    ]
+    best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
+    assert writer.read_best(tmp_path / "s1" / "checkpoints") == best
+    assert not (tmp_path / "s3" / "checkpoints").exists()
+    written = [notes.read(tmp_path / host) for host in ("s1", "s2", "s3")]
+    assert written == [notes.Note(16, "s2", OURS), None, notes.Note(16, "s2", OURS)]
+    message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
+    assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
+    assert resume_advice(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
+    assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
+    assert [found.step for found in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
+
+
+def test_a_best_checkpoint_that_comes_home(tmp_path):
+    write(tmp_path / "s1", 8)
+    write(tmp_path / "s2", 16)
+    writer.mark_best(tmp_path / "s2" / "checkpoints", 8, "loss", 0.5, host="s1")
+    find_on(tmp_path, ["s1", "s2"])
+    assert writer.read_best(tmp_path / "s1" / "checkpoints") == {"step": 8, "metric": "loss", "value": 0.5}
+
+
+def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_lies(tmp_path, caplog):
+    write(tmp_path / "s1", 8)
+    for step in (12, 16):
+        (write(tmp_path / "s2", step) / "state.safetensors").write_bytes(b"")
+    found = find_on(tmp_path, ["s1", "s2"])
+    assert [item.name for item in found] == ["step-00000008"] * 2
+    assert [re.sub("damaged: .* lists .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages] == [
+        f"host s2: checkpoint step-000000{step} is damaged: ... (kept as damaged-step-000000{step}); "
+        f"step-00000008 is taken, {step - 8} steps are lost"
+        for step in (16, 12)
+    ]
+    assert not store.list_checkpoints(tmp_path / "s2" / "checkpoints")
+
+
+def test_all_are_damaged(tmp_path):
+    (write(tmp_path / "s2", 16) / "meta.json").write_bytes(b"")
+    message = the_error(find_on(tmp_path, ["s1", "s2"]))
+    assert message.startswith("host s2: checkpoint step-00000016 is damaged: ")
+    assert "no other checkpoint in" in message
+    assert store.list_checkpoints(tmp_path / "s2" / "checkpoints")
+
+
+def test_what_cannot_be_read_is_said_with_its_host(tmp_path):
+    (tmp_path / "s2").mkdir()
+    (tmp_path / "s2" / "checkpoints").symlink_to(tmp_path)
+    assert "rank 1 on s2: " in (message := the_error(find_on(tmp_path, ["s1", "s2"]))) and "symbolic link" in message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ((8, OURS), (16, OTHER), True),
+        ((16, OURS), (8, OTHER), True),
+        ((8, OURS), (16, None), True),
+        ((16, OURS), (8, None), False),
+        ((8, None), (16, OURS), False),
+        ((16, None), (8, None), False),
+    ],
+)
+def test_checkpoints_of_different_runs_are_refused(tmp_path, first, second, refused):
+    """Those of older versions do not say of which they are."""
+    write(tmp_path / "s1", *first)
+    write(tmp_path / "s2", *second)
+    found = find_on(tmp_path, ["s1", "s2"])
+    if not refused:
+        assert [item.step for item in found] == [16, 16]
+        return
+    shown = {OURS: f"run {OURS}", OTHER: f"run {OTHER}", None: "an unknown run"}
+    assert the_error(found) == (
+        "the hosts have checkpoints of different runs in RUN/checkpoints: "
+        f"step-{first[0]:08d} of {shown[first[1]]} on s1, step-{second[0]:08d} of {shown[second[1]]} on s2; "
+        "remove those of the other run, or choose another run.dir"
+    )
+
+
+def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
+    readers = []
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda path: readers.append(path) or read(path))
+    write(tmp_path, 8)
+    run_states = [RunState(0.0), RunState(0.0)]
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        found = on_ranks(["s1", "s2"], lambda comm: find(tmp_path, comm, run_states[comm.topology.rank]))
+        assert [item.name for item in found] == ["step-00000008"] * 2
+        assert len(readers) == 1
+        for run_state in run_states:
+            run_state.note_keeper.note(8)
+    assert not (tmp_path / notes.NOTE_FILE).exists(), "every host sees the checkpoints"
+
+
+def test_a_run_begins_with_one_identifier_on_all_ranks(tmp_path):
+    run_states = [RunState(0.0) for _ in range(3)]
+    assert find_on(tmp_path, ["s1", "s2", "s2"], run_states) == [None] * 3
+    assert len({run_state.run_id for run_state in run_states}) == 1 and notes.checked_run_id(run_states[0].run_id)
+    for run_state in run_states:
+        run_state.note_keeper.note(0)
+    written = [notes.read(tmp_path / host) for host in ("s1", "s2")]
+    assert written == [None, notes.Note(0, "s1", run_states[0].run_id)]
+
+
+def note(folder, step, host, run_id=OURS):
+    folder.mkdir(exist_ok=True)
+    notes.NoteKeeper(folder, host, run_id).note(step)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(0, "this run's first checkpoints are on host s1, "), (28, "checkpoint step-00000028 of this run is on host")],
+)
+def test_nothing_is_begun_anew_where_another_host_has_checkpoints(tmp_path, step, said):
+    note(tmp_path / "s2", step, "s1")
+    message = the_error(find_on(tmp_path, ["s3", "s2"]))
+    assert message.startswith(said)
+    assert "which has no rank now, and there is none on s3, s2; start with that host too, copy " in message
+    assert message.endswith("or continue without it with resume=available")
+    assert find_on(tmp_path, ["s3", "s2"], resume="available") == [None, None]
+    assert find_on(tmp_path, ["s1", "s2"]) == [None, None], "that host has lost them; there is nothing to wait for"
+
+
+def test_a_stale_checkpoint_is_not_gone_on_from(tmp_path):
+    write(tmp_path / "s2", 8)
+    note(tmp_path / "s3", 28, "s1")
+    assert "and the newest on s2, s3 is step-00000008; " in the_error(find_on(tmp_path, ["s2", "s3"]))
+    note(tmp_path / "s3", 28, "s1", OTHER)
+    assert [found.step for found in find_on(tmp_path, ["s2", "s3"])] == [8, 8], "that was another run's"
+    write(tmp_path / "s2", 32)
+    note(tmp_path / "s3", 28, "s1")
+    assert [found.step for found in find_on(tmp_path, ["s2", "s3"])] == [32, 32]
+
+
+def test_what_the_launcher_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv(notes.VARIABLE, "28@s1")
+    assert "step-00000028 of this run is on host s1" in the_error(find_on(tmp_path, ["s2"]))
+    monkeypatch.setenv(notes.VARIABLE, "28@s2")
+    assert find_on(tmp_path, ["s2"]) == [None]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 1}', '{"step": true, "host": "s1", "run_id": "0"}',
+                                  json.dumps({"step": 1, "host": "a\nb", "run_id": OURS}), "[" * 10_000])  # fmt: skip
+def test_a_note_that_is_none_is_no_note(tmp_path, text):
+    (tmp_path / notes.NOTE_FILE).write_text(text)
+    assert notes.read(tmp_path) is None
+
+
+def test_a_note_keeps_the_step_that_it_knows_until_there_is_another(tmp_path):
+    note(tmp_path, 28, "s1")
+    note(tmp_path, 0, "s1")
+    assert notes.read(tmp_path).step == 28
+    note(tmp_path, 0, "s2", OTHER)
+    assert notes.read(tmp_path) == notes.Note(0, "s2", OTHER)
+
+
+def test_resume_never_looks_at_all_hosts(tmp_path):
+    write(tmp_path / "s2", 8)
+    found = find_on(tmp_path, ["s1", "s2"], resume="never")
+    assert "holds checkpoints of an earlier run on host s2; use resume=auto or" in the_error(found)
+
+
+def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
+    """Where ranks come and go, all of them hold it from then on. What another run left is left alone."""
+    write(tmp_path / "s3", 99, OTHER)
+    run_states = [RunState(0.0), in_memory(24), RunState(0.0)]
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
+    assert [item.name for item in found] == ["step-00000024 in memory on s2"] * 3
+    assert [run_state.checkpoint.step for run_state in run_states] == [24] * 3 and {
+        run_state.run_id for run_state in run_states
+    } == {OURS}
+    for run_state in run_states:
+        assert_equal(run_state.checkpoint.arrays, ARRAYS)
+    write(tmp_path / "s3", 28)
+    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
+    assert [item.name for item in found] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
+
+
+def test_a_run_that_has_begun_goes_on_from_a_checkpoint_of_an_older_version(tmp_path):
+    write(tmp_path / "s1", 8, None)
+    run_states = [RunState(0.0)]
+    for _ in range(2):
+        assert [found.step for found in find_on(tmp_path, ["s1"], run_states)] == [8]
+
+
+def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_path):
+    write(tmp_path / "s2", 28)
+    run_states = [in_memory(24), in_memory(24)]
+    found = find_on(tmp_path, ["s1", "s2"], run_states, on_all_ranks=True)
+    assert [item.name for item in found] == ["step-00000028 on s2"] * 2
+    assert [run_state.checkpoint.step for run_state in run_states] == [28, 28]
+
+
+@pytest.mark.parametrize("message_bytes", [1, 7, 64, 1 << 20])
+def test_arrays_arrive_as_they_left(message_bytes):
+    def action(comm):
+        rank = comm.topology.rank
+        return send_arrays(ARRAYS if rank == 1 else None, 1, comm, wanted=rank != 2, message_bytes=message_bytes)
+
+    first, _, third = on_ranks(["s1", "s2", "s3"], action)
+    assert_equal(first, ARRAYS)
+    assert third is None

@@ -1,0 +1,31 @@
+"""What each rank finds in the checkpoint that a run goes on from."""
+
+import numpy as np
+
+from hvtrain.training.resume import states_on
+
+
+def rank_state(rank):
+    return {
+        "seed/0000": np.array([7, rank]),
+        "metric/0000": np.float32(rank + 1),
+        "metric/0001": np.full(3, 10.0**rank),
+        "rate/factor": np.float32(0.1),
+    }
+
+
+def test_each_rank_keeps_its_own_state_and_the_chief_takes_the_sums_of_those_that_are_gone():
+    states = [rank_state(rank) for rank in range(4)]
+    chief, other = states_on(2, states)
+    assert other is states[1]
+    assert chief["metric/0000"] == 1 + 3 + 4
+    assert chief["metric/0001"].tolist() == [1 + 100 + 1000] * 3
+    assert chief["seed/0000"].tolist() == [7, 0]
+    assert chief["metric/0000"].dtype == np.float32
+
+
+def test_a_new_rank_has_counted_nothing_and_has_the_learning_rate_of_the_others():
+    before = [rank_state(0), rank_state(1)]
+    *kept, new = states_on(3, before)
+    assert [ours is theirs for ours, theirs in zip(kept, before, strict=True)] == [True, True]
+    assert new == {"rate/factor": np.float32(0.1)}
