@@ -40,7 +40,7 @@ def process(*words, cwd):
         ),
         (["+train.foo=1"], "unknown setting 'train.foo'; known: accumulate, batch_size, "),
         (["model=resnext"], "model=resnext is not one of application, cnn, deeplabv3plus, keras_hub, mlp, resnet20, "),
-        (["debug=fsat"], "debug=fsat is not one of false, fast, nan, overfit, profile, true; --help describes them"),
+        (["debug=fsat"], "debug=fsat is not one of fast, nan, overfit, profile; --help describes them"),
         (["experiment=foo"], "experiment=foo is not one of digits_multilabel, fashion_separable"),
         (["train.epochs=many"], "train.epochs=many is not a whole number"),
         (["train.epochs=0"], "train.epochs=0 is out of range; it must be at least 1"),
@@ -159,31 +159,21 @@ def test_an_argument_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
     assert (code, output) == (2, "") and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename what it names\n"
 
 
-def test_debug_shows_the_traceback(tmp_path):
-    code, _, errors = hvtrain("train.epoch=3", "debug=true", cwd=tmp_path)
+def test_tracebacks_are_shown_where_asked(tmp_path):
+    code, _, errors = hvtrain("train.epoch=3", "tracebacks=true", cwd=tmp_path)
     assert code == 2
     assert "Traceback" in errors and errors.endswith("did you mean 'train.epochs'?\n")
 
 
-def test_debug_true_is_one_of_several_choices(tmp_path):
-    """Whatever its case; a setting beside it counts more than the choice's own."""
-    code, output, _ = hvtrain("--cfg", "job", "debug=True", cwd=tmp_path)
-    assert (code, yaml.safe_load(output)["debug"]) == (0, True)
+def test_a_setting_counts_more_than_a_choice_of_debug(tmp_path):
     code, output, _ = hvtrain("--cfg", "job", "debug=fast", "train.steps=7", "experiment=mnist_classic", cwd=tmp_path)
     composed = yaml.safe_load(output)
-    assert (composed["debug"], composed["train"]["steps"], composed["train"]["evaluation_steps"]) == (False, 7, 2)
+    assert (code, composed["train"]["steps"], composed["train"]["evaluation_steps"]) == (0, 7, 2)
     assert composed["train"]["divide_steps_by_size"] is False, "debug comes after the experiment"
 
 
-def test_a_choice_of_debug_that_a_file_writes_as_a_setting_is_refused(tmp_path):
+def test_a_file_chooses_debug_in_its_defaults(tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\ndebug: fast\n")
-    code, _, errors = hvtrain("experiment=mine", "--config-dir", "own", cwd=tmp_path)
-    assert code == 2 and "Traceback" not in errors
-    assert errors == (
-        "hvtrain: debug: fast is a choice of the group debug, not a setting; give debug=fast on the command line, or "
-        "'- /debug/fast' among the defaults of the file\n"
-    )
     text = "# @package _global_\ndefaults: [/debug/fast]\ntrain: {epochs: 3}\n"
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
     code, output, errors = hvtrain("--cfg", "job", "experiment=mine", "--config-dir", "own", cwd=tmp_path)
@@ -191,9 +181,9 @@ def test_a_choice_of_debug_that_a_file_writes_as_a_setting_is_refused(tmp_path):
     assert (yaml.safe_load(output)["train"]["steps"], yaml.safe_load(output)["train"]["epochs"]) == (2, 3)
 
 
-def test_debug_in_a_file_shows_the_traceback_too(tmp_path):
+def test_tracebacks_in_a_file_count_too(tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\ndebug: true\ntrain: {epochs: 0}\n"
+    text = "# @package _global_\ntracebacks: true\ntrain: {epochs: 0}\n"
     (tmp_path / "own" / "experiment" / "broken.yaml").write_text(text)
     code, _, errors = hvtrain("experiment=broken", "--config-dir", "own", cwd=tmp_path)
     assert code == 2

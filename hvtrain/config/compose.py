@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import BUNDLES, GROUPS, RENAMED, SEVERAL, RunConfig, to_dict
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system import addresses, console
@@ -54,7 +54,7 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
             name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
             tree.run.name = name.replace("/", "-")
         trees.append(resolved(tree))
-        console.shows_tracebacks = tree.debug is True
+        console.shows_tracebacks = tree.tracebacks
 
     given = sys.argv
     # Hydra's errors and --cfg would show what is secret in notify=, and its grammar refuses many addresses.
@@ -74,12 +74,12 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def quoted(words: list[str]) -> list[str]:
-    """The words with names of choices in quotes that Hydra would take for a boolean or a number.
+    """The words, with the choice debug=nan in quotes: Hydra would take it for a number.
 
-    >>> quoted(["debug=True", "debug=fast", "seed=1"])
-    ["debug='true'", 'debug=fast', 'seed=1']
+    >>> quoted(["debug=nan", "debug=fast", "seed=1"])
+    ["debug='nan'", 'debug=fast', 'seed=1']
     """
-    return [re.sub("(?i)^debug=(true|false|nan)$", lambda word: f"debug='{word[1].lower()}'", word) for word in words]
+    return ["debug='nan'" if word.lower() == "debug=nan" else word for word in words]
 
 
 def resolved(tree: Any) -> dict[str, Any]:
@@ -107,8 +107,6 @@ def _in_one_line(error: Exception) -> str:
 
     text = " ".join(str(error).split())
     unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown and unknown[1] in RENAMED:
-        return f"{unknown[1]}: this setting is now {RENAMED[unknown[1]]}"
     if unknown:
         group, _, setting = unknown[1].partition(".")
         of_choices = {path.stem: [*cast("dict", OmegaConf.load(path))] for path in _choices(group, sys.argv)}

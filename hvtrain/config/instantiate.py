@@ -62,7 +62,7 @@ def build(
             own = own.__cause__  # Hydra's error about a module has that of the user's import within.
         if not isinstance(cause, UserError):
             if place := place_of(own):
-                said = f"{in_one_line(own)} ({place}); debug=true shows its traceback"
+                said = f"{in_one_line(own)} ({place}); tracebacks=true shows its traceback"
                 raise ConfigError(f"{target} failed: {said}") from own
             if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
                 reason = " ".join(str(cause).split())

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
-from hvtrain.config.accumulation import align_with_accumulation
 from hvtrain.config.model_options import check_rates, model_options
 from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
@@ -20,15 +19,6 @@ SEVERAL = ("augment", "callbacks", "tracker")
 """Groups of which none or several are chosen, each under its name."""
 BUNDLES = ("experiment", "debug")
 """Groups whose choices set other settings, in this order."""
-RENAMED = {
-    "dataset.uneven": "data.uneven",
-    "dataset.on_error": "data.on_error",
-    "comm": "comm.tune=true",
-    "profile": "profile.timeline=true",
-    "profile_first_step": "profile.first_step",
-    "profile_steps": "profile.steps",
-}
-"""Settings of earlier versions, with their present names."""
 
 
 @dataclass
@@ -173,20 +163,11 @@ class RunConfig:
     )
     seed: int = setting(1, "seed of weights, shuffling and augmentation", low=0)
     verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
-    debug: bool = setting(False, "show tracebacks also for errors in the input; --help lists more of debug=")
+    tracebacks: bool = setting(False, "show tracebacks also for errors in the input")
 
 
 def from_dict(tree: dict[str, Any]) -> RunConfig:
     """The RunConfig of a plain nested dictionary, or ConfigError that names setting, value and what is allowed."""
-    given = flatten(tree)
-    for name, new in RENAMED.items():
-        if name in given:
-            raise ConfigError(f"{name}={given[name]}: this setting is now {new}")
-    if isinstance(tree.get("debug"), str):
-        raise ConfigError(
-            f"debug: {tree['debug']} is a choice of the group debug, not a setting; give debug={tree['debug']} on the "
-            f"command line, or '- /debug/{tree['debug']}' among the defaults of the file"
-        )
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
         _check_group(group, getattr(config, group))
@@ -207,7 +188,7 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
         # Mixed targets have a loss that stays above 0, and a callback may watch what is not computed.
         config.augment, config.callbacks = {}, {}
     if config.train.accumulate > 1:
-        align_with_accumulation(config)
+        _align_with_accumulation(config)
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
     return config
@@ -235,3 +216,35 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
     for key, value in flatten(group, f"{name}.").items():
         if value == "???":
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
+
+
+def _align_with_accumulation(config: RunConfig) -> None:
+    """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
+    train, number = config.train, config.train.accumulate
+    if config.optimizer.get("gradient_accumulation_steps"):
+        raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
+    if config.data.uneven == "pad":
+        raise ConfigError(f"train.accumulate={number} and data.uneven=pad exclude each other; choose data.uneven=trim")
+    given = {
+        "train.steps": None if train.divide_steps_by_size else train.steps,
+        "train.validate_every_steps": train.validate_every_steps,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+    }
+    for name, steps in given.items():
+        if steps and steps % number:
+            near = f"{steps - steps % number} or " if steps > number else ""
+            raise ConfigError(
+                f"{name}={steps} is not a multiple of train.accumulate={number}; choose {near}{_whole(steps, number)}"
+            )
+    config.guard.every = _whole(config.guard.every, number)
+    if "commit_steps" in config.strategy:
+        config.strategy["commit_steps"] = _whole(config.strategy["commit_steps"], number)
+
+
+def _whole(steps: int, accumulate: int) -> int:
+    """Rounds steps up to whole accumulations.
+
+    >>> _whole(500, 1), _whole(500, 3), _whole(0, 3)
+    (500, 501, 0)
+    """
+    return -(-steps // accumulate) * accumulate

@@ -229,7 +229,6 @@ def read_history(folder: Path) -> list[EpochRecord]:
     records = []
     try:
         for row in csv.DictReader(io.StringIO(whole_lines(read_file(path)), newline="")):
-            row.setdefault("examples_per_second", row.pop("images_per_second", None))  # its name in older files
             numbers = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
             epoch, step = int(row.pop("epoch")), int(row.pop("step"))
             metrics = {name: float(cell) for name, cell in row.items() if cell}

@@ -172,7 +172,7 @@ def _report(error: BaseException, rank: int) -> int:
         console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
         return 1
     # Hydra may have refused the line before it was composed.
-    if console.shows_tracebacks or any(word == "debug=true" for word in map(str.lower, sys.argv)):
+    if console.shows_tracebacks or any(word == "tracebacks=true" for word in map(str.lower, sys.argv)):
         traceback.print_exc()
     # The rank that failed reports first.
     is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman

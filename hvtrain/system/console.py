@@ -20,7 +20,7 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PR
 SECONDS_FOR_ANOTHER_RANK = 10.0
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
 _signal_came = threading.Event()
-# True if the run was composed with debug=true, on the command line or in a file.
+# True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
 # Descriptor of this process's error output, also while TensorFlow's notes go elsewhere.
 _error_output = 2

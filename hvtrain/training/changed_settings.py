@@ -11,7 +11,18 @@ from hvtrain.errors import ConfigError
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # They do not change what is learned.
 _IRRELEVANT = (
-    *("run.", "resume", "verbose", "debug", "checkpoint.", "guard.", "watchdog.", "profile.", "comm.", "strategy."),
+    *(
+        "run.",
+        "resume",
+        "verbose",
+        "tracebacks",
+        "checkpoint.",
+        "guard.",
+        "watchdog.",
+        "profile.",
+        "comm.",
+        "strategy.",
+    ),
     *("train.max_time", "train.evaluation_batch_size", "train.evaluation_steps", "train.steps_per_execution"),
     *("train.remat", "model.weights", "tracker.", "notify"),
 )

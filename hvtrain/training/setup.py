@@ -143,7 +143,7 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
         wanted = f"inputs named {', '.join(inputs)}" if isinstance(inputs, dict) else "one input"
         raise ConfigError(
             f"{name} must take {wanted}, {given} of shape {shapes} as {source.name} gives them; it failed "
-            f"with {in_one_line(error)}{f' ({place})' if place else ''}; debug=true shows its traceback"
+            f"with {in_one_line(error)}{f' ({place})' if place else ''}; tracebacks=true shows its traceback"
         ) from error
     # A step or a loss of the user's own may take whatever outputs it likes.
     if all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss")):

@@ -16,12 +16,12 @@ REFUSED = {
     "model two outputs": "has 2 output(s) of shape (None, 4), (None, 4) and needs one of (None, 4)",
     "model takes two": "must take one input, images of shape (6, 6, 1) as leaves gives them; it failed with TypeError",
     "model other size": "expected shape=(None, 28, 28, 1), found shape=(None, 6, 6)",
-    "model fails": "it failed with ZeroDivisionError: in call ({in call}); debug=true shows its traceback",
+    "model fails": "it failed with ZeroDivisionError: in call ({in call}); tracebacks=true shows its traceback",
     "data none": "dataset._target_=careless.data returned None; it must return an hvtrain.data.Source; "
     "hvtrain.data.from_arrays(images, labels) makes one",
     "data dataset": "returned a _RangeDataset; it must return an hvtrain.data.Source",
     "data missing": "failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy' ({missing}); debug=",
-    "data value": "failed: ValueError: cannot reshape array of size 7 into shape (3,4) ({value}); debug=true shows",
+    "data value": "failed: ValueError: cannot reshape array of size 7 into shape (3,4) ({value}); tracebacks=true shows",
     "data names": "labels are <U3 of shape (4,); give one integer per image",
 }
 # What sums up the traceback of an exception in training: how it begins, and the mark of its line.
@@ -34,7 +34,9 @@ FAILED = {
     "data run": ("RuntimeError: a leaf fell off", ""),  # Converted by AutoGraph within another function.
     "callback": ("AttributeError: no leaf", "callback"),
 }
-BROKEN = "failed: ModuleNotFoundError: No module named 'no_such_package' ({folder}/broken.py, line 3); debug=true shows"
+BROKEN = (
+    "failed: ModuleNotFoundError: No module named 'no_such_package' ({folder}/broken.py, line 3); tracebacks=true shows"
+)
 WORK = ["model subclassed", "model unbuilt"]
 
 

@@ -73,7 +73,7 @@ class OwnFunction:
             raise self.fail(error) from error.__cause__
         except Exception as error:
             place = place_of(error)
-            said = f"{in_one_line(error)}{f' ({place})' if place else ''}; debug=true shows its traceback"
+            said = f"{in_one_line(error)}{f' ({place})' if place else ''}; tracebacks=true shows its traceback"
             raise self.fail(ConfigError(f"{call} failed: {said}")) from error
         if found is not None:
             needed = "a tf.data.Dataset or a keras.utils.PyDataset is needed"
