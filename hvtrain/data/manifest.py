@@ -9,13 +9,14 @@ It identifies files by names and sizes, arrays by their contents. No TensorFlow.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvtrain.data.paths import check_names
 from hvtrain.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,23 @@ MAX_SIZES = 10_000
 """Sizes that are read, of evenly spaced files, since a network file system may be slow."""
 MAX_BYTES = 2**28
 """Bytes of an array that are hashed, in evenly spaced rows."""
+
+
+def user_path(text: str | Path) -> Path:
+    """The path with ~ as the user's home. It stays where there is none, as for a container's user without a name."""
+    path = Path(text)
+    with suppress(RuntimeError):
+        path = path.expanduser()
+    return path
+
+
+def check_names(paths: Iterable[str | Path]) -> None:
+    """Raises DataError for a name that is not UTF-8, which TensorFlow cannot open, nor a record hold."""
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{os.fsencode(path)!r} is a file whose name is not UTF-8; rename it") from None
 
 
 def of_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
-from hvtrain.data.preprocessing import Preprocessing
 from hvtrain.errors import ConfigError
 
 LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
@@ -56,6 +56,45 @@ class Unreadable(NamedTuple):
     why: str
     num_examples: int | None = 1
     """None if it cannot be known, as for the rest of a damaged file."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Turns one raw example into what the model trains on.
+
+    It goes into the saved model, before the trained one. So it may hold only what plain Keras loads without hvtrain,
+    and it must give the same bits as the input pipeline.
+    """
+
+    shape: Any
+    """Shape of a raw example, an array of any numeric type; None for a side of any size. Or, for raw examples that are
+    no single array of numbers, a nested structure of tf.TensorSpec, which the model takes as it is."""
+    layers: Sequence[Callable[[Any], Any]] = ()
+    """Keras layers or functions of keras.ops, in order."""
+    values: str = "as the data set's streams give them"
+    """The values in a raw example, described for the user of the saved model."""
+    range: tuple[float, float] | None = None
+    """The smallest and the largest value, if known."""
+
+    def inputs(self) -> Any:
+        """The inputs of a saved model; an array's is float32, to which Keras converts all other numeric types."""
+        if isinstance(self.shape, tuple):
+            return keras.Input(self.shape, dtype="float32", name="raw")
+        return symbolic(self.shape)
+
+    def __call__(self, raw: Any) -> Any:
+        for layer in self.layers:
+            raw = layer(raw)
+        return raw
+
+
+def symbolic(spec: Any) -> Any:
+    """Keras inputs for a nested structure of tf.TensorSpec of one example, under their names in a dict."""
+    inputs = []
+    for path, one in keras.tree.flatten_with_path(spec):
+        name = one.name or (path[-1] if path and isinstance(path[-1], str) else None)
+        inputs.append(keras.Input(tuple(one.shape), dtype=one.dtype.name, name=name))
+    return keras.tree.pack_sequence_as(spec, inputs)
 
 
 class Source(ABC):

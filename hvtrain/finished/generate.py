@@ -36,7 +36,7 @@ def main() -> int:
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
-        from hvtrain.tasks.generation import continuation
+        from hvtrain.tasks.language import continuation
     with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         tokens, facts = run.source.tokens_of(prompt), run.source.facts()

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.paths import check_names
+from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.table import refuse_gaps, text_options
 from hvtrain.errors import ConfigError, DataError, in_one_line

@@ -8,8 +8,7 @@ import numpy as np
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.exact_metrics import NUM_CHECKED
-from hvtrain.tasks.task import Losses, Metrics, Task
+from hvtrain.tasks.task import NUM_CHECKED, Losses, Metrics, Task
 
 
 class Custom(Task):

@@ -1,7 +1,7 @@
 """A token for each place in a text."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.generation import continuation
 from hvtrain.tasks.reviewed import Reviewed
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
@@ -108,3 +107,35 @@ class Language(Task):
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         perplexity = float(np.exp(min(metrics["loss"], MAX_CROSS_ENTROPY)))
         return {**metrics, "perplexity": perplexity}
+
+
+def continuation(
+    model: keras.Model,
+    prompt: Sequence[int],
+    number: int,
+    length: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[int]:
+    """The tokens that a model writes after a prompt of at least one; the same for the same seed.
+
+    Args:
+        model: from tokens [batch, length] to logits [batch, length, vocabulary]; those at a place do not depend on
+            later tokens.
+        number: of tokens; fewer if it writes `end`, which is not returned.
+        length: of the model. It sees that many of the newest tokens.
+        temperature: 0 takes the likeliest token each time; 1 draws them as likely as the model says.
+    """
+    random, tokens = np.random.default_rng(seed), list(prompt)
+    for _ in range(number):
+        seen = tokens[-length:]
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(seen)] = seen
+        logits = keras.ops.convert_to_numpy(model(row, training=False))[0, len(seen) - 1].astype(np.float64)
+        # The largest sum with Gumbel noise is a draw from softmax(logits / temperature).
+        token = int(np.argmax(logits + temperature * random.gumbel(size=len(logits))))
+        if token == end:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]

@@ -17,8 +17,7 @@ import tensorflow as tf
 from hvtrain.checkpoint.writer import save_model
 from hvtrain.core.records import write_atomic
 from hvtrain.core.topology import Topology
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import Source
+from hvtrain.data.source import Preprocessing, Source
 from hvtrain.errors import in_one_line
 from hvtrain.tasks import Task
 

@@ -12,8 +12,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import TrainConfig, from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
-from hvtrain.data.pipeline.augmentation import Augmentation, Masks
-from hvtrain.data.pipeline.pure_layer import IMAGES, LABELS, MASKS, PureLayer
+from hvtrain.data.pipeline.augmentation import IMAGES, LABELS, MASKS, Augmentation, Masks, PureLayer
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks

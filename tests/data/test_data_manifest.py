@@ -11,8 +11,7 @@ import pytest
 from damage import FILE_KINDS, broken, image_path, opened
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, manifest
-from hvtrain.data.manifest import differences, digest_of, of_files
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import differences, digest_of, of_files, user_path
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import DataError

@@ -6,7 +6,7 @@ import numpy as np
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.tasks import Classification, Language
-from hvtrain.tasks.generation import continuation
+from hvtrain.tasks.language import continuation
 
 SIZE, LENGTH = 9, 6
 

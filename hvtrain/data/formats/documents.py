@@ -3,7 +3,7 @@
 import pydoc_data.topics
 from pathlib import Path
 
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import user_path
 from hvtrain.errors import ConfigError, DataError
 
 TABLES = (".csv", ".parquet")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import sentencepiece
 
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import user_path
 from hvtrain.errors import ConfigError, DataError
 
 TRAINED_CHARACTERS = 20_000_000

@@ -16,8 +16,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform, Unchanged
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.source import Preprocessing, Source, StreamRequest
 from hvtrain.system import cores
 
 Read = Callable[..., tuple[Any, ...]]

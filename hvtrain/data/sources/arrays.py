@@ -9,7 +9,7 @@ import tensorflow as tf
 from safetensors import numpy as safetensors
 
 from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
-from hvtrain.data.preprocessing import Preprocessing
+from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 

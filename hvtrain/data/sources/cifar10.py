@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import user_path
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError

@@ -9,12 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_files
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import of_files, user_path
 from hvtrain.data.pipeline.streams import Read, StreamedSource, Then, end_with_python
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import LEAVE_OUT, Unreadable, reason
+from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
 from hvtrain.errors import DataError
 from hvtrain.system import cores
 

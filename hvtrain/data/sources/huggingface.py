@@ -9,12 +9,10 @@ import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_files
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import of_files, user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape, decode_batch
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import reason
+from hvtrain.data.source import Preprocessing, reason
 from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import keras
 
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError
 
 PROBE_SECONDS = 5

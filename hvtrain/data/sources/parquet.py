@@ -16,8 +16,7 @@ from hvtrain.data.formats import row_groups
 from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
 from hvtrain.data.pipeline.transform import Transform, decode_batch
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import StreamRequest, Unreadable
+from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 

@@ -10,12 +10,10 @@ import tensorflow as tf
 from PIL import Image, UnidentifiedImageError
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_files
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import of_files, user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape, decode_files
-from hvtrain.data.preprocessing import Preprocessing
-from hvtrain.data.source import reason
+from hvtrain.data.source import Preprocessing, reason
 from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")

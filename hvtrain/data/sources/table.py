@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.preprocessing import Preprocessing
+from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
 from hvtrain.errors import ConfigError, DataError
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.data.manifest import of_files
-from hvtrain.data.paths import user_path
+from hvtrain.data.manifest import of_files, user_path
 from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode
-from hvtrain.data.preprocessing import Preprocessing
+from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.own_function import OwnFunction
 from hvtrain.data.sources.own_pipeline import FunctionSource
 from hvtrain.errors import ConfigError, DataError
