@@ -17,11 +17,11 @@ from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.finished.run_words import FinishedConfig
 from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.failing import failing_together
+from hvtrain.strategies.base import report_failures
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.tasks import Task
-from hvtrain.training.outcome import load_weights
+from hvtrain.training.finish import load_weights
 from hvtrain.training.setup import build_network, open_source, open_task, optimizer_at, seed_everything
 
 
@@ -64,7 +64,7 @@ class FinishedRun:
 def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
     """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
-    with failing_together(strategy):
+    with report_failures(strategy):
         topology = strategy.start()
         console.start_log(topology.is_chief)
         logging.getLogger("hvtrain").setLevel(logging.WARNING)

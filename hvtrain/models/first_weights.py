@@ -16,7 +16,7 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
-from hvtrain.models.hub_presets import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
+from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
 from hvtrain.models.parts import Part, find, head_of, parts
 
 log = logging.getLogger(__name__)

@@ -5,17 +5,20 @@ hub_wrapper.py fits it to the data set and the task; hub_presets.py knows what l
 
 import difflib
 import inspect
+import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import layers, ops
 
+from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.models.hub_presets import preset_folder, task_config
-from hvtrain.models.hub_wrapper import fit_inputs, fit_outputs
-from hvtrain.models.networks import check_rate
+from hvtrain.models.networks import check_rate, logits
 
 OURS = {"self", "args", "kwargs", "backbone", "preprocessor", "activation", "name", "compile", "dtype"}
 """Arguments of keras-hub's constructors that are not up to the user."""
@@ -191,3 +194,121 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
                 f"{type(backbone).__name__} has {fact}={has}, and the data set needs {needed} {of_what}; choose "
                 f"another preset, or +model.backbone.{fact}={needed}"
             )
+
+
+CONFIG_FILE = "config.json"
+"""In every preset, and in no run folder."""
+
+
+def preset_folder(preset: str, setting: str) -> str:
+    """The folder's whole path, since keras-hub downloads what has the name of a preset that it knows.
+
+    Raises ConfigError, which names the setting, if there is no preset.
+    """
+    path = Path(preset)
+    if not (path / CONFIG_FILE).is_file():
+        what = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"{setting}={preset} {what}; give a folder that save_to_preset of keras-hub wrote: nothing is downloaded"
+        )
+    return str(path.resolve())
+
+
+def task_config(folder: str, kind: type) -> dict[str, Any]:
+    """The options of a task model in a preset, without its backbone; empty if it is of another class, or has none."""
+    path = Path(folder) / "task.json"
+    saved = json.loads(path.read_text()) if path.is_file() else {}
+    if saved.get("class_name") != kind.__name__:
+        return {}
+    return {key: value for key, value in saved["config"].items() if key not in ("backbone", "preprocessor")}
+
+
+def backbone_of(model: keras.Model) -> keras.Model | None:
+    """The backbone of keras-hub in a model: what presets have the weights of, whatever the task. None without one."""
+    return _inside(model, "Backbone")
+
+
+def task_of(model: keras.Model) -> keras.Model | None:
+    """The task model of keras-hub in a model: its backbone and a head. None without one."""
+    return _inside(model, "Task")
+
+
+def _inside(model: keras.Model, kind: str) -> Any:
+    if (hub := sys.modules.get("keras_hub")) is None:
+        return None
+    return next((layer for layer in model._flatten_layers() if isinstance(layer, getattr(hub.models, kind))), None)
+
+
+TOKENS, MASK, SEGMENTS, POSITIONS = "token_ids", "padding_mask", "segment_ids", "mask_positions"
+
+
+def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
+    """Inputs of these tf.TensorSpecs, and what the network takes, made of them.
+
+    A single array is the tokens or the image. What a text model takes besides is made of the tokens if it is missing:
+    the mask of those that are not padding, one segment, and all places as those whose tokens are predicted. Raises
+    ConfigError for inputs of other names, or with other numbers of axes.
+    """
+    inputs, has_names = symbolic(spec), isinstance(network.input, Mapping)
+    wanted = dict(network.input) if has_names else {"image": network.input}
+    if isinstance(inputs, Mapping):
+        given = dict(inputs)
+    else:
+        given = {TOKENS if TOKENS in wanted else next(iter(wanted)): inputs}
+    made = {name: _made(name, given, padding_token) for name in wanted if name not in given}
+    given |= {name: one for name, one in made.items() if one is not None}
+    if given.keys() != wanted.keys() or any(len(given[name].shape) != len(wanted[name].shape) for name in wanted):
+        needed, came = (
+            ", ".join(f"{name} {tuple(one.shape)}" for name, one in ones.items())
+            for ones in (wanted, inputs if isinstance(inputs, Mapping) else given)
+        )
+        raise ConfigError(
+            f"{type(network).__name__} takes {needed}, and the data set gives {came}; give it such inputs"
+        )
+    return inputs, given if has_names else given["image"]
+
+
+def _made(name: str, given: Mapping[str, Any], padding_token: int | None) -> Any:
+    """An input that follows from the tokens beside it (decoder_token_ids for decoder_padding_mask); None for others."""
+    kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), None)
+    tokens = given.get(f"{name.removesuffix(kind)}{TOKENS}") if kind else None
+    if tokens is None:
+        return None
+    if kind == SEGMENTS:
+        return ops.zeros_like(tokens)
+    if kind == POSITIONS:
+        return ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    return ops.ones_like(tokens) if padding_token is None else ops.cast(ops.not_equal(tokens, padding_token), "int32")
+
+
+def fit_outputs(outputs: Any, given: Any, shape: Sequence[Any] | None, dropout: float, has_head: bool) -> Any:
+    """Float32 logits of that shape for an example; without a shape the network's own outputs.
+
+    given: what the network took, with the mask of a text. has_head: its outputs are logits already.
+    """
+    if shape is None:
+        return outputs
+    if not has_head:
+        mask = given.get(MASK) if isinstance(given, Mapping) else None
+        outputs = _features(outputs, mask, is_pooled=len(shape) == 1)
+        outputs = layers.Dropout(dropout, name="dropout")(outputs) if dropout else outputs
+        outputs = logits(outputs, shape[-1])
+    if len(shape) == 3 and len(outputs.shape) == 4 and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
+        outputs = layers.Resizing(*shape[:2], dtype="float32", name="resize")(outputs)
+    if outputs.dtype != "float32":
+        outputs = layers.Activation("linear", dtype="float32", name="float32")(outputs)
+    return outputs
+
+
+def _features(outputs: Any, mask: Any, is_pooled: bool) -> Any:
+    """What the dense layer is put on: of an example, or of each of its places."""
+    if isinstance(outputs, Mapping):
+        if is_pooled and "pooled_output" in outputs:
+            return outputs["pooled_output"]
+        named = [name for name in outputs if name.endswith("sequence_output")]
+        outputs = outputs[named[-1] if named else list(outputs)[-1]]
+    if is_pooled and len(outputs.shape) == 4:
+        return layers.GlobalAveragePooling2D(name="pool")(outputs)
+    if is_pooled and len(outputs.shape) == 3:
+        return layers.GlobalAveragePooling1D(name="pool")(outputs, mask=mask)
+    return outputs

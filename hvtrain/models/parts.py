@@ -14,8 +14,11 @@ from typing import Any
 
 import keras
 
+from hvtrain.config.schema import model_options
+from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
-from hvtrain.models.hub_presets import backbone_of
+from hvtrain.models.hub_models import backbone_of
+from hvtrain.models.remat import recompute
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,84 @@ def trained_in_words(model: keras.Model) -> str:
 
 def _size(variable: Any) -> int:
     return math.prod(variable.shape)
+
+
+KINDS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
+
+
+def add_lora(model: keras.Model, rank: int) -> None:
+    """Freezes a built model, apart from its head, and gives each of its KINDS of layers two matrices that train.
+
+    The head, see head_of, trains as a whole, since it may be new. A saved model has the matrices added to the kernels,
+    and is a plain one. Raises ConfigError if there is no such layer.
+    """
+    head = {id(part.layer): part.place for part in head_of(model)}
+    body = [part for part in parts(model) if id(part.layer) not in head]
+    chosen = [part.layer for part in body if isinstance(part.layer, KINDS) and not _constraint(part.layer)]
+    if not chosen:
+        raise ConfigError(
+            f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding layer before its head "
+            f"{', '.join(head.values())}; freeze layers instead (model.freeze)"
+        )
+    adapted = {id(layer) for layer in chosen}
+    for part in body:
+        for variable in part.own:
+            variable.trainable = False
+    for layer in model._flatten_layers(include_self=False):
+        inner = {id(one) for one in layer._flatten_layers()}
+        if not inner & (head.keys() | adapted):
+            layer.trainable = False  # Batch normalization then runs as in inference.
+    for layer in chosen:
+        layer.enable_lora(rank)
+        _save_plain(layer)
+
+
+def _constraint(layer: Any) -> Any:
+    """A constraint on the kernel, with which Keras cannot add the matrices; such a layer stays frozen."""
+    return getattr(layer, "kernel_constraint", None) or getattr(layer, "embeddings_constraint", None)
+
+
+def _save_plain(layer: Any) -> None:
+    """Keras saves the sum as the kernel; without lora_rank it loads as a layer without matrices that are zero."""
+    get_config = layer.get_config
+    layer.get_config = lambda: {key: value for key, value in get_config().items() if not key.startswith("lora_")}
+
+
+def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
+    """Changes a built model, in place, as train.sync_batch_norm, train.remat, model.lora_rank and model.freeze want it.
+
+    size is the number of ranks. Each rank does the same. Raises ConfigError.
+    """
+    options = model_options(config.model)
+    if config.train.sync_batch_norm:
+        _synchronize(model, size)
+    if options.lora_rank:
+        add_lora(model, options.lora_rank)
+    if options.freeze:
+        freeze(model, options.freeze)
+    if config.train.remat:
+        recompute(model)
+
+
+def _synchronize(model: keras.Model, size: int) -> None:
+    """Makes each batch normalization one over the batches of all ranks; with one rank Keras's is that already."""
+    found: list[Any] = [
+        layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    if not found:
+        raise ConfigError(
+            f"train.sync_batch_norm=true, but {model.name} has no BatchNormalization; leave the setting out"
+        )
+    if size == 1:
+        return
+    from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
+
+    for layer in found:
+        if isinstance(layer, SyncBatchNormalization):
+            continue
+        if type(layer) is not keras.layers.BatchNormalization or layer.synchronized:
+            raise ConfigError(
+                f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} that may normalize "
+                "in its own way; make it a plain keras.layers.BatchNormalization"
+            )
+        synchronize(layer)

@@ -2,8 +2,8 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,14 +13,13 @@ import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.errors import UserError
+from hvtrain.errors import ConfigError, UserError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, train
-from hvtrain.strategies.one_process import refuse_several
+from hvtrain.system import console
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.progress import VALIDATION
+from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
 
 T = TypeVar("T")
 
@@ -252,3 +251,92 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
     for variable, value in zip(variables, values):
         variable.assign(value.astype(variable.dtype))
+
+
+T = TypeVar("T")
+
+
+class Comm:
+    """`strategy.comm`: collectives, here of one process. Every rank must enter each. The watchdog is told of waits."""
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology()
+        self.watchdog = Watchdog()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Returns the root's value on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns all ranks' values, by rank, on every rank."""
+        return [value]
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns element-wise sums over the ranks, as float64."""
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's."""
+
+    def on_chief(self, action: Callable[[], T]) -> T:
+        """Runs the action on the chief and returns its result on all ranks. If it raises a UserError, all ranks do."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, root: int, action: Callable[[], T]) -> T:
+        """Like on_chief, but runs the action on rank `root`; the error names a root other than the chief."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.topology.rank == root:
+            with self.watchdog.phase(CHECKPOINT):
+                outcome = _attempt(action)
+        value, error, host = self.broadcast((*outcome, self.topology.host), root)
+        if error is not None:
+            raise type(error)(f"rank {root} on {host}: {error}") if root else error
+        return value
+
+    def all_or_raise(self, action: Callable[[], T]) -> T:
+        """Runs the action on every rank; returns each its own result. If one raises a UserError, all ranks raise it."""
+        value, error = _attempt(action)
+        errors = self.gather(error and (error, self.topology.host))
+        rank = next((rank for rank, failed in enumerate(errors) if failed), None)
+        if rank is not None:
+            first, host = errors[rank]
+            where = "" if all(errors) else f"rank {rank} on {host}: "
+            raise type(first)(f"{where}{first}") from error
+        return value
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
+
+
+@contextmanager
+def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
+    """If the block fails, tells the other ranks why. Raises the failure of another rank if that came first.
+
+    note: takes the cause, before the others learn it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        console.take_signals(console.note_signal)
+        cause = strategy.cause_of(error)
+        if note:
+            note(cause or error)
+        strategy.report_failure(cause or error)
+        if cause:
+            raise cause from error
+        raise
+
+
+def refuse_several(strategy: str, instead: str) -> None:
+    """Raises ConfigError if a launcher started several processes, each of which would train alone."""
+    from hvtrain.keras.process import launched_size  # It imports Horovod, which hvtrain.plan works without.
+
+    if (size := launched_size() or 1) > 1:
+        raise ConfigError(
+            f"strategy={strategy} is one process, and the launcher started {size}; start it with python -m hvtrain, or "
+            f"choose strategy={instead}"
+        )

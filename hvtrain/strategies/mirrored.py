@@ -13,8 +13,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.one_process import refuse_several
+from hvtrain.strategies.base import Strategy, refuse_several
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
     mean_over_replicas,

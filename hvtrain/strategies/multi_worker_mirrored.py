@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,9 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
+from hvtrain.keras.devices import exchange
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Timeline
-from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
@@ -24,6 +25,8 @@ from hvtrain.strategies.replica_step import (
     replica_loss,
     step_of,
 )
+from hvtrain.system import interfaces
+from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
 _KINDS = tf.distribute.experimental.CommunicationImplementation
@@ -116,3 +119,26 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
         ) from error
     finally:
         os.environ.pop("TF_CONFIG", None)
+
+
+def refuse_own_cluster(strategy: str) -> None:
+    """Raises ConfigError if the environment describes a cluster already."""
+    if "TF_CONFIG" in os.environ:
+        raise ConfigError(
+            f"TF_CONFIG is set, and strategy={strategy} builds its cluster from the launcher's ranks; unset it"
+        )
+
+
+def cluster_addresses(rank: int, strategy: str) -> list[str]:
+    """Each rank's address and a free port, by rank: 10.0.0.1:41234 (every rank).
+
+    Call it before TensorFlow has initialized a device. Raises RankError if the ranks do not reach rank 0.
+    """
+    found, listener = agree(rank, exchange, lambda value: exchange(value)[0])
+    if listener:
+        listener.close()
+    if found is None:
+        raise RankError(f"strategy={strategy}: no address of rank 0 can be reached from all ranks")
+    own = LOOPBACK if found[0] == LOOPBACK else interfaces.address_towards(found[0])
+    with socket.create_server((own, 0)) as free:
+        return exchange(f"{own}:{free.getsockname()[1]}")

@@ -13,10 +13,8 @@ from hvtrain.errors import ConfigError, UserError
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, build_metrics
 from hvtrain.strategies.loop import CallSteps, train
-from hvtrain.strategies.ps_cluster import Cluster, error_of, join_cluster, serve
-from hvtrain.strategies.ps_roles import WORKER
-from hvtrain.strategies.remote_step import Workers, compute, packed, reader
-from hvtrain.strategies.server_state import ServerState
+from hvtrain.strategies.ps_cluster import WORKER, Cluster, error_of, join_cluster, serve
+from hvtrain.strategies.worker_step import ServerState, Workers, compute, packed, reader
 from hvtrain.watchdog.progress import EXCHANGE
 
 # Errors of TensorFlow when a process of the cluster is gone.

@@ -10,8 +10,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.parameter_server_async import ParameterServerStrategy, Steps
-from hvtrain.strategies.remote_step import Workers, compute, packed
-from hvtrain.strategies.server_state import ServerState
+from hvtrain.strategies.worker_step import ServerState, Workers, compute, packed
 from hvtrain.watchdog.progress import EXCHANGE
 
 

@@ -6,20 +6,21 @@ and leave Horovod. From then on they communicate through TensorFlow's servers, a
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain import watchdog
-from hvtrain.errors import FailedRankError, LostRankError, RankError, UserError
-from hvtrain.keras.early_exchange import exchange
+from hvtrain.errors import ConfigError, FailedRankError, LostRankError, RankError, UserError
+from hvtrain.keras.devices import View, _uuids, choose_gpus, visible_names
+from hvtrain.keras.devices import exchange
 from hvtrain.launch.by_hand import BY_HAND
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.cluster_address import cluster_addresses, refuse_own_cluster
-from hvtrain.strategies.ps_roles import CHIEF, Role, choose_places, num_workers, roles_of
+from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_own_cluster
 from hvtrain.system import console
 from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog.judge import Verdict
@@ -30,6 +31,55 @@ MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
 # For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
+
+
+CHIEF, PS, WORKER = "chief", "ps", "worker"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A process's job in the cluster, and its number among those with that job."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return "coordinator" if self.job == CHIEF else f"{self.job} {self.index}"
+
+
+def roles_of(size: int, num_ps: int, name: str) -> list[Role]:
+    """Roles by rank: the coordinator, then the parameter servers, then the workers. Raises ConfigError.
+
+    >>> [str(role) for role in roles_of(4, 1, "parameter_server")]
+    ['coordinator', 'ps 0', 'worker 0', 'worker 1']
+    """
+    if size < num_ps + 2:
+        raise ConfigError(
+            f"strategy={name} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps and a worker), and "
+            f"the launcher started {size}; start it with horovodrun -np {num_ps + 3} for two workers, or "
+            f"python -m hvtrain launch -np 2 --num-ps {num_ps}"
+        )
+    servers = [Role(PS, index) for index in range(num_ps)]
+    return [Role(CHIEF, 0), *servers, *(Role(WORKER, index) for index in range(size - 1 - num_ps))]
+
+
+def num_workers(roles: Sequence[Role]) -> int:
+    return sum(role.job == WORKER for role in roles)
+
+
+def choose_places(roles: list[Role], share_gpus: bool) -> tuple[list[str], list[int | None]]:
+    """The host and the GPU of each rank; coordinator and parameter servers have no GPU (every process)."""
+    visible = len(tf.config.list_physical_devices("GPU"))
+    names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), visible)
+    seen = exchange((socket.gethostname(), names, _uuids(visible)), "hvtrain.places")
+    hosts = [host for host, *_ in seen]
+    workers = [rank for rank, role in enumerate(roles) if role.job == WORKER]
+    views = [
+        View(hosts[rank], sum(hosts[other] == hosts[rank] for other in workers if other < rank), *seen[rank][1:])
+        for rank in workers
+    ]
+    chosen = dict(zip(workers, choose_gpus(views, share_gpus)))
+    return hosts, [chosen.get(rank) for rank in range(len(roles))]
 
 
 @dataclass

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.facts import declared
+from hvtrain.config.instantiate import declared
 
 CONF = Path(__file__).parents[2] / "conf"
 VIT = {"patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}

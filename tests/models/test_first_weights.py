@@ -12,8 +12,7 @@ from hvtrain.checkpoint import store, writer
 from hvtrain.errors import ConfigError
 from hvtrain.models.deeplab import deeplabv3plus
 from hvtrain.models.first_weights import begin_with
-from hvtrain.models.lora import add_lora
-from hvtrain.models.parts import parts
+from hvtrain.models.parts import add_lora, parts
 
 
 def network(seed=1, classes=3, width=4, head="logits", deep=False, name="net"):

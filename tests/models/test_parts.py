@@ -7,8 +7,7 @@ from keras import layers
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import application
-from hvtrain.models.lora import add_lora
-from hvtrain.models.parts import find, freeze, parts, trained_in_words
+from hvtrain.models.parts import add_lora, find, freeze, parts, trained_in_words
 
 X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
 Y = X[:, :2]

@@ -12,8 +12,7 @@ import hvtrain.keras as hvd
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.models.averages import averaged, keep_averages, take_averages
-from hvtrain.models.rates import factors_of, multiply_rates
+from hvtrain.models.rates import averaged, factors_of, keep_averages, multiply_rates, take_averages
 from hvtrain.training.setup import build_optimizer
 
 rng = np.random.default_rng(0)

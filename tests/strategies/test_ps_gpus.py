@@ -3,8 +3,8 @@
 import pytest
 
 from hvtrain.errors import RankError
-from hvtrain.strategies import ps_roles
-from hvtrain.strategies.ps_roles import choose_places, roles_of
+from hvtrain.strategies import ps_cluster
+from hvtrain.strategies.ps_cluster import choose_places, roles_of
 
 
 @pytest.fixture
@@ -13,8 +13,8 @@ def places(monkeypatch):
 
     def chosen(roles, *hosts, share=False):
         seen = [(name, tuple(gpus), ()) for name, gpus in hosts]
-        monkeypatch.setattr(ps_roles, "exchange", lambda value, name: seen)
-        monkeypatch.setattr(ps_roles, "_uuids", lambda visible: ())
+        monkeypatch.setattr(ps_cluster, "exchange", lambda value, name: seen)
+        monkeypatch.setattr(ps_cluster, "_uuids", lambda visible: ())
         return choose_places(roles, share)
 
     return chosen

@@ -2,8 +2,8 @@
 
 import logging
 
-from hvtrain.strategies.comm import Comm
-from hvtrain.training.newest import find
+from hvtrain.strategies.base import Comm
+from hvtrain.training.find_checkpoint import find
 from hvtrain.training.resume import RunState
 
 # What a checkpoint must say of its run.
@@ -22,7 +22,7 @@ class Lines(logging.Handler):
 def newest(checkpoints):
     """The newest complete one of a run folder's `checkpoints`, or None, and a line for each damaged one."""
     assert checkpoints.name == "checkpoints"
-    log, said = logging.getLogger("hvtrain.training.newest"), Lines()
+    log, said = logging.getLogger("hvtrain.training.find_checkpoint"), Lines()
     log.addHandler(said)
     try:
         found = find(checkpoints.parent, Comm(), RunState(0.0))

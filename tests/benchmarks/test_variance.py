@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
+from benchmarks import variance
 from hvtrain import models
-from hvtrain.models import variance
 
 
 def signals(**options) -> dict[str, variance.LayerSignal]:
@@ -19,22 +19,22 @@ def signals(**options) -> dict[str, variance.LayerSignal]:
 
 
 def test_unit_gain_carries_the_signal_to_the_end():
-    found = signals()
-    assert all(0.1 < signal.variance < 10 for signal in found.values())
-    assert found["conv"].gradient_rms > 1e-3
+    layers = signals()
+    assert all(0.1 < signal.variance < 10 for signal in layers.values())
+    assert layers["conv"].gradient_rms > 1e-3
 
 
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "lecun_normal"])
 def test_fans_that_count_channels_kill_it(initializer):
-    found = signals(initializer=initializer, depthwise_initializer=initializer)
-    assert found["separable3_2"].variance < 1e-9
-    assert found["conv"].gradient_rms < 1e-4
+    layers = signals(initializer=initializer, depthwise_initializer=initializer)
+    assert layers["separable3_2"].variance < 1e-9
+    assert layers["conv"].gradient_rms < 1e-4
 
 
 def test_each_depthwise_layer_weakens_the_signal_by_its_channels():
-    found = signals(depthwise_initializer="lecun_normal")
+    layers = signals(depthwise_initializer="lecun_normal")
     for before, after, channels in (("conv", "separable1_1", 128), ("separable2_1", "separable2_2", 256)):
-        loss = found[before].variance / found[after].variance
+        loss = layers[before].variance / layers[after].variance
         assert channels / 4 < loss < channels, "selu gives back about a factor of two"
 
 
@@ -43,8 +43,8 @@ def test_a_layer_without_weights_has_no_gradient():
 
 
 def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
-    for words in (["hidden=[8]", "--image-shape", "4", "4", "1"], ["--dataset", "digits", "hidden=[8]"]):
-        variance.main(["mlp", *words])
+    for arguments in (["hidden=[8]", "--image-shape", "4", "4", "1"], ["--dataset", "digits", "hidden=[8]"]):
+        variance.main(["mlp", *arguments])
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
 

@@ -1,6 +1,6 @@
-"""Signal strength in each layer of a new network: the first thing to check if a network does not train.
+"""Signal strength in each layer of an untrained network: the first thing to check if a network does not train.
 
-    python -m hvtrain.models.variance separable_cnn depthwise_initializer=lecun_normal
+    python -m benchmarks.variance separable_cnn depthwise_initializer=lecun_normal
 
 prints, layer by layer, the mean and variance of the output (forward) and the size of the gradient (backward).
 Both should stay within a few powers of ten from end to end; docs/separable.md explains such tables. The images are
@@ -43,11 +43,13 @@ def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[
     inner = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     probe = keras.Model(model.input, [layer.output for layer in inner])
     weights = model.trainable_variables
+
     with tf.GradientTape() as tape:
         outputs = probe(images, training=True)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, outputs[-1])
+
     gradients = tape.gradient(loss, [weight.value for weight in weights])
-    by_path = {weight.path: np.asarray(g) for weight, g in zip(weights, gradients, strict=True)}
+    by_path = {weight.path: np.asarray(gradient) for weight, gradient in zip(weights, gradients, strict=True)}
     return [
         LayerSignal(
             layer=layer.name,
@@ -60,30 +62,35 @@ def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[
 
 
 def _rms(arrays: Sequence[np.ndarray]) -> float | None:
-    return float(np.sqrt(np.mean(np.concatenate(arrays).astype(np.float64) ** 2))) if arrays else None
+    if not arrays:
+        return None
+    values = np.concatenate(arrays).astype(np.float64)
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m hvtrain.models.variance", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.variance", description=__doc__.split("\n")[0])
     parser.add_argument("network", choices=sorted({*models.__all__} - {"transformer"}))
     parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
     parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; without it: noise")
     parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_intermixed_args(arguments)
-    keras.utils.set_random_seed(given.seed)
+    args = parser.parse_intermixed_args(arguments)
+
+    keras.utils.set_random_seed(args.seed)
     try:
-        if given.dataset:
-            request = StreamRequest(Topology(), given.num_images, given.seed, start_step=0, steps_per_epoch=1)
-            images, labels = next(DATASETS[given.dataset]().training(request).as_numpy_iterator())
+        if args.dataset:
+            request = StreamRequest(Topology(), args.num_images, args.seed, start_step=0, steps_per_epoch=1)
+            images, labels = next(DATASETS[args.dataset]().training(request).as_numpy_iterator())
         else:
-            images = np.random.standard_normal((given.num_images, *given.image_shape))
-            labels = np.random.randint(0, 10, given.num_images)
-        options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.options))
-        model = getattr(models, given.network)(images.shape[1:], num_outputs=10, **options)
+            images = np.random.standard_normal((args.num_images, *args.image_shape))
+            labels = np.random.randint(0, 10, args.num_images)
+        options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(args.options))
+        model = getattr(models, args.network)(images.shape[1:], num_outputs=10, **options)
     except (UserError, TypeError) as error:
         parser.error(str(error))
+
     print(f"{'layer':<24}{'mean':>11}{'variance':>11}{'gradient rms':>14}")
     print(f"{'(image)':<24}{images.mean():>11.3f}{images.var():>11.2e}")
     for signal in signals(model, images, labels):
