@@ -1,5 +1,6 @@
 """What the command line takes, says and refuses; nothing here reaches TensorFlow."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from hvtrain.__main__ import compose_and_run
+from hvtrain.commands import COMMANDS as TABLE
 from hvtrain.errors import ConfigError
 from in_process import run_command
 from launching import ROOT
@@ -67,7 +69,8 @@ def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch)
 # Fails as told, and gets the launcher's signal while it lets another rank report first.
 SECOND_TO_FAIL = """
 import os, signal, sys, threading, time
-from hvtrain import cli, errors
+from hvtrain import errors
+from hvtrain.system import command
 
 def end():
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -79,7 +82,7 @@ def fail():
     threading.Thread(target=end, daemon=True).start()
     raise {error}
 
-cli.enter(fail)
+command.enter(fail)
 """
 
 
@@ -105,10 +108,10 @@ def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, co
 
 HANGS_AT_EXIT = """
 import atexit, time
-from hvtrain import cli
-cli.SECONDS_TO_EXIT_AFTER_SUCCESS = 0.1
+from hvtrain.system import command
+command.SECONDS_TO_EXIT_AFTER_SUCCESS = 0.1
 atexit.register(time.sleep, 1000)
-cli.enter(lambda: 0)
+command.enter(lambda: 0)
 print("done", flush=True)
 """
 
@@ -122,7 +125,8 @@ def test_a_process_that_has_done_its_work_and_hangs_at_its_exit_is_ended():
 
 CRASHES_AS_PYTHON_ENDS = """
 import atexit, os
-from hvtrain import cli, errors
+from hvtrain import errors
+from hvtrain.system import command
 
 class Crash:
     def __del__(self, abort=os.abort):
@@ -134,7 +138,7 @@ def fail():
 crash = Crash()
 crash.itself = crash
 atexit.register(print, "exit functions are called")
-cli.enter(fail)
+command.enter(fail)
 """
 
 
@@ -222,7 +226,9 @@ def test_cfg_job_shows_the_composed_run(tmp_path):
 
 
 COMMANDS = {
-    "bench": ["--contenders A,B", "NAME@SETTING=VALUE", "--transport {mpi,gloo}", "weak"],
+    "allreduce": ["--transport {mpi,gloo}", "--largest MIB"],
+    "runs": ["--sort", "--json"],
+    "evaluate": ["run=DIR", "--output FILE"],
     "doctor": ["-H s1:4,s2:4", "--no-links", "64 MiB over all hosts"],
     "launch": ["--max-restarts N", "cluster.time=null", "cluster=trainjob", "-- model=resnet50"],
     "migrate": ["--write", "FILE|FOLDER", "exit codes:", "docs/migration.md"],
@@ -242,7 +248,7 @@ from in_process import run_command
 
 found = {}
 for name in sys.argv[1:]:
-    ended = run_command(f"hvtrain.{name}", "--help", cwd=".")
+    ended = run_command("hvtrain", name, "--help", cwd=".")
     found[name] = [*ended, sorted({"tensorflow", "keras"} & set(sys.modules))]
 print(json.dumps(found))
 """
@@ -264,6 +270,39 @@ def helps(tmp_path_factory):
 def test_help_of_every_command_comes_without_tensorflow(name, helps):
     code, output, errors, imported = helps[name]
     assert (code, errors, imported) == (0, "", [])
-    assert output.startswith(f"usage: python -m hvtrain.{name} ")
-    assert "examples:" in output or name == "bench"
+    assert output.startswith(f"usage: python -m hvtrain {name} ")
+    assert "examples:" in output or name in ("allreduce", "runs")
     assert [text for text in COMMANDS[name] if text not in output] == []
+
+
+def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
+    """--help of the whole lists them all, in their groups."""
+    code, output, _ = hvtrain("--help", cwd=tmp_path)
+    assert code == 0
+    for name, command in TABLE.items():
+        assert f"    {name:<12}{command.about}\n" in output
+        assert callable(importlib.import_module(f"hvtrain.{command.module}").main), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["evalute", "run=a"],
+            "evalute is not a command (did you mean evaluate?); settings have the form SETTING=VALUE",
+        ),
+        (["model"], "model is not a command, which are runs, report, evaluate, "),
+        (["evaluate", "--nonsense"], "unknown option --nonsense; see python -m hvtrain evaluate --help"),
+    ],
+)
+def test_a_misspelt_command_is_one_line(words, message, tmp_path):
+    code, output, errors = hvtrain(*words, cwd=tmp_path)
+    assert (code, output) == (2, "") and errors.startswith(f"hvtrain: {message}") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["evaluate", "launch"])
+def test_the_old_form_of_a_command_names_the_new_one(name, tmp_path):
+    line = [sys.executable, "-m", f"hvtrain.{name}", "run=a"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}\n"

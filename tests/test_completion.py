@@ -1,5 +1,6 @@
 """python -m hvtrain completion in a real bash: called as bash calls it, and by the Tab key of a terminal."""
 
+import importlib
 import os
 import pty
 import select
@@ -7,11 +8,13 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from hvtrain import completion
+from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
+from hvtrain.launch import options
 from launching import BIN, ROOT
 
 # As bash does it for a line with the cursor at its end; compopt works inside readline alone.
@@ -26,7 +29,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """What the command prints, in a file; the command imports no TensorFlow."""
-    code = "import sys, hvtrain completion as c; c.write(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
+    code = "import sys, hvtrain.completion as c; c.main(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
     line = [sys.executable, "-c", code, "bash"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -101,7 +104,10 @@ def test_every_group_and_setting_is_offered(asked):
 def test_other_commands_are_left_alone(asked):
     for line in ("python train.py model=", "python -m hvtrain runs model=", "mpirun -np 2 ./a.out mod"):
         assert asked(line) == []
-    assert asked("python -m hvtrain.find_l") == ["hvtrain", "find_lr"]
+    assert asked("python -m hvtrain find_l") == ["find_lr"]
+    assert asked("python -m h") == ["hvtrain"]
+    assert {"evaluate", "runs", "model="} <= {*asked("hvtrain ")}
+    assert asked("hvtrain evaluate ev") == asked("hvtrain model=cnn ev") == []
     assert asked("python -m hvtrain launch -np 2 cluster=s") == ["ssh", "slurm", "spark"]
     assert "cluster.partition=" in asked("python -m hvtrain launch cluster.p")
 
@@ -149,10 +155,9 @@ def test_bad_input_is_one_line():
 
 
 def test_the_commands_that_take_settings():
-    """Those whose code says so, by what their help or their parser takes from elsewhere."""
-    files = [*ROOT.glob("hvtrain/*/__main__.py"), *ROOT.glob("hvtrain/*.py"), ROOT / "hvtrain/launch/options.py"]
-    signs = ("RUN_SETTINGS}", "parse_with_words(", "run_settings(", "-- GROUP=")
-    found = {path for path in files if path.name != "cli.py" and any(sign in path.read_text() for sign in signs)}
-    places = [path.parent if path.parent.name != "hvtrain" else path.with_suffix("") for path in found]
-    names = {".".join(place.relative_to(ROOT).parts).removesuffix(".__main__") for place in places}
-    assert names == {*completion.MODULES}
+    """The table says which do; so does their code, by what their help or their parser takes from elsewhere."""
+    signs = ("RUN_SETTINGS}", "parse_with_words(", "run_settings(", "-- GROUP=", "parse_known_args()")
+    for name, command in COMMANDS.items():
+        module = importlib.import_module(f"hvtrain.{command.module}")
+        files = [Path(module.__file__), *([Path(options.__file__)] if name == "launch" else [])]
+        assert any(sign in file.read_text() for file in files for sign in signs) == command.takes_settings, name

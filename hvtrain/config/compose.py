@@ -1,4 +1,4 @@
-"""Composes a run from the command line, by Hydra, with errors of one line; and lists groups and settings for --help."""
+"""Composes a run from the command line with Hydra, and lists groups and settings for --help. Errors are one line."""
 
 import dataclasses
 import json
@@ -9,8 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, cast
 
-from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, RunConfig, to_dict
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig, to_dict
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system import addresses, console
@@ -19,7 +18,6 @@ from hvtrain.system import addresses, console
 CONFIGS = next(
     folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf") if folder.is_dir()
 )
-
 
 MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
@@ -31,10 +29,18 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 
 
-def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
-    """The run of these words, or else of the command line, in a list; empty when Hydra only printed it (--cfg job)."""
-    if words is not None:
-        sys.argv = [sys.argv[0], *words]  # Hydra reads nothing else.
+def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
+    """Composes the run that these overrides describe, or else the command line.
+
+    Returns:
+        The composed run as one plain dictionary, in a list, which is empty if Hydra only printed
+        the run (--cfg job).
+
+    Raises:
+        ConfigError: Hydra refuses the line.
+    """
+    if overrides is not None:
+        sys.argv = [sys.argv[0], *overrides]  # Hydra reads nothing else.
     # Otherwise Hydra prints its errors itself and exits.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
@@ -44,10 +50,9 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
 
     ConfigStore.instance().store("hvtrain_schema", schema())
     trees: list[Any] = []
+    run_folder = folder_of_a_run(sys.argv)
 
-    of_run = folder_of_a_run(sys.argv)
-
-    @hydra.main(version_base="1.3", config_path=str(of_run or CONFIGS), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(run_folder or CONFIGS), config_name="config")
     def job(tree: DictConfig) -> None:
         choices = HydraConfig.get().runtime.choices
         if tree.run.name is None:
@@ -56,109 +61,99 @@ def compose(words: list[str] | None = None) -> list[dict[str, Any]]:
         trees.append(resolved(tree))
         console.shows_tracebacks = tree.tracebacks
 
-    given = sys.argv
+    command_line = sys.argv
     # Hydra's errors and --cfg would show what is secret in notify=, and its grammar refuses many addresses.
-    sys.argv, notify = addresses.take(given)
-    if not of_run:
+    sys.argv, notify = addresses.take(command_line)
+    if not run_folder:
         sys.argv = quoted(sys.argv)
     try:
         job()
     except Exception as error:
         raise ConfigError(_in_one_line(error)) from error
     finally:
-        sys.argv = given
+        sys.argv = command_line
+
     if notify is not None:
         for tree in trees:
             tree["notify"] = None if notify == "null" else addresses.split(notify)
     return trees
 
 
-def quoted(words: list[str]) -> list[str]:
-    """The words, with the choice debug=nan in quotes: Hydra would take it for a number.
+def quoted(overrides: list[str]) -> list[str]:
+    """Puts the choice debug=nan in quotes, because Hydra would take it for a number.
 
     >>> quoted(["debug=nan", "debug=fast", "seed=1"])
     ["debug='nan'", 'debug=fast', 'seed=1']
     """
-    return ["debug='nan'" if word.lower() == "debug=nan" else word for word in words]
+    return ["debug='nan'" if text.lower() == "debug=nan" else text for text in overrides]
 
 
 def resolved(tree: Any) -> dict[str, Any]:
-    """A composed run as plain values. ${run.dir} stays in them until the folder is known; see instantiate.build."""
+    """Returns a composed run as plain values.
+
+    ${run.dir} stays in them until the folder is known; see instantiate.build.
+    """
     from omegaconf import OmegaConf
 
-    folder, tree.run.dir = tree.run.dir, r"\${run.dir}"
+    folder = tree.run.dir
+    tree.run.dir = r"\${run.dir}"
     values = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
     values["run"]["dir"] = folder
     return values
 
 
 def schema() -> dict[str, Any]:
-    """The declared settings with their defaults, on which Hydra composes the groups, which bring their own."""
-    empty: dict[str, Any] = {group: {} for group in GROUPS}
-    declared = {name: value for name, value in to_dict(RunConfig(**empty)).items() if name not in GROUPS}
+    """Returns the declared settings with their defaults, on which Hydra composes the groups."""
+    no_choices: dict[str, Any] = {group: {} for group in GROUPS}
+    defaults = to_dict(RunConfig(**no_choices))
+    declared = {name: value for name, value in defaults.items() if name not in GROUPS}
     return {**declared, "model": dataclasses.asdict(ModelOptions())}
 
 
-def _in_one_line(error: Exception) -> str:
-    """Hydra's error in one line, with the nearest known name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+def override(name: str, value: Any) -> str:
+    """Writes a setting as Hydra reads it on a command line.
 
-    text = " ".join(str(error).split())
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown:
-        group, _, setting = unknown[1].partition(".")
-        of_choices = {path.stem: [*cast("dict", OmegaConf.load(path))] for path in _choices(group, sys.argv)}
-        if others := [name for name, own in of_choices.items() if setting in own]:
-            return (
-                f"{unknown[1]} is a setting of {group}={', '.join(others)} alone; choose one of these, or leave it out"
-            )
-        keys = [f"{group}.{key}" for own in of_choices.values() for key in own]
-        known = [*flatten(schema()), *keys, *GROUPS, *SEVERAL, *BUNDLES]
-        return f"unknown setting '{unknown[1]}'; {nearest(unknown[1], known)}"
-    if option := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
-        choices = sorted(path.stem for path in _choices(option[1], sys.argv))
-        return f"{option[1]}={option[2]} is not one of {', '.join(choices)}; --help describes them"
-    if several := re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text):
-        name, value = several.groups()
-        return (
-            f"{name}={value} has several values; give one, a list ({name}=[{value}]), or quote it: \"{name}='{value}'\""
-        )
-    # Hydra's message does not name the word that its grammar refuses.
-    for word in sys.argv[1:]:
-        name, _, value = word.partition("=")
-        try:
-            if "=" in word and not word.startswith("-"):
-                OverridesParser.create().parse_override(word)
-        except HydraException:
-            word, value = (f"{name}=...", "...") if "://" in value else (word, value)  # It may be a misspelt notify=.
-            return f"{word} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
-    return f"{text}; see --help"
+    >>> override("train.ema", None), override("model.hidden", [64, 32]), override("optimizer", "sgd")
+    ('train.ema=null', 'model.hidden=[64,32]', 'optimizer=sgd')
+    >>> override("a.b", "it's 1")
+    "a.b='it\\\\'s 1'"
+    """
+    return f"{name}={override_value(value)}"
 
 
-def _choices(group: str, words: list[str]) -> list[Path]:
-    return [path for folder in [CONFIGS, *own_folders(words)] for path in sorted((folder / group).glob("*.yaml"))]
+def override_value(value: Any) -> str:
+    """Writes a value as Hydra reads it on a command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(override_value, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if re.fullmatch(r"[A-Za-z][\w./-]*", value):
+        return value
+    # A backslash is special to Hydra only before a quote, and at the end, where the closing quote follows.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + (match[2] and r"\'"), value)
+    return f"'{escaped}'"
 
 
-def own_folders(words: list[str]) -> list[Path]:
-    """The folder given with --config-dir, if any."""
-    for index, word in enumerate(words):
-        if word.startswith("--config-dir="):
-            return [Path(word.partition("=")[2])]
-        if word in ("--config-dir", "-cd") and index + 1 < len(words):
-            return [Path(words[index + 1])]
+def own_folders(arguments: list[str]) -> list[Path]:
+    """Returns the folder given with --config-dir, if any."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config-dir="):
+            return [Path(argument.partition("=")[2])]
+        if argument in ("--config-dir", "-cd") and index + 1 < len(arguments):
+            return [Path(arguments[index + 1])]
     return []
 
 
-def folder_of_a_run(words: list[str]) -> Path | None:
-    """The folder given with --config-dir if its config.yaml has all settings of a run, and no groups.
+def folder_of_a_run(arguments: list[str]) -> Path | None:
+    """Returns the folder given with --config-dir if its config.yaml has all settings of a run, and no groups.
 
-    Raises ConfigError for any other config.yaml there, of which Hydra would say nothing: it takes hvtrain's own.
+    Raises:
+        ConfigError: There is another config.yaml. Hydra would say nothing of it, and take
+            hvtrain's own instead.
     """
     from omegaconf import OmegaConf
 
-    for folder in own_folders(words):
+    for folder in own_folders(arguments):
         path = folder / "config.yaml"
         if not path.exists() and (folder / "checkpoints").is_dir():
             raise ConfigError(
@@ -171,7 +166,7 @@ def folder_of_a_run(words: list[str]) -> Path | None:
         try:
             settings = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         except Exception as error:
-            raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); mend it first") from error
+            raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); fix it first") from error
         if isinstance(settings, dict) and all("_target_" in (settings.get(group) or ()) for group in GROUPS[:3]):
             return folder.absolute()
         raise ConfigError(
@@ -181,40 +176,111 @@ def folder_of_a_run(words: list[str]) -> Path | None:
     return None
 
 
-def run_settings(words: list[str]) -> str:
-    """Groups with their choices, and settings with their defaults, of a run that these words describe."""
-    entries = [line.strip(" -").partition(":") for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines()]
-    defaults = {key: value.strip() for key, _, value in entries}
+def run_settings(arguments: list[str]) -> str:
+    """Lists the groups with their choices, and the settings with their defaults, for --help."""
     lines = ["", "GROUPS (the choice after * is the default)"]
     for group in (*GROUPS, *SEVERAL, *BUNDLES):
-        lines.append(f"  {group}=")
-        for path in _choices(group, words):
-            comments = (line for line in path.read_text("utf-8").splitlines() if line.startswith("#"))
-            about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
-            lines.append(f"   {'*' if defaults.get(group) == path.stem else ' '} {path.stem:<20} {about}")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "SETTINGS (with their defaults)",
-            *settings(RunConfig),
-            *settings(ModelOptions, "model."),
-            "",
-            MORE,
-        ]
-    )
+        lines += _group_help(group, arguments)
+
+    lines += ["", "SETTINGS (with their defaults)"]
+    lines += setting_lines(RunConfig)
+    lines += setting_lines(ModelOptions, "model.")
+    return "\n".join([*lines, "", MORE])
 
 
-def settings(schema: type, prefix: str = "") -> list[str]:
-    """One line for each setting of a dataclass, those of its sections too: its name, default and meaning."""
+def setting_lines(schema: type, prefix: str = "") -> list[str]:
+    """Returns one line for each setting of a dataclass and of its sections: its name, default and meaning."""
     lines = []
     for item in dataclasses.fields(schema):
         section = typing.get_type_hints(schema)[item.name]
         if dataclasses.is_dataclass(section):
-            lines += settings(cast(type, section), f"{prefix}{item.name}.")
+            lines += setting_lines(cast(type, section), f"{prefix}{item.name}.")
         elif item.default is not dataclasses.MISSING:
-            choices = item.metadata["choices"]
-            doc = item.metadata["doc"] + (f" ({', '.join(choices)})" if choices else "")
             default = item.default if isinstance(item.default, str) else json.dumps(item.default)
-            lines.append(f"  {f'{prefix}{item.name}={default}':<36} {doc}")
+            choices = ", ".join(item.metadata["choices"])
+            limits = f" ({choices})" if choices else ""
+            assignment = f"{prefix}{item.name}={default}"
+            lines.append(f"  {assignment:<36} {item.metadata['doc']}{limits}")
     return lines
+
+
+def _group_help(group: str, arguments: list[str]) -> list[str]:
+    """The choices of a group, each with the first comment of its file."""
+    default = _default_choice(group)
+    lines = [f"  {group}="]
+    for path in _choices(group, arguments):
+        comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+        about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
+        mark = "*" if path.stem == default else " "
+        lines.append(f"   {mark} {path.stem:<20} {about}")
+    return lines
+
+
+def _default_choice(group: str) -> str | None:
+    """The choice of a group in the defaults list of conf/config.yaml, where a line is "  - model: cnn"."""
+    for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines():
+        name, _, choice = line.strip(" -").partition(":")
+        if name == group:
+            return choice.strip()
+    return None
+
+
+def _choices(group: str, arguments: list[str]) -> list[Path]:
+    folders = [CONFIGS, *own_folders(arguments)]
+    return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+
+
+def _in_one_line(error: Exception) -> str:
+    """Rewrites an error of Hydra 1.3 in one line, with the nearest known name. Its texts are matched literally."""
+    text = " ".join(str(error).split())
+
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        return _unknown_setting(unknown[1])
+
+    choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text)
+    if choice:
+        group, name = choice.groups()
+        names = sorted(path.stem for path in _choices(group, sys.argv))
+        return f"{group}={name} is not one of {', '.join(names)}; --help describes them"
+
+    ambiguous = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
+    if ambiguous:
+        name, value = ambiguous.groups()
+        advice = f"give one, a list ({name}=[{value}]), or quote it: \"{name}='{value}'\""
+        return f"{name}={value} has several values; {advice}"
+
+    return _refused_by_grammar() or f"{text}; see --help"
+
+
+def _unknown_setting(name: str) -> str:
+    from omegaconf import OmegaConf
+
+    group, _, setting = name.partition(".")
+    settings = {path.stem: list(cast("dict", OmegaConf.load(path))) for path in _choices(group, sys.argv)}
+    choices = [choice for choice, names in settings.items() if setting in names]
+    if choices:
+        return f"{name} is a setting of {group}={', '.join(choices)} alone; choose one of these, or leave it out"
+    of_group = [f"{group}.{key}" for names in settings.values() for key in names]
+    known = [*flatten(schema()), *of_group, *GROUPS, *SEVERAL, *BUNDLES]
+    return f"unknown setting '{name}'; {nearest(name, known)}"
+
+
+def _refused_by_grammar() -> str | None:
+    """The first argument that Hydra's grammar refuses, which Hydra's own message does not name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for argument in sys.argv[1:]:
+        name, equals, value = argument.partition("=")
+        if not equals or argument.startswith("-"):
+            continue
+        try:
+            parser.parse_override(argument)
+        except HydraException:
+            if "://" in value:  # It may be a misspelt notify=, whose address holds a secret.
+                value = "..."
+            advice = f"put it in quotes: \"{name}='{value}'\""
+            return f"{name}={value} has a character that is special to Hydra; {advice}"
+    return None

@@ -1,6 +1,7 @@
 """Builds the object that a group of the configuration names, with errors that a user can act on."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -8,9 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.facts import declared
-from hvtrain.config.model_options import of_builder
-from hvtrain.config.schema import RunConfig
+from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
@@ -26,51 +25,154 @@ NEEDED = {
     "augment": "a keras.layers.Layer",
     "tracker": "an hvtrain.trackers.tracker.Tracker",
 }
-"""What the target of each group returns."""
+"""The type that the target of each group must return."""
+
+ALWAYS = ("image_shape", "num_classes")
+"""Facts passed to a builder that takes any keyword and declares none of them."""
 
 
 def build(
-    config: RunConfig, group: str, kind: type, facts: Mapping[str, Any] | None = None, giver: str = "", **values: Any
+    config: RunConfig,
+    group: str,
+    kind: type,
+    facts: Mapping[str, Any] | None = None,
+    source_name: str = "",
+    **values: Any,
 ) -> Any:
-    """Calls the group's _target_ with its other settings, with `values`, which take precedence, and with those facts of
-    the giver, a data set, that it declares as arguments.
+    """Calls the _target_ of a group with the group's other settings.
 
-    group: a group of the configuration, or callbacks.NAME, augment.NAME or tracker.NAME. Raises ConfigError if the
-    target cannot be imported, refuses its arguments, fails in the user's own code or returns no `kind`.
+    Args:
+        group: A group of the configuration, or callbacks.NAME, augment.NAME or tracker.NAME.
+        kind: The type that the target must return.
+        facts: What a data set knows of itself. The target gets those that it declares as arguments.
+        source_name: The name of that data set, for messages.
+        values: More arguments, which take precedence over the settings.
+
+    Raises:
+        ConfigError: The target cannot be imported, refuses its arguments, fails in the user's own
+            code or returns another type.
     """
     section, _, name = group.partition(".")
-    settings = getattr(config, section)[name] if name else getattr(config, section)
+    settings = getattr(config, section)
+    if name:
+        settings = settings[name]
     if group == "model":
-        settings = of_builder(settings, get_object)
-    target, builder = f"{group}._target_={settings['_target_']}", None
-    if hidden := [key for key, value in flatten({group: settings}).items() if HIDDEN in str(value)]:
+        settings = _builder_settings(settings)
+    _check_settings(config, group, settings)
+
+    target = f"{group}._target_={settings['_target_']}"
+    if facts is not None:
+        values |= _declared_facts(settings, facts, target, source_name)
+    built = _call(config, group, target, {**settings, **values})
+    if not isinstance(built, kind):
+        returned = "None" if built is None else f"a {type(built).__name__}"
+        raise ConfigError(f"{target} returned {returned}; it must return {NEEDED[section]}")
+    return built
+
+
+def declared(
+    builder: Callable[..., Any],
+    settings: Collection[str],
+    facts: Mapping[str, Any],
+    name: str,
+    source_name: str,
+) -> dict[str, Any]:
+    """Selects the facts that a builder declares as arguments.
+
+    Args:
+        settings: Names of the arguments that the user has set.
+        facts: What a data set and a task know of themselves, by name.
+        name: The builder as messages begin with it.
+        source_name: The data set that has the facts.
+
+    Raises:
+        ConfigError: An argument has no default, no setting and no fact.
+    """
+    function = getattr(builder, "__init__", builder) if inspect.isclass(builder) else builder
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # Some built-in functions have no signature.
+        return {name: facts[name] for name in ALWAYS if name in facts}
+    if inspect.isclass(builder):
+        parameters = parameters[1:]  # Without self.
+
+    selected: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.name in settings:
+            continue
+        if parameter.name in facts:
+            selected[parameter.name] = facts[parameter.name]
+        elif _is_required(parameter):
+            raise ConfigError(
+                f"{name} needs {parameter.name}, which is no setting of it and which the data set {source_name} "
+                f"does not give (it gives {', '.join(facts)}); set it, or choose another data set"
+            )
+    if not selected and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return {name: facts[name] for name in ALWAYS if name in facts}
+    return selected
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return is_named and parameter.default is parameter.empty
+
+
+def _builder_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the group `model` without those of every model, which builders never get.
+
+    Raises ConfigError if the builder has an argument of the same name.
+    """
+    arguments: set[str] = set()
+    with suppress(Exception):  # Building it fails in the same way, with a better message.
+        arguments = set(inspect.signature(get_object(group["_target_"])).parameters)
+    taken = arguments.intersection(MODEL_OPTIONS)
+    if taken:
+        name = min(taken)
         raise ConfigError(
-            f"{hidden[0]} holds a secret, which a run's records leave out; give {hidden[0]}=VALUE once more"
+            f"model._target_={group['_target_']} has an argument {name}, but model.{name} is a setting of every "
+            "model, which builders do not get; rename the argument"
         )
+    return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
+
+
+def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a secret that a record left out, and for ${run.dir} before the folder is known."""
+    for name, value in flatten({group: settings}).items():
+        if HIDDEN in str(value):
+            raise ConfigError(f"{name} holds a secret, which a run's records leave out; give {name}=VALUE once more")
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
-    if facts is not None:
-        with suppress(Exception):  # What cannot be imported is refused below.
-            builder = get_object(settings["_target_"])
-        values |= declared(builder, settings, facts, target, giver) if builder else {}
-    tree = {"run": {"dir": config.run.dir}, "called": {**settings, **values}}
+
+
+def _declared_facts(
+    settings: Mapping[str, Any], facts: Mapping[str, Any], target: str, source_name: str
+) -> dict[str, Any]:
     try:
-        built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}).called, _convert_="all")
+        builder = get_object(settings["_target_"])
+    except Exception:  # Calling it fails in the same way, with a better message.
+        return {}
+    return declared(builder, settings, facts, target, source_name)
+
+
+def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:
+    """Instantiates the arguments' _target_, with errors of one line for what the user can fix."""
+    tree = OmegaConf.create({"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True})
+    try:
+        return instantiate(tree.called, _convert_="all")
     except InstantiationException as error:
-        cause = own = error.__cause__ or error
-        while not place_of(own) and own.__cause__:
-            own = own.__cause__  # Hydra's error about a module has that of the user's import within.
-        if not isinstance(cause, UserError):
-            if place := place_of(own):
-                said = f"{in_one_line(own)} ({place}); tracebacks=true shows its traceback"
-                raise ConfigError(f"{target} failed: {said}") from own
-            if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
-                reason = " ".join(str(cause).split())
-                advice = f"fix the settings of {group}, or see --help"
-                raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
-        # A defect, or a refusal of hvtrain's own: show its traceback without Hydra's around it.
-        raise cause from None
-    if not isinstance(built, kind):
-        came = "None" if built is None else f"a {type(built).__name__}"
-        raise ConfigError(f"{target} returned {came}; it must return {NEEDED[section]}")
-    return built
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None  # A refusal of hvtrain's own.
+        # Hydra wraps an error of the user's import in one of its own about the module.
+        innermost = cause
+        while not place_of(innermost) and innermost.__cause__:
+            innermost = innermost.__cause__
+        location = place_of(innermost)
+        if location:
+            why = f"{in_one_line(innermost)} ({location}); tracebacks=true shows its traceback"
+            raise ConfigError(f"{target} failed: {why}") from innermost
+        if isinstance(cause, InstantiationException | ImportError | TypeError | ValueError):
+            reason = " ".join(str(cause).split())
+            advice = f"fix the settings of {group}, or see --help"
+            raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
+        raise cause from None  # A defect: its traceback, without Hydra's around it.

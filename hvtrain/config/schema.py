@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
-from hvtrain.config.model_options import check_rates, model_options
-from hvtrain.config.validate import flatten, seconds, setting, typed
+from hvtrain.config.validate import seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
@@ -166,85 +165,145 @@ class RunConfig:
     tracebacks: bool = setting(False, "show tracebacks also for errors in the input")
 
 
+@dataclass
+class ModelOptions:
+    """Settings of any model, beside the builder's own in the group `model`. Builders never get them."""
+
+    weights: str | None = setting(
+        None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
+    )
+    weights_except: str | list[str] | None = setting(  # noqa: RUF009
+        None, "layers or variables that stay new under model.weights, by name or path: [aspp*,decoder*]"
+    )
+    freeze: str | list[str] | None = setting(  # noqa: RUF009
+        None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
+    )
+    lora_rank: int | None = setting(
+        None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1
+    )
+
+
+MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
+
+
 def from_dict(tree: dict[str, Any]) -> RunConfig:
-    """The RunConfig of a plain nested dictionary, or ConfigError that names setting, value and what is allowed."""
+    """Turns Hydra's composed tree into a RunConfig.
+
+    Raises:
+        ConfigError: A setting is unknown, of the wrong type, out of range or in conflict with
+            another. The message names it, its value and what is allowed.
+    """
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
-        _check_group(group, getattr(config, group))
+        _check_target(group, getattr(config, group))
     for group in SEVERAL:
-        for name, chosen in getattr(config, group).items():
-            _check_group(f"{group}.{name}", chosen if isinstance(chosen, dict) else {})
+        for name, choice in getattr(config, group).items():
+            _check_target(f"{group}.{name}", choice if isinstance(choice, dict) else {})
     model_options(config.model)
-    check_rates(config.train.rates)
-    if config.train.ema is not None and not 0 < config.train.ema < 1:
-        raise ConfigError(f"train.ema={config.train.ema} is out of range; it must be between 0 and 1, such as 0.999")
-    rate = config.optimizer.get("learning_rate")
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")
-    if not 0 < rate <= sys.float_info.max:
-        raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
-    config.optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
-    if config.data.one_batch:
-        # Mixed targets have a loss that stays above 0, and a callback may watch what is not computed.
-        config.augment, config.callbacks = {}, {}
-    if config.train.accumulate > 1:
-        _align_with_accumulation(config)
+    _check_rates(config.train.rates)
+    _check_learning_rate(config.optimizer)
+
+    ema = config.train.ema
+    if ema is not None and not 0 < ema < 1:
+        raise ConfigError(f"train.ema={ema} is out of range; it must be between 0 and 1, such as 0.999")
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
+    if config.train.accumulate > 1:
+        _align_with_accumulation(config)
+    if config.data.one_batch:
+        # Mixed targets have a loss that stays above 0, and a callback may watch what is not computed.
+        config.augment = {}
+        config.callbacks = {}
     return config
 
 
+def model_options(group: dict[str, Any]) -> ModelOptions:
+    """Reads the options of any model from the group `model`. Raises ConfigError."""
+    values = {name: group[name] for name in MODEL_OPTIONS if name in group}
+    options: ModelOptions = typed(ModelOptions, values, "model.")
+    for name in ("freeze", "weights_except"):
+        patterns = getattr(options, name)
+        if isinstance(patterns, str):
+            setattr(options, name, [patterns])
+    if options.weights_except and not options.weights:
+        raise ConfigError("model.weights_except came without model.weights; name the source of the other weights there")
+    return options
+
+
 def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
-    """The run folder if run.dir is not set: runs/DATE_TIME-NAME, with the present time."""
+    """Returns the run folder used when run.dir is not set: runs/DATE_TIME-NAME, with the present time."""
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Turns a RunConfig (or a section) into a plain nested dictionary, for records and checkpoints, without secrets."""
-    return {
-        item.name: to_dict(value) if is_dataclass(value := getattr(config, item.name)) else redacted(value, item.name)
-        for item in fields(config)
-    }
+    """Turns a RunConfig (or a section) into a plain nested dictionary without secrets, for records and checkpoints."""
+    tree = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        tree[item.name] = to_dict(value) if is_dataclass(value) else redacted(value, item.name)
+    return tree
 
 
-def _check_group(name: str, group: dict[str, Any]) -> None:
+def round_up_to_accumulation(steps: int, accumulate: int) -> int:
+    """Rounds steps up to whole accumulations.
+
+    >>> round_up_to_accumulation(500, 1), round_up_to_accumulation(500, 3), round_up_to_accumulation(0, 3)
+    (500, 501, 0)
+    """
+    return -(-steps // accumulate) * accumulate
+
+
+def _check_target(name: str, group: dict[str, Any]) -> None:
     target = group.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
             f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
         )
-    for key, value in flatten(group, f"{name}.").items():
-        if value == "???":
-            raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
+
+
+def _check_rates(rates: dict[str, Any] | None) -> None:
+    """Raises ConfigError unless every pattern of train.rates has a factor above 0."""
+    for pattern, factor in (rates or {}).items():
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not 0 < factor < float("inf"):
+            raise ConfigError(
+                f"train.rates.{pattern}={factor} is not a factor above 0; use model.freeze=[{pattern}] to freeze it"
+            )
+
+
+def _check_learning_rate(optimizer: dict[str, Any]) -> None:
+    rate = optimizer.get("learning_rate")
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")
+    if not 0 < rate <= sys.float_info.max:
+        raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
+    optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
 
 
 def _align_with_accumulation(config: RunConfig) -> None:
     """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
-    train, number = config.train, config.train.accumulate
+    train = config.train
+    accumulate = train.accumulate
     if config.optimizer.get("gradient_accumulation_steps"):
-        raise ConfigError(f"train.accumulate={number} and optimizer.gradient_accumulation_steps exclude each other")
+        raise ConfigError(f"train.accumulate={accumulate} and optimizer.gradient_accumulation_steps exclude each other")
     if config.data.uneven == "pad":
-        raise ConfigError(f"train.accumulate={number} and data.uneven=pad exclude each other; choose data.uneven=trim")
-    given = {
+        raise ConfigError(
+            f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"
+        )
+
+    # Steps that the user counted are refused rather than changed; train.steps is one of them only if it is not divided.
+    intervals = {
         "train.steps": None if train.divide_steps_by_size else train.steps,
         "train.validate_every_steps": train.validate_every_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
     }
-    for name, steps in given.items():
-        if steps and steps % number:
-            near = f"{steps - steps % number} or " if steps > number else ""
-            raise ConfigError(
-                f"{name}={steps} is not a multiple of train.accumulate={number}; choose {near}{_whole(steps, number)}"
-            )
-    config.guard.every = _whole(config.guard.every, number)
+    for name, steps in intervals.items():
+        if steps and steps % accumulate:
+            choices = [steps - steps % accumulate, round_up_to_accumulation(steps, accumulate)]
+            advice = " or ".join(str(choice) for choice in choices if choice)
+            raise ConfigError(f"{name}={steps} is not a multiple of train.accumulate={accumulate}; choose {advice}")
+
+    config.guard.every = round_up_to_accumulation(config.guard.every, accumulate)
     if "commit_steps" in config.strategy:
-        config.strategy["commit_steps"] = _whole(config.strategy["commit_steps"], number)
-
-
-def _whole(steps: int, accumulate: int) -> int:
-    """Rounds steps up to whole accumulations.
-
-    >>> _whole(500, 1), _whole(500, 3), _whole(0, 3)
-    (500, 501, 0)
-    """
-    return -(-steps // accumulate) * accumulate
+        steps = config.strategy["commit_steps"]
+        config.strategy["commit_steps"] = round_up_to_accumulation(steps, accumulate)

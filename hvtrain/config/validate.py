@@ -12,6 +12,8 @@ from typing import Any
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
 
 def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field with a one-line description and a range; `low` is the lowest value allowed."""
@@ -19,59 +21,75 @@ def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[
 
 
 def typed(schema: type, tree: Any, path: str = "") -> Any:
-    """The tree as the dataclass `schema`, whose fields `setting` made; else ConfigError. path begins all names."""
+    """Checks a tree and returns it as the dataclass `schema`.
+
+    Args:
+        schema: A dataclass whose fields `setting` made.
+        tree: A plain nested dictionary.
+        path: The beginning of all names in messages, such as "model.".
+
+    Raises:
+        ConfigError: A name is unknown or missing, or a value has the wrong type or range.
+    """
     if not isinstance(tree, dict):
         raise ConfigError(f"{path.rstrip('.')}={tree!r} is not a group of settings")
     known = {item.name: item for item in fields(schema)}
     for key in tree:
         if key not in known:
             raise ConfigError(f"unknown setting '{path}{key}'; {nearest(str(key), list(known))}")
+
     hints = typing.get_type_hints(schema)
-    values = {
-        name: typed(hints[name], tree[name], f"{path}{name}.")
-        if is_dataclass(hints[name])
-        else _value(f"{path}{name}", tree[name], hints[name], known[name].metadata)
-        for name in known
-        if name in tree
-    }
-    for item in fields(schema):
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
-            raise ConfigError(f"no {item.name} was chosen; add {item.name}=NAME (--help lists the names)")
+    values = {}
+    for name, item in known.items():
+        if name in tree:
+            if is_dataclass(hints[name]):
+                values[name] = typed(hints[name], tree[name], f"{path}{name}.")
+            else:
+                values[name] = _value(f"{path}{name}", tree[name], hints[name], item.metadata)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"no {name} was chosen; add {name}=NAME (--help lists the names)")
     return schema(**values)
 
 
 def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
-    """The value as its declared type, within its range; 3 is accepted as 3.0, but 3.5 is not accepted as 3."""
+    """Returns the value as its declared type, within its range; 3 is accepted as 3.0, but 3.5 is not accepted as 3."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
-    of_list = next((typing.get_args(option)[0] for option in options if typing.get_origin(option) is list), None)
-    if isinstance(value, list) and of_list:
-        return [_value(name, item, of_list, rule) for item in value]
+    if isinstance(value, list):
+        for option in options:
+            if typing.get_origin(option) is list:
+                item_type = typing.get_args(option)[0]
+                return [_value(name, item, item_type, rule) for item in value]
     if isinstance(value, dict) and any(typing.get_origin(option) is dict for option in options):
         return value
-    kind = next(option for option in options if option is not type(None))
-    if typing.get_origin(kind) is dict:
-        kind = dict
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+
+    # The first of several types is the one that messages name.
+    expected = next(option for option in options if option is not type(None))
+    if typing.get_origin(expected) is dict:
+        expected = dict
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is float and is_number:
         with suppress(OverflowError):
             value = float(value)
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+    if expected is str and is_number:
         value = str(value)  # As run.dir=2026 has it.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        needed = _TYPE_NAMES.get(expected, "a group of settings")
         or_null = " or null" if type(None) in options else ""
-        raise ConfigError(f"{name}={redacted(value, name)} is not {expected.get(kind, 'a group of settings')}{or_null}")
-    if rule.get("choices") and value not in rule["choices"]:
-        raise ConfigError(f"{name}={value} is not one of {', '.join(rule['choices'])}")
+        raise ConfigError(f"{name}={redacted(value, name)} is not {needed}{or_null}")
+
+    choices = rule.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     low = rule.get("low")
-    if low is not None and not (low <= value < math.inf):
+    if low is not None and not low <= value < math.inf:
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
     return value
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested dictionary by dotted names."""
+    """Returns the values of a nested dictionary by dotted names."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -81,20 +99,25 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """A suggestion for a misspelt name, or the list of known names."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+def nearest(name: str, known: list[str]) -> str:
+    """Suggests the nearest known name for a misspelt one, or lists all known names."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    if matches:
+        return f"did you mean '{matches[0]}'?"
+    return f"known: {', '.join(sorted(known))}"
 
 
 def seconds(name: str, duration: str) -> float:
-    """Seconds of a duration such as 1d2h, 11h50m or 90s. Raises ConfigError that names the setting.
+    """Converts a duration such as 1d2h, 11h50m or 90s. Raises ConfigError that names the setting.
 
     >>> seconds("time", "1h30m"), seconds("time", "90s")
     (5400.0, 90.0)
     """
-    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
-    total = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0.0
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
+    total = 0.0
+    if match:
+        for number, unit in zip(match.groups(), (86400, 3600, 60, 1)):
+            total += float(number or 0) * unit
     if total <= 0:
         raise ConfigError(f"{name}={duration} is not a duration; write it as 11h50m, 45m or 90s")
     return total

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from hvtrain.config.compose import settings
+from hvtrain.config.compose import setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch.clusters.choice import KINDS, Cluster
 from hvtrain.launch.roles import Roles
@@ -83,7 +83,8 @@ it needs, shows what rank 0 prints and keeps a log of each rank. For other kinds
 def _clusters_help() -> str:
     lines = [CLUSTERS]
     for name, kind in KINDS.items():
-        lines += [f"  cluster={name:<10} {kind.about}", *(f"  {line}" for line in settings(kind.settings, "cluster."))]
+        lines.append(f"  cluster={name:<10} {kind.about}")
+        lines += [f"  {line}" for line in setting_lines(kind.settings, "cluster.")]
     return "\n".join([*lines, ""])
 
 

@@ -5,10 +5,9 @@ import pytest
 
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.instantiate import build
-from hvtrain.config.model_options import model_options
-from hvtrain.config.schema import from_dict, to_dict
+from hvtrain.config.schema import from_dict, model_options, to_dict
 from hvtrain.errors import ConfigError
-from hvtrain.training.changed_settings import changed_settings
+from hvtrain.training.resume import changed_settings
 
 SHAPE = {"image_shape": (8, 8, 1), "num_classes": 3}
 
@@ -67,8 +66,8 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(words):
         ),
         ("train.ema=1", "train.ema=1.0 is out of range; it must be between 0 and 1, such as 0.999"),
         ("train.ema=0", "train.ema=0.0 is out of range; it must be between 0 and 1, such as 0.999"),
-        ("train.rates={a*:0}", "train.rates.a*=0 is not a factor above 0; model.freeze=[a*] trains it not at all"),
-        ("train.rates={a*:x}", "train.rates.a*=x is not a factor above 0; model.freeze=[a*] trains it not at all"),
+        ("train.rates={a*:0}", "train.rates.a*=0 is not a factor above 0; use model.freeze=[a*] to freeze it"),
+        ("train.rates={a*:x}", "train.rates.a*=x is not a factor above 0; use model.freeze=[a*] to freeze it"),
         ("train.rates=2", "train.rates=2 is not a group of settings or null"),
     ],
 )

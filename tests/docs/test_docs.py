@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import pages
-from hvtrain.config.model_options import ModelOptions
+from hvtrain.config.schema import ModelOptions
 from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
 from launching import ROOT
 from pages import PAGES, PATHS, prose, rows, sections

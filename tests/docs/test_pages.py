@@ -12,6 +12,7 @@ import pytest
 from page_table import NIGHTLY, TABLE, Row
 
 from hvtrain import compose
+from hvtrain.commands import first_word
 from hvtrain.data.formats.documents import embedded
 from hvtrain.data.formats.tokenizer import train_tokenizer
 from kernel import execute, notebook, text_of
@@ -19,8 +20,7 @@ from launching import ROOT, run, train, without_hvtrain
 from pages import PAGES, blocks, commands, files, languages
 
 # These take the settings of a run, beside options of their own; hvtrain launch takes them after --.
-NAMES = ("doctor", "find_batch", "find_lr", "launch", "plan", "verify")
-MODULES = ("hvtrain", *(f"hvtrain.{name}" for name in NAMES))
+COMMANDS = ("doctor", "find_batch", "find_lr", "launch", "plan", "verify")
 NEEDS = {"data": "datasets", "keras-hub": "keras_hub"}
 
 
@@ -36,9 +36,14 @@ def settings(command: str) -> list[str]:
     if "-m" not in words:
         return []
     module, *words = words[words.index("-m") + 1 :]
-    if module == "hvtrain.launch":
+    if module != "hvtrain":
+        return []
+    command = first_word(words)
+    if command and command not in COMMANDS:
+        return []
+    if command == "launch":
         words = words[words.index("--") + 1 :] if "--" in words else []
-    if module not in MODULES or words[:1] == ["python"]:
+    if words[:1] == ["python"]:
         return []
     return [word for word in words if re.match(r"[+~]?[\w.@/]+=(?!\.\.\.|\$)", word)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.config.compose import CONFIGS, settings
+from hvtrain.config.compose import CONFIGS, setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
 from hvtrain.launch.clusters import slurm
@@ -101,7 +101,7 @@ def test_a_cluster_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_documented_settings(kind):
-    lines = settings(KINDS[kind].settings, "cluster.")
+    lines = setting_lines(KINDS[kind].settings, "cluster.")
     assert lines
     assert all(len(line.split(None, 1)[1]) > 10 for line in lines)
 

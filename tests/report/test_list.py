@@ -13,7 +13,7 @@ from run_folders import START, write_run
 
 def listed(monkeypatch, capsys, *words):
     monkeypatch.setattr(sys, "argv", ["runs", *map(str, words)])
-    assert command.list_runs() == 0
+    assert command.main() == 0
     return capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ from run_folders import CONFIG, START, write_run
 
 def called(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["report", *map(str, words)])
-    return command.report()
+    return command.main()
 
 
 def test_a_page_has_what_was_run_and_what_came_of_it(tmp_path):
@@ -161,8 +161,8 @@ def test_it_needs_neither_tensorflow_nor_horovod(tmp_path):
     code = (
         "import sys, runpy\n"
         f"sys.argv = ['report', {str(folder)!r}]\n"
-        "from hvtrain report import __main__\n"
-        "__main__.report()\n"
+        "from hvtrain.report import command\n"
+        "command.main()\n"
         "sys.exit(str({'tensorflow', 'keras', 'horovod', 'pyplot'} & set(sys.modules) or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

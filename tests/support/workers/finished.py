@@ -20,6 +20,7 @@ import fast_keras  # noqa: F401
 import hvtrain.keras as hvd
 from hvtrain import runner
 from hvtrain.checkpoint.writer import mark_best
+from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
@@ -54,8 +55,7 @@ def work(command, words):
             mark_best(Path(words[0]) / "checkpoints", int(words[1]), "val_accuracy", 1.0)
         return
     sys.argv = [command, *words]
-    module = importlib.import_module(f"hvtrain.{command}.__main__")
-    getattr(module, command)()
+    importlib.import_module(f"hvtrain.{COMMANDS[command].module}").main()
 
 
 def main():
