@@ -16,7 +16,7 @@ from hvtrain.version import VERSION
 
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig
-    from hvtrain.core.records import RunRecord
+    from hvtrain.core.run_files import RunRecord
     from hvtrain.finished.finished_run import FinishedRun
 
 __version__ = VERSION

@@ -12,30 +12,26 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.model_options import model_options
-from hvtrain.config.schema import RunConfig, to_dict
-from hvtrain.core.records import RESULT_FILE, RunRecord
+from hvtrain.config.schema import RunConfig, model_options, to_dict
+from hvtrain.core.run_files import RESULT_FILE, RunRecord
 from hvtrain.data import fitted
 from hvtrain.errors import Stopped, UserError
-from hvtrain.models.averages import take_averages
 from hvtrain.models.first_weights import begin_with
-from hvtrain.report.page import CURVES_FILE, REPORT_FILE, duration, write_report
-from hvtrain.strategies.base import Strategy, batched, build_metrics
-from hvtrain.strategies.failing import failing_together
+from hvtrain.models.rates import take_averages
+from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
+from hvtrain.strategies.base import Strategy, batched, build_metrics, report_failures
 from hvtrain.system import addresses, console
+from hvtrain.system.text import exact_duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.guard import explain_errors
-from hvtrain.training.callbacks.order import Monitors, call_steps, make_callbacks
-from hvtrain.training.changed_settings import changed_since, with_change
+from hvtrain.training.callbacks.make_callbacks import Monitors, call_steps, make_callbacks
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.newest import find
-from hvtrain.training.note_start import note_start
-from hvtrain.training.outcome import in_words, test_metrics, write_outcome
-from hvtrain.training.resume import ResumePoint, RunState, Start, resume
-from hvtrain.training.review import write_review
+from hvtrain.training.find_checkpoint import find
+from hvtrain.training.finish import in_words, test_metrics, write_outcome, write_review
+from hvtrain.training.resume import ResumePoint, RunState, Start, changed_since, resume, with_change
 from hvtrain.training.run import Run, described, summary, versions
-from hvtrain.training.run_folder import CONFIG_FILE, open_run_folder, remove_if_empty
+from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
 from hvtrain.training.saved_model import MODEL_FILE
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
 
@@ -67,7 +63,7 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
         # Horovod can trace later only if this is set before it starts.
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     try:
-        with failing_together(strategy, state.notice.failed):
+        with report_failures(strategy, state.notice.failed):
             return run_to_end(config, strategy, attempt, state)
     finally:
         state.notice.wait()
@@ -209,7 +205,8 @@ def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None
         write_report(run.folder, with_diff=not run.config.tracker)
     if not cut_short:
         monitors.tracking.finish("finished", record.metrics, results(run.folder))
-        run.state.notice.finished(f"{in_words(record.metrics)}; {duration(record.seconds)} on {run.plan.size} rank(s)")
+        seconds = exact_duration(record.seconds)
+        run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {run.plan.size} rank(s)")
     run.state.notice.wait()
     if monitors.interruption.exit_code:
         raise Stopped(monitors.interruption.exit_code)

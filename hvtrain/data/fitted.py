@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvtrain.core.records import TEMPORARY, read_bytes, write_atomic
+from hvtrain.core.files import TEMPORARY, read_bytes, write_atomic
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import DataError, StorageError, in_one_line

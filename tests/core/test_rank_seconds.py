@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvtrain.core.rank_seconds import RANKS_FILE, read_rank_seconds, write_rank_seconds
+from hvtrain.core.run_files import RANKS_FILE, read_rank_seconds, write_rank_seconds
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Scatter, Table, Texts
-from hvtrain.core.rank_seconds import write_rank_seconds
-from hvtrain.core.records import REVIEW_FILE, EpochRecord, RunRecord, write_history, write_result
-from hvtrain.core.starts import STARTS_FILE
+from hvtrain.core.run_files import (
+    REVIEW_FILE,
+    STARTS_FILE,
+    EpochRecord,
+    RunRecord,
+    write_history,
+    write_rank_seconds,
+    write_result,
+)
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 CONFIG: dict[str, Any] = {

@@ -6,15 +6,8 @@ import resource
 
 import pytest
 
-from hvtrain.core.records import (
-    EpochRecord,
-    RunRecord,
-    append_history,
-    read_history,
-    write_atomic,
-    write_history,
-    write_result,
-)
+from hvtrain.core.files import write_atomic
+from hvtrain.core.run_files import EpochRecord, RunRecord, append_history, read_history, write_history, write_result
 from hvtrain.errors import StorageError
 
 
