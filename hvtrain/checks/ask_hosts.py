@@ -10,27 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.checks import probe, probe_network
+from hvtrain.checks import probe
 from hvtrain.errors import RankError
 from hvtrain.launch.reach import is_local
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
 MAX_AT_ONCE = 64
-_PROBE = (host_facts, interfaces, probe_network, probe)
+_PROBE = (host_facts, interfaces, probe)
+# Exit codes of _SCRIPT.
+_TIMED_OUT = 124
+_NO_PYTHON = 86
 # Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its time by much.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
-    'command -v python3 >/dev/null || exit 86; exec $limit python3 -c "$1"'
+    f'command -v python3 >/dev/null || exit {_NO_PYTHON}; exec $limit python3 -c "$1"'
 )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the probe found on one host; if facts is None, trouble says in one line why it did not run, and what to do.
+    """The answer of one host.
 
-    clock: seconds that the host's clock is ahead of this one's, and the error: half of the time under way.
+    Attributes:
+        facts: The probe's result; None if it did not run.
+        trouble: Why it did not run and what to do, in one line.
+        clock: Seconds that the host's clock is ahead of this one's, and the error: half of the time that ssh took.
     """
 
     facts: dict[str, Any] | None = None
@@ -41,7 +47,10 @@ class Answer:
 def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> dict[str, Any]:
     """The request for a host's facts, in this process's environment and folder.
 
-    names: all hosts, whose addresses each looks up. run_dir and dataset: what it looks at, relative to the folder.
+    Args:
+        names: All hosts; each host looks up the addresses of all.
+        run_dir: The run folder, relative to this process's folder.
+        dataset: A data set's file or folder, relative to this process's folder.
     """
     return {
         "work": "facts",
@@ -56,34 +65,48 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
 
 
 def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> dict[str, Answer]:
-    """Each host's answer to its request, within about so many seconds."""
+    """Sends each host its request and returns the answers, within about `seconds`."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         answers = pool.map(lambda host: _ask(host, requests[host], ssh, seconds), requests)
         return dict(zip(requests, answers))
 
 
-def _ask(host: str, asked: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
-    text = request(_PROBE, "answer", asked)
-    words = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
+def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
+    text = request(_PROBE, "answer", host_request)
+    command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
+    timeout = seconds + 3
     began = time.time()
     try:
-        if local := is_local(host):
-            done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds + 3, check=False)
+        local = is_local(host)
+        if local:
+            done = subprocess.run(
+                command,
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
         else:
-            done = ssh.run(host, words, text, timeout=seconds + 3)
+            done = ssh.run(host, command, text, timeout=timeout)
     except RankError as error:
         return Answer(trouble=str(error))
     except subprocess.TimeoutExpired:
-        done = subprocess.CompletedProcess(words, 124)
+        done = subprocess.CompletedProcess(command, _TIMED_OUT)
     ended = time.time()
-    if done.returncode == 124:
+
+    if done.returncode == _TIMED_OUT:
         return Answer(trouble=f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
-    if done.returncode == 86:
+    if done.returncode == _NO_PYTHON:
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
     if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
-    if (facts := answer(done.stdout)) is None:
-        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-        return Answer(trouble=f"the probe failed on host {host}: {said.strip()}; try: ssh {host} {sys.executable} -V")
-    before, after = facts["began"] - began, ended - facts["ended"]  # the ways there and back, by two clocks
-    return Answer(facts, "", ((before - after) / 2, (before + after) / 2))
+    facts = answer(done.stdout)
+    if facts is None:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+        return Answer(trouble=f"the probe failed on host {host}: {lines[-1]}; try: ssh {host} {sys.executable} -V")
+
+    # A host's clock that is ahead makes the way there look longer and the way back shorter.
+    seconds_there = facts["began"] - began
+    seconds_back = ended - facts["ended"]
+    return Answer(facts, "", ((seconds_there - seconds_back) / 2, (seconds_there + seconds_back) / 2))

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +24,70 @@ def main() -> int:
     """Prints the block. Raises ConfigError for unknown options."""
     options = _parser().parse_args(sys.argv[1:])
     names = [host.name for host in parse_hosts(options.hosts or "localhost")]
-    answers = ask(dict.fromkeys(names, facts_request(names)), Ssh(options.port, options.identity_file), SECONDS)
-    lines = dict(pair for host, answer in answers.items() for pair in _host(host, answer, len(names) > 1))
-    lines |= {name: os.environ[name] for name in sorted(os.environ) if _TELLING.fullmatch(name) and _is_open(name)}
+    ssh = Ssh(options.port, options.identity_file)
+    answers = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
+
+    lines: dict[str, str] = {}
+    for host, answer in answers.items():
+        prefix = f"{host}: " if len(names) > 1 else ""
+        lines |= {f"{prefix}{name}": text for name, text in _describe(answer).items()}
+    lines |= {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
     width = max(map(len, lines))
     print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
     return 0
 
 
-def _host(host: str, answer: Answer, is_named: bool) -> Iterator[tuple[str, str]]:
-    before = f"{host}: " if is_named else ""
+def _describe(answer: Answer) -> dict[str, str]:
+    """A host's facts by name, those that it has."""
     if answer.facts is None:
-        yield f"{before}ssh", answer.trouble
-        return
+        return {"ssh": answer.trouble}
     facts = answer.facts
+    machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
-    machine, gpus, horovod = facts["machine"], facts["gpus"], facts["horovod"]
-    shown = {
-        "hvtrain": f"{packages.pop('hvtrain', 'without metadata')}{commit_of(facts['code']['folder'])}",
+    version = packages.pop("hvtrain", "without metadata")
+    lines = {
+        "hvtrain": f"{version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
-        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "horovod built with": ", ".join(horovod["built_with"]) or "nothing: its library is missing",
-        "cuda": ", ".join(f"{name} {version}" for name, version in facts["cuda"].items()),
+        "packages": _versions(packages),
+        "horovod built with": ", ".join(facts["horovod"]["built_with"]) or "nothing: its library is missing",
+        "cuda": _versions(facts["cuda"]),
         "system": machine["system"],
         "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
-        "gpus": gpus["error"] or (f"{', '.join(gpus['names'])}; driver {gpus['driver']}" if gpus["names"] else "none"),
-        "interfaces": ", ".join(f"{one['name']} {one['network']}" for one in facts["interfaces"]),
+        "gpus": _gpus(facts["gpus"]),
+        "interfaces": ", ".join(f"{item['name']} {item['network']}" for item in facts["interfaces"]),
     }
-    yield from ((before + name, text) for name, text in shown.items() if text)
+    return {name: text for name, text in lines.items() if text}
+
+
+def _versions(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in packages.items())
+
+
+def _gpus(gpus: Mapping[str, Any]) -> str:
+    if gpus["error"]:
+        return str(gpus["error"])
+    if not gpus["names"]:
+        return "none"
+    return f"{', '.join(gpus['names'])}; driver {gpus['driver']}"
 
 
 def commit_of(folder: str | None) -> str:
     """The commit of the folder's checkout, and how many files differ from it; empty for an installed package."""
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
-    found = checkout(Path(folder))
-    if found is None:
+    commit = checkout(Path(folder))
+    if commit is None:
         return ""
-    number = len(found["changed"])
-    return f" ({found['commit'][:7]}{f', {number} changed' if number else ''})"
+    number = len(commit["changed"])
+    changed = f", {number} changed" if number else ""
+    return f" ({commit['commit'][:7]}{changed})"
 
 
-def _is_open(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    return name == "CUDA_VISIBLE_DEVICES" or travels(name, environ)
+def _is_shown(name: str) -> bool:
+    """True for a variable that matters, and whose name and value look like no secret."""
+    if not _TELLING.fullmatch(name):
+        return False
+    return name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ)
 
 
 def _parser() -> Any:
@@ -78,6 +99,12 @@ Prints versions, Horovod's build, devices, networks and the variables that matte
 Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
     )
     parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts to ask over ssh; default: this host")
-    parser.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; other options go in ~/.ssh/config")
+    parser.add_argument(
+        "-p",
+        dest="port",
+        type=int,
+        metavar="PORT",
+        help="ssh port; other options go in ~/.ssh/config",
+    )
     parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     return parser

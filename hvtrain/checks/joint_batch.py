@@ -23,9 +23,14 @@ IGNORED = -1  # A label that does not count.
 class Case:
     """A small model trained with some optimizer.
 
-    kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks hold unlike amounts of
-    what counts. more_layers are put before the last layer. tolerance: largest relative difference in any weight or slot
-    that rounding may cause.
+    Attributes:
+        optimizer: Makes the optimizer.
+        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks hold unlike
+            amounts of what counts.
+        tolerance: Largest relative difference in any weight or slot that rounding may cause.
+        steps_per_reduction: Steps of the training loop for each step that changes weights.
+        more_layers: Makes layers that are put before the last one.
+        reduction: Of the loss.
     """
 
     optimizer: Callable[[], keras.optimizers.Optimizer]
@@ -64,17 +69,20 @@ CASES = {
     "weighted mean": Case(lambda: keras.optimizers.Adam(0.003), "weighted", reduction="mean_with_sample_weight"),
     "two losses": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "two losses", steps_per_reduction=2),
 }
+# Kinds of cases that are exact only with a DistributedLoss.
 UNLIKE = ("ignored", "masked", "weighted", "two losses")
-"""Kinds of cases that are exact only with a DistributedLoss."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Largest differences of weights and float slots, relative to the largest value of each array.
 
-    error: N ranks against one process. error_without_reduction: one rank alone against it. ranks_differ: the ranks
-    against each other, at the start (after the broadcast) or at the end. error_of_plain_loss: N ranks with the mean of
-    their losses against one process; infinite where that is right.
+    Attributes:
+        error: N ranks against one process.
+        error_without_reduction: One rank alone against one process on all batches.
+        error_of_plain_loss: N ranks with the mean of their losses against one process; infinite where that is right.
+        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the end.
+        reductions: Fewest reductions of any rank.
     """
 
     error: float
@@ -85,14 +93,22 @@ class Comparison:
 
 
 def compare(
-    case: Case, steps: int = 8, batch: int = 16, wrap: Callable[[Any], Any] = hvd.DistributedOptimizer
+    case: Case,
+    steps: int = 8,
+    batch: int = 16,
+    wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
     """Trains the case on all ranks, on one process, and on one rank alone (every rank; the same result on each).
 
-    wrap makes the case's optimizer distributed.
+    Args:
+        case: The model and its optimizer.
+        steps: Steps of the training loop.
+        batch: Examples of one rank's batch.
+        wrap: Makes the case's optimizer distributed.
     """
     rank, size = hvd.rank(), hvd.size()
-    data, order = _data(case.kind, steps, size, batch), np.arange(steps * size * batch).reshape(steps, size, batch)
+    data = _data(case.kind, steps, size, batch)
+    order = np.arange(steps * size * batch).reshape(steps, size, batch)
 
     def batches(rows: Any) -> list[Any]:
         return [keras.tree.map_structure(lambda array: array[i.ravel()], data) for i in rows]  # noqa: B023
@@ -106,14 +122,14 @@ def compare(
         joint = _train(case, batches(order), seed=0)[1]
     if rank == size - 1:
         alone = _train(case, batches(order[:, 0]), seed=0)[1]
+
     everyone = hvd.allgather_object((before, after, reductions, joint, alone), name="hvtrain.compare")
     first_before, first_after, _, expected, _ = everyone[0]
+    error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
     return Comparison(
         error=largest_difference(first_after, expected),
         error_without_reduction=largest_difference(everyone[-1][4], expected),
-        error_of_plain_loss=hvd.broadcast_object(
-            largest_difference(plain, expected) if plain else float("inf"), name="hvtrain.compare"
-        ),
+        error_of_plain_loss=hvd.broadcast_object(error_of_plain_loss, name="hvtrain.compare"),
         ranks_differ=max(
             max(largest_difference(before, first_before), largest_difference(after, first_after))
             for before, after, *_ in everyone
@@ -122,21 +138,29 @@ def compare(
     )
 
 
-def largest_difference(ours: Arrays, theirs: Arrays) -> float:
-    """Over all arrays, relative to the largest value of each; infinite if a value is not finite."""
+def largest_difference(actual: Arrays, expected: Arrays) -> float:
+    """Over all arrays, relative to the largest value of each; infinite if a value is not finite.
+
+    >>> round(largest_difference([np.array([1.0, 2.0])], [np.array([1.0, 4.0])]), 6)
+    0.5
+    """
     largest = 0.0
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         gap = np.max(np.abs(a - b), initial=0.0) / (np.max(np.abs(b), initial=0.0) + 1e-12)
-        largest = max(largest, float(gap) if np.isfinite(gap) else float("inf"))
+        if not np.isfinite(gap):
+            return float("inf")
+        largest = max(largest, float(gap))
     return largest
 
 
 def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
-    """Inputs, targets and, if the kind has them, weights of all examples: by step, rank and place in the batch."""
-    generator, count = np.random.default_rng(7), steps * size * batch
+    """Inputs, targets and, if the kind has them, weights of all examples, ordered by step, rank and batch position."""
+    generator = np.random.default_rng(7)
+    count = steps * size * batch
     # What counts grows with the rank.
     share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), batch), steps)
-    x, y = generator.normal(size=(count, 12)).astype("float32"), generator.integers(0, 3, count)
+    x = generator.normal(size=(count, 12)).astype("float32")
+    y = generator.integers(0, 3, count)
     counts = generator.random(count) < share
     if kind == "embedding":
         return generator.integers(0, 50, (count, 6)), y
@@ -147,19 +171,28 @@ def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
         return x, y, (share * generator.random(count)).astype("float32")
     if kind == "two losses":
         return x, {"o": np.where(counts, y, IGNORED), "p": np.where(counts, IGNORED, y)}
-    return x, np.where(counts, y, IGNORED) if kind == "ignored" else y
+    if kind == "ignored":
+        return x, np.where(counts, y, IGNORED)
+    return x, y
 
 
 def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
     last = keras.layers.Dense(3, name="o", dtype="float32")
     if case.kind == "embedding":
-        layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, name="e"), keras.layers.Flatten(name="f")]
+        layers = [
+            keras.Input((6,)),
+            keras.layers.Embedding(50, 8, name="e"),
+            keras.layers.Flatten(name="f"),
+        ]
     elif case.kind == "masked":
         layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, mask_zero=True, name="e")]
     else:
         policy = case.kind if case.kind.startswith("mixed") else "float32"
-        layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
+        layers = [
+            keras.Input((12,)),
+            keras.layers.Dense(24, activation="tanh", name="d", dtype=policy),
+        ]
     model = keras.Sequential([*layers, *case.more_layers(), last], name="m")
     if case.kind != "two losses":
         return model
@@ -174,7 +207,11 @@ def _train(
     wrap: Callable[[Any], Any] | None = None,
     wrap_loss: Callable[[Any], Any] = lambda loss: loss,
 ) -> tuple[Arrays, Arrays, int]:
-    """Weights before, weights and float slots after one pass over the batches, and the number of reductions."""
+    """Trains for one pass over the batches.
+
+    Returns:
+        The weights before, the weights and float slots after it, and the number of reductions.
+    """
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
@@ -186,6 +223,7 @@ def _train(
     model.compile(optimizer, losses, jit_compile=False)
     if wrap:
         hvd.broadcast_model(model)
+
     before = [weight.copy() for weight in model.get_weights()]
     whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
     rows = len(keras.tree.flatten(batches[0])[0])

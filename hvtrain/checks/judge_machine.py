@@ -4,65 +4,88 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hvtrain.checks.rows import Cluster, Row, all_or, copy_to, fail, skip
+from hvtrain.checks.table import Cluster, Row, copy_to, fail, failures, passed, skip
 from hvtrain.system.text import human_bytes
 
 CLOCK_SECONDS = 1.0
+# For each slot: MPI and NCCL pass data between ranks of one host there.
 SHARED_MEMORY_BYTES = 64 << 20
-"""For each slot: MPI and NCCL pass data between ranks of one host there."""
 DISK_BYTES = 1 << 30
+
+Facts = Mapping[str, Any]
+Problem = tuple[str, str] | None
+# By how many seconds a clock is ahead of another one, and the error of that.
+Clock = tuple[float, float]
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """Rows on what hosts have. slots: of all hosts, also those that did not answer."""
+    """Judges memory, open files, disk and GPUs. slots: of all hosts, also of those that did not answer."""
     return [row for judge in (_shared_memory, _open_files, _disk, _gpus) for row in judge(cluster, slots)]
 
 
 def clock_differences(
-    by_ssh: Mapping[str, tuple[float, float]], by_port: Mapping[str, Mapping[str, Any] | None]
-) -> dict[str, tuple[float, float]]:
-    """Seconds that each host's clock is ahead of the first one's, and the error of that.
+    by_ssh: Mapping[str, Clock],
+    by_port: Mapping[str, Mapping[str, Any] | None],
+) -> dict[str, Clock]:
+    """Compares each host's clock with the first host's.
 
-    by_ssh: seconds ahead of this host's clock, and the error: half of the time that ssh was under way. by_port: the
-    answers of hosts that called each other; the first one's calls took far less time, if they got through.
+    Args:
+        by_ssh: Each clock against the one of this process's host. The error is half of the time that ssh took.
+        by_port: The answers of hosts that called each other. The first one's calls took far less time than ssh, so
+            they are preferred where they got through.
 
     >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {"s1": {"clocks": {"s2": (2.4, 0.001)}}})
     {'s1': (0.0, 0.0), 's2': (2.4, 0.001)}
     """
-    first = next(iter(by_ssh))
-    differences = {first: (0.0, 0.0)}
+    first, *others = by_ssh
+    first_ahead, first_error = by_ssh[first]
     called = (by_port.get(first) or {}).get("clocks", {})
-    for host, (ahead, error) in list(by_ssh.items())[1:]:
-        ways = [(ahead - by_ssh[first][0], error + by_ssh[first][1])]
-        ways += [(called[host][0], called[host][1])] if host in called else []
-        differences[host] = min(ways, key=lambda way: way[1])
+
+    differences = {first: (0.0, 0.0)}
+    for host in others:
+        ahead, error = by_ssh[host]
+        estimates = [(ahead - first_ahead, error + first_error)]
+        if host in called:
+            estimates.append(tuple(called[host]))
+        differences[host] = min(estimates, key=lambda estimate: estimate[1])
     return differences
 
 
-def judge_clocks(differences: Mapping[str, tuple[float, float]]) -> list[Row]:
-    """Fails only for what is certainly more: the time under way is not the clock's."""
+def judge_clocks(differences: Mapping[str, Clock]) -> list[Row]:
+    """Fails where a clock is off by more than the limit for certain, whatever the error of the measurement."""
     first, *others = differences
-    rows = []
-    for host in others:
-        ahead, error = differences[host]
-        if abs(ahead) - error > CLOCK_SECONDS:
-            found = f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {first}"
-            rows.append(fail("clock", host, found, f"on {host}: timedatectl set-ntp true, or start chrony"))
+
+    def problem(host: str, clock: Clock) -> Problem:
+        ahead, error = clock
+        if abs(ahead) - error <= CLOCK_SECONDS:
+            return None
+        direction = "ahead of" if ahead > 0 else "behind"
+        finding = f"its clock is {abs(ahead):.1f} s {direction} that of {first}"
+        return finding, f"on {host}: timedatectl set-ntp true, or start chrony"
+
     most, error = max((abs(ahead), error) for ahead, error in differences.values())
-    return all_or(rows, "clock", f"{most:.2f} s apart at most (within {error:.2f} s)" if others else "one host")
+    finding = f"{most:.2f} s apart at most (within {error:.2f} s)" if others else "one host"
+    return failures("clock", differences, problem) or [passed("clock", finding)]
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    rows = []
-    for host, facts in cluster.items():
-        need, room = slots[host] * SHARED_MEMORY_BYTES, facts["shared_memory"] or {"free": 0, "total": 0}
-        if room["free"] < need:
-            found = f"/dev/shm has {human_bytes(room['free'])} free of {human_bytes(room['total'])}; "
-            more = -(-(need + room["total"] - room["free"]) // 2**20)
-            fix = f"on {host}: mount -o remount,size={more}m /dev/shm (a container: --shm-size={more}m or --ipc=host)"
-            rows.append(fail("shared memory", host, f"{found}{slots[host]} slots need {human_bytes(need)}", fix))
-    least = min((facts["shared_memory"] or {"free": 0})["free"] for facts in cluster.values())
-    return all_or(rows, "shared memory", f"at least {human_bytes(least)} free in /dev/shm")
+    rooms = {host: facts["shared_memory"] or {"free": 0, "total": 0} for host, facts in cluster.items()}
+
+    def problem(host: str, room: Mapping[str, int]) -> Problem:
+        needed = slots[host] * SHARED_MEMORY_BYTES
+        if room["free"] >= needed:
+            return None
+        finding = (
+            f"/dev/shm has {human_bytes(room['free'])} free of {human_bytes(room['total'])}; "
+            f"{slots[host]} slots need {human_bytes(needed)}"
+        )
+        size = -(-(needed + room["total"] - room["free"]) // 2**20)
+        fix = f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)"
+        return finding, fix
+
+    least = min(room["free"] for room in rooms.values())
+    finding = f"at least {human_bytes(least)} free in /dev/shm"
+    return failures("shared memory", rooms, problem) or [passed("shared memory", finding)]
 
 
 def files_needed(num_ranks: int) -> int:
@@ -72,55 +95,71 @@ def files_needed(num_ranks: int) -> int:
 
 def _open_files(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     num_ranks = sum(slots.values())
-    need = files_needed(num_ranks)
-    limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
-    found, more = f"{num_ranks} ranks need {need}", "echo '* - nofile 65536' >> /etc/security/limits.conf"
-    fix = f"{more}, then log in again (or ulimit -n 65536 before sshd starts)"
-    rows = [
-        fail("open files", host, f"a process may open {limit}; {found}", f"on {host}: {fix}")
-        for host, limit in limits.items()
-        if -1 < limit < need
-    ]
-    least = min((limit for limit in limits.values() if limit > -1), default=-1)
-    return all_or(rows, "open files", f"at least {least}" if least > -1 else "no limit")
+    needed = files_needed(num_ranks)
+    soft_limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
+    limits = {host: limit for host, limit in soft_limits.items() if limit > -1}  # -1: no limit
+
+    def problem(host: str, limit: int) -> Problem:
+        if limit >= needed:
+            return None
+        fix = (
+            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, "
+            "then log in again (or ulimit -n 65536 before sshd starts)"
+        )
+        return f"a process may open {limit}; {num_ranks} ranks need {needed}", fix
+
+    finding = f"at least {min(limits.values())}" if limits else "no limit"
+    return failures("open files", limits, problem) or [passed("open files", finding)]
 
 
 def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """Only rank 0 writes to the run folder."""
+    """Judges the run folder on the first host alone: only rank 0 writes to it."""
     host = next(iter(slots))
     if host not in cluster:
         return [skip("run folder", "the host of rank 0 does not answer", host)]
     disk = cluster[host]["disk"]
     free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
     if not disk["writable"]:
-        return [fail("run folder", host, f"{disk['folder']} cannot be written", "run.dir=PATH names another folder")]
+        return [
+            fail(
+                "run folder",
+                host,
+                f"{disk['folder']} cannot be written",
+                "run.dir=PATH names another folder",
+            )
+        ]
     if disk["free"] < DISK_BYTES:
-        found = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
-        return [fail("run folder", host, found, "free some there, or run.dir=PATH on another disk")]
-    return [Row("run folder", "PASS", f"{free} on {host}")]
+        finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
+        return [fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")]
+    return [passed("run folder", f"{free} on {host}")]
 
 
 def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    rows, first = [], next(iter(cluster))
-    some, cuda = cluster[first]["gpus"], cluster[first]["cuda"]
+    first = next(iter(cluster))
+    here, cuda = cluster[first]["gpus"], cluster[first]["cuda"]
     if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
-        return [Row("gpus", "PASS", "no GPU on any host")]
-    for host, facts in cluster.items():
-        count, driver = len(facts["gpus"]["names"]), facts["gpus"]["driver"]
-        if facts["gpus"]["error"]:
-            found = f"nvidia-smi fails: {facts['gpus']['error']}"
-            rows.append(fail("gpus", host, found, f"on {host}: install the driver again, or load it: modprobe nvidia"))
-        elif count < slots[host]:
+        return [passed("gpus", "no GPU on any host")]
+
+    def problem(host: str, facts: Facts) -> Problem:
+        gpus = facts["gpus"]
+        count = len(gpus["names"])
+        if gpus["error"]:
+            fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
+            return f"nvidia-smi fails: {gpus['error']}", fix
+        if count < slots[host]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
-            rows.append(fail("gpus", host, f"{count} GPUs for {slots[host]} slots", fix))
-        elif some["driver"] and driver != some["driver"]:
-            found = f"driver {driver}; {first} has {some['driver']}"
-            rows.append(fail("gpus", host, found, f"install one driver version on {first} and {host}"))
-        elif facts["cuda"] != cuda:
-            found = f"{_versions(facts['cuda'])}; {first} has {_versions(cuda)}"
-            rows.append(fail("gpus", host, found, copy_to(sys.prefix, first, host)))
-    names = ", ".join(sorted(set(some["names"])))
-    return all_or(rows, "gpus", f"{names}; driver {some['driver']}; {_versions(cuda)}")
+            return f"{count} GPUs for {slots[host]} slots", fix
+        if here["driver"] and gpus["driver"] != here["driver"]:
+            finding = f"driver {gpus['driver']}; {first} has {here['driver']}"
+            return finding, f"install one driver version on {first} and {host}"
+        if facts["cuda"] != cuda:
+            finding = f"{_versions(facts['cuda'])}; {first} has {_versions(cuda)}"
+            return finding, copy_to(sys.prefix, first, host)
+        return None
+
+    names = ", ".join(sorted(set(here["names"])))
+    finding = f"{names}; driver {here['driver']}; {_versions(cuda)}"
+    return failures("gpus", cluster, problem) or [passed("gpus", finding)]
 
 
 def _versions(packages: Mapping[str, str]) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvtrain.checks.rows import Cluster, Row, all_or, fail, skip
+from hvtrain.checks.table import Cluster, Row, fail, failures, passed, skip
+
+_INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
 
 
 @dataclass(frozen=True)
@@ -22,90 +24,139 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     names: all names in -H.
     """
-    rows = []
     owners: dict[str, str] = {}
+    rows = []
     for host, facts in cluster.items():
-        if (owner := owners.setdefault(facts["hostname"], host)) != host:
-            found = f"has the hostname {facts['hostname']}, as {owner} does; Horovod would treat them as one host"
-            rows.append(fail("names", host, found, f"on {host}: hostnamectl set-hostname {host}"))
-    known = {name: _address(cluster, name) for name in cluster}
-    for host in cluster if len(names) > 1 else ():
-        if problems := list(_name_problems(cluster, host, known)):
-            found, fix = problems[0]
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            rows.append(fail("names", host, found + more, fix))
-    shown = ", ".join(f"{name} {address}" for name, address in known.items())
-    return all_or(rows, "names", f"the same on every host: {shown}" if len(names) > 1 else shown)
+        owner = owners.setdefault(facts["hostname"], host)
+        if owner != host:
+            finding = f"has the hostname {facts['hostname']}, as {owner} does; Horovod would treat them as one host"
+            rows.append(fail("names", host, finding, f"on {host}: hostnamectl set-hostname {host}"))
+
+    addresses = {name: _address(cluster, name) for name in cluster}
+
+    def problem(host: str, facts: Mapping[str, Any]) -> tuple[str, str] | None:
+        problems = list(_name_problems(cluster, host, addresses))
+        if not problems:
+            return None
+        finding, fix = problems[0]
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return finding + more, fix
+
+    shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
+    if len(names) > 1:
+        rows += failures("names", cluster, problem)
+        shown = f"the same on every host: {shown}"
+    return rows or [passed("names", shown)]
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
     """The address to which most hosts resolve a name; a loopback address only if there is no other."""
-    found = [address for facts in cluster.values() if (address := facts["addresses"][name])]
-    counted = Counter(address for address in found if not _is_loopback(address)) or Counter(found)
-    return counted.most_common(1)[0][0] if counted else None
+    addresses = [facts["addresses"][name] for facts in cluster.values() if facts["addresses"][name]]
+    counts = Counter(address for address in addresses if not _is_loopback(address)) or Counter(addresses)
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _name_problems(cluster: Cluster, host: str, known: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """Yields the names that one host resolves wrongly, each with the fix. known: _address() of each name."""
+def _name_problems(
+    cluster: Cluster,
+    host: str,
+    addresses: Mapping[str, str | None],
+) -> Iterator[tuple[str, str]]:
+    """Yields the names that one host resolves wrongly, each with the fix. addresses: _address() of each name."""
     for name in cluster:
-        address, right = cluster[host]["addresses"][name], known[name]
+        address = cluster[host]["addresses"][name]
+        right = addresses[name]
         if not any(item["address"] == right for item in cluster[name]["interfaces"]):
             right = None
         line = f"{right or 'ADDRESS'} {name}"
         if address is None:
-            yield f"has no address for {name}", f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
+            yield (
+                f"has no address for {name}",
+                f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS",
+            )
         elif _is_loopback(address):
-            found = f"resolves {name} to {address}, where no other host reaches it"
-            yield found, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
-        elif address != known[name]:
-            found = f"resolves {name} to {address}; others resolve it to {known[name]}"
-            yield found, f"on {host}: in /etc/hosts or DNS give {name} one address on all hosts: '{line}'"
+            finding = f"resolves {name} to {address}, where no other host reaches it"
+            yield finding, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
+        elif address != addresses[name]:
+            finding = f"resolves {name} to {address}; others resolve it to {addresses[name]}"
+            yield (
+                finding,
+                f"on {host}: in /etc/hosts or DNS give {name} one address on all hosts: '{line}'",
+            )
         elif right is None:
-            found = f"resolves {name} to {address}, but no interface of {name} has that address"
-            yield found, f"on {host}: in /etc/hosts or DNS give {name} an address that it has (there: ip -4 address)"
+            finding = f"resolves {name} to {address}, but no interface of {name} has that address"
+            yield (
+                finding,
+                f"on {host}: in /etc/hosts or DNS give {name} an address that it has (there: ip -4 address)",
+            )
 
 
 def judge_interfaces(
-    cluster: Cluster, names: Sequence[str], wanted: str | None = None
+    cluster: Cluster,
+    names: Sequence[str],
+    interface_names: str | None = None,
 ) -> tuple[list[Row], dict[str, Endpoint]]:
-    """Checks that each host has an interface in the first host's network. Also returns the endpoints, by host.
+    """Checks that each host has an interface in the first host's network.
 
-    wanted: the value of --network-interfaces, names separated by commas. A host that fails has no endpoint.
+    Args:
+        cluster: The facts of the hosts that answered.
+        names: All names in -H.
+        interface_names: The value of --network-interfaces, names separated by commas.
+
+    Returns:
+        The rows, and the endpoint of each host that did not fail.
     """
     if len(names) < 2:
-        return [Row("interface", "PASS", "one host")], {}
-    first = next(iter(cluster))
-    chosen = wanted.split(",") if wanted else None
-    address = _address(cluster, first)
-    usable = [item for item in cluster[first]["interfaces"] if not _is_loopback(item["address"])]
-    fitting = (item for item in usable if (item["name"] in chosen if chosen else item["address"] == address))
-    if (start := next(fitting, None)) is None:
-        found = f"has no interface {wanted}" if wanted else f"no interface has its address {address}"
-        return [fail("interface", first, f"{found}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
+        return [passed("interface", "one host")], {}
+    first, *others = cluster
+    chosen = interface_names.split(",") if interface_names else None
+    start = _first_interface(cluster, first, chosen)
+    if start is None:
+        finding = f"no interface has its address {_address(cluster, first)}"
+        if interface_names:
+            finding = f"has no interface {interface_names}"
+        return [fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
+
     network = ipaddress.ip_network(start["network"])
-    rows, endpoints = [], {first: Endpoint(start["name"], start["address"])}
-    for host, facts in list(cluster.items())[1:]:
-        inside = [item for item in facts["interfaces"] if ipaddress.ip_address(item["address"]) in network]
-        inside = [item for item in inside if not chosen or item["name"] in chosen]
-        item = next((item for item in inside if item["address"] == _address(cluster, host)), (inside or [None])[0])
-        twin = next((other for other, used in endpoints.items() if item and used.address == item["address"]), None)
-        if item is None:
-            found = f"no interface{f' {wanted}' if wanted else ''} in {first}'s network {network}"
-            rows.append(fail("interface", host, f"{found}; it has {_listed(facts)}", _INTERFACE_FIX))
-        elif twin:
-            found = f"{item['name']} has {item['address']} here and on {twin}, so it cannot join the hosts"
-            rows.append(fail("interface", host, found, _INTERFACE_FIX))
-        else:
-            endpoints[host] = Endpoint(item["name"], item["address"])
+    endpoints = {first: Endpoint(start["name"], start["address"])}
+
+    def problem(host: str, facts: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Also notes the host's endpoint."""
+        inside = [
+            item
+            for item in facts["interfaces"]
+            if ipaddress.ip_address(item["address"]) in network and (not chosen or item["name"] in chosen)
+        ]
+        if not inside:
+            chosen_name = f" {interface_names}" if interface_names else ""
+            finding = f"no interface{chosen_name} in {first}'s network {network}; it has {_listed(facts)}"
+            return finding, _INTERFACE_FIX
+        address = _address(cluster, host)
+        item = next((item for item in inside if item["address"] == address), inside[0])
+        # Bridges such as docker0 have the same address on every host.
+        twins = [other for other, endpoint in endpoints.items() if endpoint.address == item["address"]]
+        if twins:
+            finding = f"{item['name']} has {item['address']} here and on {twins[0]}, so it cannot join the hosts"
+            return finding, _INTERFACE_FIX
+        endpoints[host] = Endpoint(item["name"], item["address"])
+        return None
+
+    rows = failures("interface", {host: cluster[host] for host in others}, problem)
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
-    return all_or(rows, "interface", f"{shown} in {network}"), endpoints
+    return rows or [passed("interface", f"{shown} in {network}")], endpoints
 
 
-_INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
+def _first_interface(cluster: Cluster, host: str, chosen: Sequence[str] | None) -> dict[str, str] | None:
+    """The interface of the first host: one of the chosen ones, or else the one that its name resolves to."""
+    address = _address(cluster, host)
+    for item in cluster[host]["interfaces"]:
+        fits = item["name"] in chosen if chosen else item["address"] == address
+        if fits and not _is_loopback(item["address"]):
+            return dict(item)
+    return None
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
@@ -113,27 +164,44 @@ def _listed(facts: Mapping[str, Any]) -> str:
 
 
 def judge_ports(
-    answers: Mapping[str, Mapping[str, Any] | None], endpoints: Mapping[str, Endpoint], ports: Mapping[str, int]
+    answers: Mapping[str, Mapping[str, Any] | None],
+    endpoints: Mapping[str, Endpoint],
+    ports: Mapping[str, int],
 ) -> list[Row]:
     """Checks that each host reaches a free port of each other host.
 
-    answers: each host's result of probe_network.Exchange; None if it did not answer.
+    Failed connections are blamed on as few hosts as possible: the one that takes part in most of them comes first, and
+    what is left is looked at again.
+
+    Args:
+        answers: Each host's result of probe.Exchange; None if it did not answer.
+        endpoints: Where each host is reached.
+        ports: The port on which each host listened.
     """
     rows = [skip("ports", "did not answer", host) for host, answer in answers.items() if answer is None]
-    # (the host that connects, the host that listens): why the connection failed.
-    by_caller = {caller: answer["missing"] for caller, answer in answers.items() if answer}
-    missing = {(caller, called): why for caller, found in by_caller.items() for called, why in found.items()}
+    # Why a connection failed, by (the host that connects, the host that listens).
+    missing = {
+        (caller, listener): reason
+        for caller, answer in answers.items()
+        if answer
+        for listener, reason in answer["missing"].items()
+    }
     while missing:
-        # The host in most of the failed connections; of two with equally many, the one that was called more often.
-        counts, asked = Counter(host for pair in missing for host in pair), Counter(host for _, host in missing)
-        host = max(counts, key=lambda host: (counts[host], asked[host]))
-        callers = [caller for caller, called in missing if called == host]
-        called = [called for caller, called in missing if caller == host]
+        counts = Counter(host for pair in missing for host in pair)
+        # Of two hosts in equally many failed connections, the one that was called more often is at fault.
+        calls = Counter(listener for _, listener in missing)
+        host = max(counts, key=lambda host: (counts[host], calls[host]))
+        callers = [caller for caller, listener in missing if listener == host]
+        listeners = [listener for caller, listener in missing if caller == host]
+        findings = []
+        if callers:
+            findings.append(f"{', '.join(callers)} cannot reach its port {ports[host]}")
+        if listeners:
+            findings.append(f"it cannot reach high ports of {', '.join(listeners)}")
         reason = next(reason for pair, reason in missing.items() if host in pair)
-        found = [f"{', '.join(callers)} cannot reach its port {ports[host]}" if callers else ""]
-        found += [f"it cannot reach high ports of {', '.join(called)}" if called else ""]
-        others = ",".join(endpoints[other].address for other in dict.fromkeys([*callers, *called]))
+        others = ",".join(endpoints[other].address for other in dict.fromkeys([*callers, *listeners]))
         fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {others} -j ACCEPT"
-        rows.append(fail("ports", host, f"{'; '.join(filter(None, found))} ({reason})", fix))
+        rows.append(fail("ports", host, f"{'; '.join(findings)} ({reason})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
-    return all_or(rows, "ports", f"free ports are reachable between {len(endpoints)} hosts, in both directions")
+    finding = f"free ports are reachable between {len(endpoints)} hosts, in both directions"
+    return rows or [passed("ports", finding)]

@@ -1,7 +1,6 @@
 """Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.checks.joint_batch import CASES, UNLIKE, Case, compare
+from hvtrain.checks.table import CheckError, Checks
 from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
@@ -19,13 +19,6 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.training.run import device_map, versions
 
 BATCH, STEPS = 16, 8
-
-# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError (every rank).
-Checks = dict[str, Callable[[], str]]
-
-
-class CheckError(Exception):
-    """A failed check: what was found, and what to look at. Raise it after the check's last collective, not between."""
 
 
 def library_checks(strategy: Strategy) -> Checks:
@@ -45,22 +38,24 @@ def library_checks(strategy: Strategy) -> Checks:
 
 
 def _versions(strategy: Strategy) -> str:
-    found = strategy.comm.gather(versions())
-    for rank, other in enumerate(found):
-        different = [f"{name} {found[0][name]} and {other[name]}" for name in other if other[name] != found[0][name]]
+    by_rank = strategy.comm.gather(versions())
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        different = [f"{name} {first[name]} and {other[name]}" for name in other if other[name] != first[name]]
         if different:
             raise CheckError(f"ranks 0 and {rank} have {', '.join(different)}; install the same versions on all hosts")
-    return ", ".join(f"{name} {number}" for name, number in found[0].items())
+    return ", ".join(f"{name} {number}" for name, number in first.items())
 
 
 def _controller(strategy: Strategy) -> str:
-    places = strategy.comm.gather((hvd.size(), hvd.rank(), strategy.topology.host, hvd.local_rank()))
-    if [place[:2] for place in places] != [(len(places), rank) for rank in range(len(places))]:
-        raise CheckError(f"ranks see jobs of {[place[0] for place in places]} ranks; start all with one launcher")
-    if len({place[2:] for place in places}) < len(places):
+    ranks = strategy.comm.gather((hvd.size(), hvd.rank(), strategy.topology.host, hvd.local_rank()))
+    if [(size, rank) for size, rank, _, _ in ranks] != [(len(ranks), rank) for rank in range(len(ranks))]:
+        sizes = [size for size, *_ in ranks]
+        raise CheckError(f"ranks see jobs of {sizes} ranks; start all with one launcher")
+    if len({(host, local_rank) for _, _, host, local_rank in ranks}) < len(ranks):
         raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
-    hosts = dict.fromkeys(host for *_, host, _ in places)
-    return f"{strategy.description()}, {len(places)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
+    hosts = dict.fromkeys(host for _, _, host, _ in ranks)
+    return f"{strategy.description()}, {len(ranks)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
 
 
 def _devices(strategy: Strategy) -> str:
@@ -72,83 +67,95 @@ def _devices(strategy: Strategy) -> str:
         raise CheckError(
             f"some ranks have a GPU and some have none: {device_map(devices)}; check the hosts without one"
         )
-    return (
-        f"{device_map(devices)}; TF32 {'on' if tf.config.experimental.tensor_float_32_execution_enabled() else 'off'}"
-    )
+    tf32 = "on" if tf.config.experimental.tensor_float_32_execution_enabled() else "off"
+    return f"{device_map(devices)}; TF32 {tf32}"
 
 
 def _broadcast() -> str:
-    """Variables of several types, one of them empty, that differ between ranks."""
+    """Broadcasts variables of several types, one of them empty, that differ between ranks."""
     normal = np.random.default_rng(hvd.rank()).normal
-    values = [normal(size=(3, 5)).astype("float32"), np.zeros((3, 0), "float32"), normal(size=(3, 2))]
-    variables = [tf.Variable(value) for value in [*values, np.array(hvd.rank()), np.array([hvd.rank() == 0])]]
-    differ = len(set(hvd.allgather_object(fingerprint(variables))))
+    values = [
+        normal(size=(3, 5)).astype("float32"),
+        np.zeros((3, 0), "float32"),
+        normal(size=(3, 2)),
+        np.array(hvd.rank()),
+        np.array([hvd.rank() == 0]),
+    ]
+    variables = [tf.Variable(value) for value in values]
+    num_different = len(set(hvd.allgather_object(fingerprint(variables))))
     hvd.broadcast_variables(variables, 0)
     after = hvd.allgather_object((fingerprint(variables), int(variables[3])))
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError("variables differ between ranks after a broadcast; look at the network and at Horovod's build")
-    if differ < hvd.size():
+    if num_different < hvd.size():
         raise CheckError("ranks drew the same random numbers, so the broadcast proved nothing; please report this bug")
-    return f"5 variables differed on {differ} rank(s), and are rank 0's on all of them"
+    return f"5 variables differed on {num_different} rank(s), and are rank 0's on all of them"
 
 
 def _joint_batch(case: Case) -> str:
-    found = compare(case, STEPS, BATCH)
+    comparison = compare(case, STEPS, BATCH)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
-    if found.reductions != expected:
+    if comparison.reductions != expected:
         raise CheckError(
-            f"{found.reductions} reductions in the graph for {expected} steps that change weights; "
+            f"{comparison.reductions} reductions in the graph for {expected} steps that change weights; "
             "the optimizer that trains is not the distributed one"
         )
-    if not found.error < case.tolerance:
+    if not comparison.error < case.tolerance:
         raise CheckError(
-            f"{size} ranks differ from one process on the joint batch by {found.error:.2g} "
+            f"{size} ranks differ from one process on the joint batch by {comparison.error:.2g} "
             f"(at most {case.tolerance:g}); gradients are not reduced, or wrongly"
         )
-    if found.ranks_differ:
-        raise CheckError(f"weights differ between ranks by {found.ranks_differ:.2g}; look at broadcast and reduction")
-    if found.error_of_plain_loss < 3 * case.tolerance:
+    if comparison.ranks_differ:
+        raise CheckError(
+            f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
+        )
+    # A check that could not fail is worth nothing: the wrong ways must give other weights.
+    if comparison.error_of_plain_loss < 3 * case.tolerance:
         raise CheckError("the mean of the ranks' losses gives the same weights, so the comparison proves nothing")
-    if found.error_without_reduction < 3 * case.tolerance:
+    if comparison.error_without_reduction < 3 * case.tolerance:
         raise CheckError("one rank without reduction ends with the same weights, so the comparison proves nothing")
-    plain = f"with the mean of losses {found.error_of_plain_loss:.1g}; " if case.kind in UNLIKE else ""
+    controls = f"without reduction {comparison.error_without_reduction:.1g}"
+    if case.kind in UNLIKE:
+        controls = f"with the mean of losses {comparison.error_of_plain_loss:.1g}; {controls}"
     return (
-        f"{size} x {BATCH} equal 1 x {BATCH * size} to {found.error:.1g}; {plain}"
-        f"without reduction {found.error_without_reduction:.1g}; {found.reductions} reductions"
+        f"{size} x {BATCH} equal 1 x {BATCH * size} to {comparison.error:.1g}; {controls}; "
+        f"{comparison.reductions} reductions"
     )
 
 
 def _overflow() -> str:
-    """An infinite gradient on the last rank only."""
+    """Gives the last rank alone an infinite gradient."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
     scale = float(optimizer.scale_loss(1.0))
-    last = hvd.rank() == hvd.size() - 1
-    tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(tf.constant([np.inf if last else 1.0, 1.0]))
-    found = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
-    if found != [([1.0, 2.0], scale / 2)] * hvd.size():
-        raise CheckError(f"ranks did not skip an overflow together: {found}; look at the build of Horovod")
+    is_last = hvd.rank() == hvd.size() - 1
+    gradient = tf.constant([np.inf if is_last else 1.0, 1.0])
+    tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(gradient)
+    states = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
+    if states != [([1.0, 2.0], scale / 2)] * hvd.size():
+        raise CheckError(f"ranks did not skip an overflow together: {states}; look at the build of Horovod")
     return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
 
 
 def _different_models() -> str:
-    """The last rank has a model of another width."""
+    """Gives the last rank a model of another width."""
     width = 3 if hvd.rank() == hvd.size() - 1 else 2
-    optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable([0.0] * width)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    variable = keras.Variable([0.0] * width)
+    is_refused = False
     try:
         optimizer.apply([tf.ones(width)], [variable])
-        refused = False
     except RankError as error:
-        refused = "cannot reduce the gradients" in str(error)
-    if not all(hvd.allgather_object(refused)):
+        is_refused = "cannot reduce the gradients" in str(error)
+    if not all(hvd.allgather_object(is_refused)):
         raise CheckError("gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build")
     return "gradients of different shapes are refused on all ranks before they are summed"
 
 
 def _shards(strategy: Strategy) -> str:
-    """The images that each rank reads in an epoch; each image holds its number."""
+    """Counts the images that each rank reads in an epoch; each image holds its number."""
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
@@ -162,16 +169,19 @@ def _shards(strategy: Strategy) -> str:
 
 
 def _metrics(strategy: Strategy) -> str:
-    """Metrics on shards of different sizes, against one process."""
+    """Compares metrics on shards of different sizes with those of one process."""
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(51, 4)).astype("float32"), generator.integers(0, 3, 51)
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     hvd.broadcast_variables(model.weights, 0)
-    # Rank 0 has most of the examples, the others a few each.
+
+    # Rank 0 has most of the 51 examples, the others a few each (none in a large job).
     few = 3 if hvd.size() < 16 else 0
-    own = slice(few * (hvd.size() - 1), None) if hvd.rank() == 0 else slice(few * (hvd.rank() - 1), few * hvd.rank())
+    own = slice(few * (hvd.rank() - 1), few * hvd.rank())
+    if hvd.rank() == 0:
+        own = slice(few * (hvd.size() - 1), None)
     together = strategy.evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8))
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
     gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
@@ -181,7 +191,7 @@ def _metrics(strategy: Strategy) -> str:
 
 
 def _checkpoint(strategy: Strategy) -> str:
-    """A checkpoint of a small model."""
+    """Writes and restores a checkpoint of a small model."""
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse", jit_compile=False)

@@ -29,7 +29,13 @@ SLOW_SECONDS = 0.5
 
 
 def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
-    """Returns the best times over a process set, the same on all its ranks (every rank of the set)."""
+    """Returns the best times over a process set, the same on all its ranks (every rank of the set).
+
+    Args:
+        num_bytes: Size of the large all-reduce.
+        process_set: The ranks that take part.
+        name: Prefix of the names of Horovod's tensors.
+    """
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value: tf.Tensor) -> tf.Tensor:
@@ -42,9 +48,9 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
         for _ in range(REPEATS):
             began = time.perf_counter()
             reduce(value).numpy()
-            own = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             # The slowest rank's time: a rank that enters late finds the others waiting and measures too little.
-            slowest = float(hvd.allreduce(own, name=f"{name}.time", op=hvd.Max, process_set=process_set))
+            slowest = float(hvd.allreduce(seconds, name=f"{name}.time", op=hvd.Max, process_set=process_set))
             best_seconds = min(best_seconds, slowest)
             if slowest > SLOW_SECONDS:
                 break
@@ -56,24 +62,27 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
 
 def main() -> None:
     """Measures all hosts together, then pair by pair while the other ranks wait."""
+    # If the launcher is killed, nobody else ends this rank.
     last_resort = threading.Timer(most_seconds(launched_size() or 1), os._exit, [1])
     last_resort.daemon = True
     last_resort.start()
     hvd.init()
     hvd.pin_gpu()
+
     together = measure(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
     pairs = list(combinations(range(hvd.size()), 2))
     if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
         pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]  # neighbours in the ring
-    found = {pair: _measure_pair(pair, "first") for pair in pairs}
-    quickest = min(times["seconds"] for times in found.values())
-    for pair, times in found.items():
+    by_pair = {pair: _measure_pair(pair, "first") for pair in pairs}
+    quickest = min(times["seconds"] for times in by_pair.values())
+    for pair, times in by_pair.items():
         # A slow pair is measured once more: a host may have been busy at that moment.
         if times["seconds"] > 2 * quickest:
             again = _measure_pair(pair, "again")
-            found[pair] = {name: min(value, again[name]) for name, value in times.items()}
+            by_pair[pair] = {name: min(value, again[name]) for name, value in times.items()}
+
     if hvd.rank() == 0:
-        measured = {"all": together, "pairs": [[*pair, times] for pair, times in found.items()]}
+        measured = {"all": together, "pairs": [[*pair, times] for pair, times in by_pair.items()]}
         # One write, because the launcher puts the rank before each piece of output.
         sys.stdout.write(f"{MARK} {json.dumps(measured)}\n")
         sys.stdout.flush()

@@ -1,11 +1,12 @@
-"""Collects one host's facts. ask_hosts sends it to every host, and runs it there even if hvtrain is not installed.
+"""Collects one host's facts, and tests connections between hosts.
 
-It runs in the environment's Python, or in any python3 where that is missing. So the modules of the probe need nothing
-but the standard library of Python 3.9.
+ask_hosts sends this file to every host and runs it there even if hvtrain is not installed: in the environment's Python,
+or in any python3 where that is missing. So it needs nothing but the standard library of Python 3.9.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -13,17 +14,21 @@ import resource
 import shutil
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 from typing import Any
 
-from hvtrain.checks import probe_network
 from hvtrain.system import host_facts, interfaces
 
 DATASET_SECONDS = 12.0
 NVIDIA_SMI_SECONDS = 15
+LOOKUP_SECONDS = 6.0
+CONNECT_SECONDS = 2.0
+# Once one direction works, both hosts are listening: the other direction then works within this time or not at all.
+GRACE_SECONDS = 3.0
 END_BYTES = 64 << 10
 # At most this many files are read, END_BYTES at both ends; of the others only name and size count.
 MAX_FILES_READ = 256
@@ -34,21 +39,27 @@ MAX_ENTRIES = 5_000
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
 
-    began and ended: seconds since the epoch by this host's clock. Raises OSError in "ports" if the port is taken.
+    Returns:
+        The facts or the result of Exchange, with "began" and "ended": seconds since the epoch by this host's clock.
+
+    Raises:
+        OSError: The port of "ports" is taken.
     """
     began = time.time()
-    facts = _facts(request) if request["work"] == "facts" else probe_network.Exchange(request).run()
-    return {**facts, "began": began, "ended": time.time()}
+    works = {"facts": _facts, "ports": lambda request: Exchange(request).run()}
+    result = works[request["work"]](request)
+    return {**result, "began": began, "ended": time.time()}
 
 
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the facts.
 
-    request: folder, where ranks start, and first in sys.path; python_path, which follows in sys.path; python, the
-    interpreter of the ranks; names, of all hosts; run_dir and dataset, relative to folder; dataset may be None.
+    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are relative to it.
     """
+    # As ranks have it, so that the same hvtrain is looked at.
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
-    folder, dataset = Path(request["folder"]), request["dataset"]
+    folder = Path(request["folder"])
+    dataset = request["dataset"]
     return {
         "hostname": socket.gethostname(),
         "machine": _machine(),
@@ -64,9 +75,9 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "cuda": host_facts.cuda_versions(),
         "code": host_facts.code_facts(),
         "horovod": host_facts.horovod_facts(),
-        "addresses": probe_network.addresses(request["names"]),
+        "addresses": addresses(request["names"]),
         "interfaces": interfaces.all_interfaces(),
-        "port": probe_network.free_port(),
+        "port": free_port(),
         "shared_memory": _shared_memory(),
         "open_files": dict(zip(("soft", "hard"), resource.getrlimit(resource.RLIMIT_NOFILE))),  # -1: no limit
         "disk": _disk(folder / request["run_dir"]),
@@ -83,7 +94,11 @@ def _machine() -> dict[str, Any]:
     except (OSError, KeyError):
         name = platform.system()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"system": f"{name}, Linux {platform.release()}", "cores": len(os.sched_getaffinity(0)), "memory": memory}
+    return {
+        "system": f"{name}, Linux {platform.release()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory,
+    }
 
 
 def _shared_memory() -> dict[str, int] | None:
@@ -104,41 +119,68 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 def _gpus() -> dict[str, Any]:
     """GPU names and driver version from nvidia-smi, or its error; no names and no error without nvidia-smi."""
-    found: dict[str, Any] = {"names": [], "driver": None, "error": None}
+    gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
     if program is None:
-        return found
+        return gpus
+    line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = run(line, stdin=DEVNULL, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
+        done = run(
+            line,
+            stdin=DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
+            check=False,
+        )
     except (OSError, TimeoutExpired) as error:
-        return {**found, "error": " ".join(str(error).split())}
+        return {**gpus, "error": " ".join(str(error).split())}
     if done.returncode:
-        return {**found, "error": " ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}"}
-    rows = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
-    return {**found, "names": [name.strip() for name, _, _ in rows], "driver": rows[0][2].strip() if rows else None}
+        message = " ".join((done.stdout + done.stderr).split())
+        return {**gpus, "error": message or f"exit code {done.returncode}"}
+    for row in done.stdout.splitlines():
+        name, comma, driver = row.rpartition(",")
+        if comma:
+            gpus["names"].append(name.strip())
+            gpus["driver"] = gpus["driver"] or driver.strip()
+    return gpus
 
 
 def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
-    """Describes the data set in a folder or file: {"path", "num_files", "num_bytes", "entries", "error", "too_large"}.
+    """Describes the data set in a folder or file, without reading all of it.
 
-    entries: a checksum of each file, or of each folder if there are more than MAX_ENTRIES files. It covers relative
-    names, sizes, and the first and last 64 KiB of at most MAX_FILES_READ files, evenly spaced. error: a path that is
-    missing or cannot be read, and why. too_large: a message if `seconds` were not enough. Both are None otherwise.
+    Returns:
+        path, num_files and num_bytes.
+        entries: A checksum of each file, or of each folder if there are more than MAX_ENTRIES files. It covers
+            relative names, sizes, and the first and last 64 KiB of at most MAX_FILES_READ files, evenly spaced.
+        error: A path that is missing or cannot be read, and why; None otherwise.
+        too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
-    found: dict[str, Any] = {"path": str(path), "num_files": 0, "num_bytes": 0, "entries": {}}
-    found.update(error=None, too_large=None)
+    description: dict[str, Any] = {
+        "path": str(path),
+        "num_files": 0,
+        "num_bytes": 0,
+        "entries": {},
+        "error": None,
+        "too_large": None,
+    }
     try:
         sizes = _sizes(path, deadline)
         names = sorted(sizes)
-        ends = {name: _ends(path / name, deadline) for name in names[:: max(1, -(-len(names) // MAX_FILES_READ))]}
+        step = max(1, -(-len(names) // MAX_FILES_READ))
+        ends = {name: _ends(path / name, deadline) for name in names[::step]}
     except TimeoutError:
-        return {**found, "too_large": f"it cannot be listed in {seconds:.0f} s"}
+        return {**description, "too_large": f"it cannot be listed in {seconds:.0f} s"}
     except OSError as error:
-        return {**found, "error": f"{error.filename or path}: {error.strerror}"}
+        return {**description, "error": f"{error.filename or path}: {error.strerror}"}
     texts = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
-    return {**found, "num_files": len(names), "num_bytes": sum(sizes.values()), "entries": _entries(texts)}
+    return {
+        **description,
+        "num_files": len(names),
+        "num_bytes": sum(sizes.values()),
+        "entries": _entries(texts),
+    }
 
 
 def _sizes(path: Path, deadline: float) -> dict[str, int]:
@@ -152,29 +194,153 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
     sizes = {}
     for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
         for name in names:
-            _check(deadline)
+            _check_time(deadline)
             file = Path(folder, name)
             sizes[str(file.relative_to(path))] = file.stat().st_size
     return sizes
 
 
 def _ends(file: Path, deadline: float) -> str:
-    _check(deadline)
-    with file.open("rb") as opened:
-        first = opened.read(END_BYTES)
-        opened.seek(max(0, file.stat().st_size - END_BYTES))
-        return hashlib.sha256(first + opened.read(END_BYTES)).hexdigest()
+    """A checksum of the first and the last END_BYTES of a file."""
+    _check_time(deadline)
+    with file.open("rb") as stream:
+        first = stream.read(END_BYTES)
+        stream.seek(max(0, file.stat().st_size - END_BYTES))
+        return hashlib.sha256(first + stream.read(END_BYTES)).hexdigest()
 
 
 def _entries(texts: dict[str, str]) -> dict[str, str]:
     """A short checksum of each file's text, or of each folder's files together."""
     joined: dict[str, str] = {}
     for name, text in texts.items():
-        key = name if len(texts) <= MAX_ENTRIES else f"{os.path.dirname(name)}/"  # noqa: PTH120
+        key = name
+        if len(texts) > MAX_ENTRIES:
+            key = f"{os.path.dirname(name)}/"  # noqa: PTH120 (a top-level file's folder is empty, not ".")
         joined[key] = joined.get(key, "") + text
-    return {key: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12] for key, text in joined.items()}
+    return {key: _checksum(text) for key, text in joined.items()}
 
 
-def _check(deadline: float) -> None:
+def _checksum(text: str) -> str:
+    # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def _check_time(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError
+
+
+def addresses(names: Sequence[str]) -> dict[str, str | None]:
+    """The IPv4 address that this host finds for each name; None if it finds none within LOOKUP_SECONDS."""
+    resolved: dict[str, str | None] = dict.fromkeys(names)
+
+    def resolve(name: str) -> None:
+        with contextlib.suppress(OSError):
+            resolved[name] = socket.gethostbyname(name)
+
+    # Daemon threads: a lookup has no time limit of its own and must not keep the process alive.
+    threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LOOKUP_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(resolved)
+
+
+def free_port() -> int:
+    """A free port above 1023, chosen by the kernel, as ports for Horovod and MPI are."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
+
+
+class Exchange:
+    """Listens on a port and connects to all other hosts, which do the same at the same time.
+
+    Args:
+        request: Has these keys.
+            me: This host's name.
+            port: The port to listen on.
+            token: A secret that these hosts share, without which a caller is ignored.
+            others: The [address, port] of each other host, by name.
+            seconds: The time limit in all.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._me = request["me"]
+        self._token = request["token"]
+        self._others = request["others"]
+        self._deadline = time.monotonic() + request["seconds"]
+        # By host: when this one got through to it, and when it got through to this one (time.monotonic).
+        self._reached: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
+        self._clocks: dict[str, tuple[float, float]] = {}
+        self._reasons: dict[str, str] = {}
+        self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
+
+    def run(self) -> dict[str, Any]:
+        """Connects to all other hosts.
+
+        Returns:
+            reached: The hosts reached.
+            missing: The reason for each host that was not.
+            clocks: For each host reached, by how many seconds its clock is ahead of this one's, and the error: half
+                the round-trip time.
+        """
+        threading.Thread(target=self._listen, daemon=True).start()
+        for name in self._others:
+            threading.Thread(target=self._connect, args=(name,), daemon=True).start()
+        while time.monotonic() < self._deadline and not all(map(self._is_settled, self._others)):
+            time.sleep(0.02)
+        missing = {name: self._reasons.get(name, "no answer") for name in self._others if name not in self._reached}
+        return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}
+
+    def _is_settled(self, name: str) -> bool:
+        """True once both directions work, or one has worked for so long that the other will not."""
+        times = [moments[name] for moments in (self._reached, self._heard) if name in moments]
+        if len(times) == 1:
+            return time.monotonic() - times[0] > GRACE_SECONDS
+        return len(times) == 2
+
+    def _listen(self) -> None:
+        while True:
+            caller, _ = self._server.accept()
+            threading.Thread(target=self._answer, args=(caller,), daemon=True).start()
+
+    def _answer(self, caller: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError),
+            caller,
+            caller.makefile("rw", encoding="utf-8") as stream,
+        ):
+            caller.settimeout(CONNECT_SECONDS)
+            token, _, name = stream.readline(200).strip().partition(" ")
+            if token == self._token and name in self._others:
+                stream.write(f"{self._token} {time.time()}\n")
+                stream.flush()
+                self._heard.setdefault(name, time.monotonic())
+
+    def _connect(self, name: str) -> None:
+        address, port = self._others[name]
+        while name not in self._reached:
+            try:
+                with socket.create_connection((address, port), CONNECT_SECONDS) as call:
+                    asked = time.time()
+                    call.sendall(f"{self._token} {self._me}\n".encode())
+                    token, _, clock = call.makefile("r", encoding="utf-8").readline(200).strip().partition(" ")
+                    answered = time.time()
+                    if token == self._token:
+                        self._clocks[name] = (
+                            float(clock) - (asked + answered) / 2,
+                            (answered - asked) / 2,
+                        )
+                        self._reached[name] = time.monotonic()
+                        return
+                    self._reasons[name] = "another program answers there"
+            except OSError as error:
+                self._reasons[name] = error.strerror or str(error)
+            time.sleep(0.1)

@@ -1,13 +1,23 @@
 """`python -m hvtrain verify`: checks that the ranks of this cluster train together, and those of a run of your own."""
 
+import logging
 import os
+import socket
 import sys
+import threading
+from typing import TYPE_CHECKING
 
+from hvtrain.checks.table import CheckError, Checks, CheckTable, Row, passed
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.errors import RankError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser
 
+if TYPE_CHECKING:
+    from hvtrain.strategies.base import Strategy
+
+SECONDS_PER_CHECK = 120.0
 EPILOG = f"""\
 {RUN_SETTINGS}
 
@@ -28,14 +38,96 @@ Shows in about half a minute whether ranks train together, one line for each che
 Exits with 1 when a check fails.""",
         epilog=EPILOG,
     ).parse_known_args()
+    arguments = sys.argv[1:]
     if not console.is_launched():
         # One rank has no other to train with.
-        launcher = [f"{sys.prefix}/bin/horovodrun", "-np", "2"]
-        os.execv(launcher[0], [*launcher, sys.executable, "-m", "hvtrain", "verify", *sys.argv[1:]])
-    for tree in compose():
-        config = from_dict(tree)
-        with console.quiet_import(config.verbose):
-            from hvtrain.checks.own_run import verify
-        own_run = any("=" in word and not word.startswith("--") for word in sys.argv[1:])
-        return 0 if verify(config, own_run) else 1
-    return 0
+        horovodrun = f"{sys.prefix}/bin/horovodrun"
+        os.execv(
+            horovodrun,
+            [horovodrun, "-np", "2", sys.executable, "-m", "hvtrain", "verify", *arguments],
+        )
+    trees = compose()
+    if not trees:
+        return 0
+    has_own_run = any("=" in argument and not argument.startswith("--") for argument in arguments)
+    return 0 if verify(from_dict(trees[0]), has_own_run) else 1
+
+
+def verify(config: RunConfig, has_own_run: bool) -> bool:
+    """Returns True if every check passes on every rank.
+
+    Args:
+        config: The run whose strategy, model and data are checked with has_own_run.
+        has_own_run: Check more than the library.
+    """
+    with console.quiet_import(config.verbose):
+        import tensorflow as tf
+
+        from hvtrain.checks.library import library_checks
+        from hvtrain.checks.own_run import own_run_checks
+        from hvtrain.config.instantiate import build
+        from hvtrain.strategies.base import Strategy
+        from hvtrain.strategies.horovod import HorovodStrategy
+
+    strategy: Strategy = build(config, "strategy", Strategy) if has_own_run else HorovodStrategy()
+    # With the ten bits of TF32, healthy GPUs from Ampere on differ by up to 2.5e-3 where these checks allow 1e-5.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        topology = strategy.start()
+        if topology.size == 1:
+            raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
+        console.start_log(topology.is_chief)
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        own_checks = own_run_checks(config, strategy) if has_own_run else {}
+        has_passed = run_checks({**library_checks(strategy), **own_checks}, strategy)
+        strategy.stop()
+    except BaseException as error:
+        strategy.report_failure(error)
+        raise
+    return has_passed
+
+
+def run_checks(checks: Checks, strategy: "Strategy") -> bool:
+    """Prints a line for each check on the chief; returns True if all passed on all ranks (every rank).
+
+    Each check has a deadline, so that none can hang.
+    """
+    table = CheckTable(width=22, is_quiet=not strategy.topology.is_chief)
+    for name, check in checks.items():
+        deadline = threading.Timer(SECONDS_PER_CHECK, _time_out, [name])
+        deadline.daemon = True
+        deadline.start()
+        finding = ""
+        own_error = None
+        try:
+            finding = check()
+        except CheckError as error:
+            own_error = str(error)
+        except Exception as error:
+            own_error = " ".join(f"{type(error).__name__}: {error}".split())
+        finally:
+            deadline.cancel()
+        errors = strategy.comm.gather(own_error)
+        failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
+        if not failed_ranks:
+            table.add([passed(name, finding)])
+        elif failed_ranks[0] == 0:
+            table.add([Row(name, "FAIL", errors[0])])
+        else:
+            table.add([Row(name, "FAIL", f"rank {failed_ranks[0]}: {errors[failed_ranks[0]]}")])
+
+    num_failed = len(table.failed_checks)
+    outcome = f"all {len(checks)} checks passed"
+    if num_failed:
+        outcome = f"{len(checks) - num_failed} checks passed, {num_failed} failed"
+    table.end(f"{outcome} on {strategy.topology.size} rank(s)")
+    return num_failed == 0
+
+
+def _time_out(check_name: str) -> None:
+    """Ends this rank, which waits in a collective that it cannot leave; the launcher then ends the others."""
+    sys.stderr.write(
+        f"FAIL  {check_name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
+        "one of them has stopped or left: look at its output\n"
+    )
+    os._exit(1)

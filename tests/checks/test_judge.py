@@ -9,7 +9,7 @@ from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names
 from hvtrain.checks.judge_software import judge_software
 from hvtrain.checks.measure_links import judge_links
 from hvtrain.checks.probe import MAX_ENTRIES, _entries, fingerprint
-from hvtrain.checks.rows import Row
+from hvtrain.checks.table import Row
 
 NAMES = ["s1", "s2", "s3"]
 SLOTS = dict.fromkeys(NAMES, 2)
@@ -68,7 +68,7 @@ def test_a_healthy_cluster_passes_every_check():
     assert {row.status for row in rows} == {"PASS"}
     checks = ["folder", "python", "packages", "code", "horovod", "data set", "shared memory", "open files"]
     assert [row.check for row in rows] == [*checks, "run folder", "gpus", "names", "interface"]
-    assert next(row.found for row in rows if row.check == "interface") == "eth1, eth2, eth3 in 10.0.0.0/24"
+    assert next(row.finding for row in rows if row.check == "interface") == "eth1, eth2, eth3 in 10.0.0.0/24"
 
 
 CASES = [
@@ -107,7 +107,7 @@ def test_one_thing_wrong_on_one_host_is_one_failure_with_a_fix(check, changes, f
         cluster["s2"][name] = {**old, **change} if isinstance(change, dict) else change
     wrong = failures(judged(cluster))
     assert list(wrong) == [(check, "s2")]
-    assert found in wrong[check, "s2"].found
+    assert found in wrong[check, "s2"].finding
     assert "s2" in wrong[check, "s2"].fix
 
 
@@ -124,18 +124,18 @@ def test_an_address_that_no_interface_has():
     for facts in cluster.values():
         facts["addresses"]["s3"] = "10.0.0.33"
     wrong = failures(judge_names(cluster, NAMES))
-    assert "resolves s3 to 10.0.0.33, but no interface of s3 has that address" in wrong["names", "s1"].found
+    assert "resolves s3 to 10.0.0.33, but no interface of s3 has that address" in wrong["names", "s1"].finding
 
 
 def test_interfaces():
     cluster = healthy()
     cluster["s3"]["interfaces"][1].update(address="10.9.0.3", network="10.9.0.0/24")
     wrong = failures(judge_interfaces(cluster, NAMES)[0])
-    assert "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3" in wrong["interface", "s3"].found
+    assert "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3" in wrong["interface", "s3"].finding
     wrong = failures(judge_interfaces(healthy(), NAMES, "docker0")[0])
-    assert "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts" in wrong["interface", "s2"].found
+    assert "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts" in wrong["interface", "s2"].finding
     wrong = failures(judge_interfaces(healthy(), NAMES, "ib0")[0])
-    assert "has no interface ib0; it has eth1 10.0.0.1" in wrong["interface", "s1"].found
+    assert "has no interface ib0; it has eth1 10.0.0.1" in wrong["interface", "s1"].finding
     rows, endpoints = judge_interfaces(healthy(), NAMES, "eth1,eth2,eth3")
     assert not failures(rows) and endpoints["s3"] == Endpoint("eth3", "10.0.0.3")
 
@@ -158,8 +158,8 @@ def test_closed_ports_name_the_host_that_failed_calls_share(missing, hosts):
 def test_a_clock_fails_only_for_what_is_surely_more():
     assert not failures(judge_clocks({"s1": (0.0, 0.0), "s2": (1.5, 0.6)}))
     wrong = failures(judge_clocks({"s1": (0.0, 0.0), "s2": (1.5, 0.2), "s3": (-2.0, 0.1)}))
-    assert wrong["clock", "s2"].found == "its clock is 1.5 s ahead of that of s1"
-    assert wrong["clock", "s3"].found == "its clock is 2.0 s behind that of s1"
+    assert wrong["clock", "s2"].finding == "its clock is 1.5 s ahead of that of s1"
+    assert wrong["clock", "s3"].finding == "its clock is 2.0 s behind that of s1"
     assert clock_differences({"s1": (0.0, 0.1), "s2": (9.0, 0.1)}, {"s1": None})["s2"] == (9.0, 0.2)
 
 
@@ -177,9 +177,9 @@ def test_the_run_folder_is_looked_at_on_the_first_host():
     cluster["s2"]["disk"]["free"] = 0
     assert not failures(judge_machines(cluster, SLOTS))
     cluster["s1"]["disk"]["free"] = 100 << 20
-    assert "100 MiB free" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].found
+    assert "100 MiB free" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].finding
     cluster["s1"]["disk"]["writable"] = False
-    assert "cannot be written" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].found
+    assert "cannot be written" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].finding
     del cluster["s1"]
     skipped = next(row for row in judge_machines(cluster, SLOTS) if row.check == "run folder")
     assert (skipped.status, skipped.host) == ("SKIP", "s1")
@@ -209,7 +209,7 @@ def links(speeds):
 def test_the_slow_link_is_named(speeds, slow):
     rows = judge_links(links(speeds), NAMES)
     assert [row.host for row in rows if row.status == "FAIL"] == slow
-    assert "64 MiB over 3 hosts in 0.500 s: 1.07 Gbit/s, 1.43 on the bus; 4 KiB in 1.0 ms" in rows[0].found
+    assert "64 MiB over 3 hosts in 0.500 s: 1.07 Gbit/s, 1.43 on the bus; 4 KiB in 1.0 ms" in rows[0].finding
 
 
 def test_fingerprints_show_names_sizes_and_ends(tmp_path):

@@ -13,8 +13,9 @@ from leaves import ForgetsToReduce
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store
 from hvtrain.checks import joint_batch, library
-from hvtrain.checks.library import CheckError
-from hvtrain.checks.own_run import own_run_checks, run_checks
+from hvtrain.checks.own_run import own_run_checks
+from hvtrain.checks.table import CheckError
+from hvtrain.checks.verify import run_checks
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
