@@ -99,32 +99,52 @@ _NOT_THE_USERS = (f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), "<"
 
 
 def in_one_line(error: BaseException) -> str:
-    """The exception's type and the first line of its message, without what Keras and TensorFlow put around them.
+    """Returns the exception's type and the first line of its message, without what Keras and TensorFlow add.
 
     >>> in_one_line(ValueError("in user code:\\n\\n    File 'a', line 2, in f  *\\n        f()\\n\\n    KeyError: 'x'"))
     "KeyError: 'x'"
     """
-    kind, text = type(error).__name__, _message(error)
-    while found := next(filter(None, (re.fullmatch(pattern, text) for pattern in _AROUND)), None):
-        kind, text = found.groupdict().get("kind") or kind, found["text"].strip()
+    name = type(error).__name__
+    text = _message(error)
+    match = _wrapping(text)
+    while match:  # Wrappings are nested.
+        name = match.groupdict().get("kind") or name
+        text = match["text"].strip()
+        match = _wrapping(text)
+
     text = " ".join(text.partition("\n")[0].split())
-    return f"{kind}: {text if len(text) <= 300 else text[:300] + ' ...'}".rstrip(": ")
+    if len(text) > 300:
+        text = f"{text[:300]} ..."
+    return f"{name}: {text}".rstrip(": ")
+
+
+def _wrapping(text: str) -> re.Match[str] | None:
+    for pattern in _AROUND:
+        match = re.fullmatch(pattern, text)
+        if match:
+            return match
+    return None
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code that hvtrain called, as "FILE, line N"; empty if there is none."""
+    """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N"; "" without one."""
     frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     # In a graph the message has what the traceback lacks.
     frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _message(error))
-    ours = next((index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0)
-    places = [
-        f"the function {name}" if "__autograph_generated_file" in file else f"{file}, line {line}"
-        for file, line, name in frames[ours:]
-        if not file.startswith(_NOT_THE_USERS) and not re.search("/(site|dist)-packages/", file)
-    ]
-    return next((place for place in reversed(places) if "," in place), places[-1] if places else "")
+    first_of_ours = next((index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0)
+
+    lines = []
+    functions = []
+    for file, line, name in frames[first_of_ours:]:
+        if file.startswith(_NOT_THE_USERS) or re.search("/(site|dist)-packages/", file):
+            continue
+        if "__autograph_generated_file" in file:  # A line of generated code tells the user nothing.
+            functions.append(f"the function {name}")
+        else:
+            lines.append(f"{file}, line {line}")
+    return (lines or functions or [""])[-1]
 
 
 def _message(error: BaseException) -> str:
-    """Its text; that of a KeyError is in quotes and escaped, also inside another message."""
+    """The text of an error. A KeyError quotes and escapes its own, also inside another message."""
     return str(error).replace("\\n", "\n").replace("\\x1b", "\x1b").strip()

@@ -121,7 +121,7 @@ def as_json(
     """The whole forecast, in SI units."""
     plan = forecast.plan
     return {
-        "words": without_secrets(options.words),
+        "words": without_secrets(options.overrides),
         "num_ranks": plan.size,
         "ranks_per_host": options.ranks_per_host,
         "global_batch": plan.global_batch,
@@ -132,7 +132,7 @@ def as_json(
         "memory_bytes": memory(forecast),
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
-        "launch": launch_line(options.words, plan.size, options.ranks_per_host),
+        "launch": launch_line(options.overrides, plan.size, options.ranks_per_host),
         "rules": asdict(rules),
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],

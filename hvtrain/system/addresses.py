@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 VARIABLE = "HVTRAIN_NOTIFY"
-_WORD = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
 _BEFORE_AN_ADDRESS = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
 _SCHEME = re.compile(r"[A-Za-z][\w.+-]{0,30}(?=://)")
 
 
 def split(text: str) -> list[str]:
-    """The addresses in a text, apart by commas or blanks, in brackets and quotes or not.
+    """Splits a text into addresses, which commas or blanks separate, with or without brackets and quotes.
 
     >>> split("[mailto://me:hunter2@host?to=a@b.org,c@d.org, 'json://localhost']")
     ['mailto://me:hunter2@host?to=a@b.org,c@d.org', 'json://localhost']
@@ -20,7 +20,8 @@ def split(text: str) -> list[str]:
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
-    return [one.strip("'\" \t\r\n,") for one in _BEFORE_AN_ADDRESS.split(text) if one.strip()]
+    parts = _BEFORE_AN_ADDRESS.split(text)
+    return [part.strip("'\" \t\r\n,") for part in parts if part.strip()]
 
 
 def chosen(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
@@ -34,14 +35,21 @@ def chosen(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[
     return split(environ.get(VARIABLE, "") if setting is None else setting)
 
 
-def take(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words of a command line without notify=..., and the last one's value, if there is one.
+def take(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Removes notify=... from a command line; returns the other arguments and the last one's value, if there is one.
 
     >>> take(["model=mlp", "notify=json://localhost?a=b"])
     (['model=mlp'], 'json://localhost?a=b')
     """
-    found = [(word, _WORD.fullmatch(word)) for word in words]
-    return [word for word, match in found if not match], next((match[1] for _, match in found[::-1] if match), None)
+    others = []
+    value = None
+    for argument in arguments:
+        match = _ARGUMENT.fullmatch(argument)
+        if match:
+            value = match[1]
+        else:
+            others.append(argument)
+    return others, value
 
 
 def shown(address: str) -> str:

@@ -27,9 +27,9 @@ class Parser(argparse.ArgumentParser):
     follows --help, called only for that.
     """
 
-    def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **more: Any) -> None:
-        form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
-        super().__init__(prog, formatter_class=form, allow_abbrev=False, **more)
+    def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **options: Any) -> None:
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **options)
         self._more_help = more_help
 
     def format_help(self) -> str:
@@ -46,13 +46,14 @@ class Parser(argparse.ArgumentParser):
         hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
         hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
 
-    def parse_with_words(self, words: list[str]) -> argparse.Namespace:
-        """Its options, and as `words` those of the runner and of Hydra, which it does not know."""
-        options, rest = self.parse_known_args(words)
-        unknown = next((w for w in rest if w.startswith("-") and not w.startswith(("--config-", "-c"))), None)
-        if unknown:
-            self.error(f"unknown option {unknown}")
-        options.words = rest
+    def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
+        """Parses its options. The others, settings of a run and options of Hydra, are in `overrides` of the result."""
+        options, others = self.parse_known_args(arguments)
+        for argument in others:
+            is_hydras = argument.startswith(("--config-", "-c"))
+            if argument.startswith("-") and not is_hydras:
+                self.error(f"unknown option {argument}")
+        options.overrides = others
         return options
 
 
@@ -103,7 +104,7 @@ def enter(work: Callable[[], int]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
     rank = console.launched_rank()
     try:
-        _check_words()
+        _check_arguments()
         code = work()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -121,20 +122,20 @@ def enter(work: Callable[[], int]) -> None:
     atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
 
 
-def _check_words() -> None:
+def _check_arguments() -> None:
     """Raises ConfigError for an argument that no record could hold."""
-    for word in sys.argv[1:]:
+    for argument in sys.argv[1:]:
         try:
-            word.encode()
+            argument.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{os.fsencode(word)!r} is not UTF-8; rename what it names") from None
+            raise ConfigError(f"{os.fsencode(argument)!r} is not UTF-8; rename what it names") from None
 
 
 def _end_without_python(code: int) -> None:
-    """Calls the other exit functions, then ends the process before Python takes itself apart.
+    """Calls the other exit functions, then ends the process before Python finalizes.
 
-    After a failure the input pipeline may still read ahead. If one of its threads comes back from TensorFlow into a
-    Python that is half gone, it aborts the process, and the exit code would be that of a crash.
+    After a failure the input pipeline may still read ahead. A thread of it that returns from TensorFlow into a
+    finalizing Python aborts the process, and the exit code would be that of a crash.
     """
     atexit.unregister(_end_without_python)
     atexit._run_exitfuncs()
@@ -144,10 +145,10 @@ def _end_without_python(code: int) -> None:
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """Ends the process in that time, if it has not ended by itself.
+    """Ends the process after that time, if it has not ended by itself.
 
-    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. After a success, too, the
-    launcher would wait for such a process for ever, though all its work is done.
+    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The launcher would wait
+    for such a process for ever, even after a success.
     """
     last_resort = threading.Timer(seconds, os._exit, [code])
     last_resort.daemon = True
@@ -155,7 +156,7 @@ def _end_within(seconds: float, code: int) -> None:
 
 
 def _report(error: BaseException, rank: int) -> int:
-    """Tells the user what went wrong; the exit code."""
+    """Tells the user what went wrong; returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted; nothing new was saved"
         console.say_error(text, rank, is_repeated=True)
@@ -167,17 +168,25 @@ def _report(error: BaseException, rank: int) -> int:
             console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
             return 1
         traceback.print_exc()
-        place = place_of(error)
-        what = f"{in_one_line(error)}{f' ({place})' if place else ''}; see its traceback above"
-        console.say_error(f"rank {rank} on {socket.gethostname()} failed: {what}", rank, 0.0)
+        location = place_of(error)
+        cause = in_one_line(error)
+        if location:
+            cause += f" ({location})"
+        text = f"rank {rank} on {socket.gethostname()} failed: {cause}; see its traceback above"
+        console.say_error(text, rank, wait_seconds=0.0)
         return 1
+
     # Hydra may have refused the line before it was composed.
-    if console.shows_tracebacks or any(word == "tracebacks=true" for word in map(str.lower, sys.argv)):
+    if console.shows_tracebacks or "tracebacks=true" in map(str.lower, sys.argv):
         traceback.print_exc()
     # The rank that failed reports first.
-    is_told_why, is_repeated = isinstance(error, FailedRankError), rank != error.spokesman
-    wait_seconds = console.SECONDS_FOR_ANOTHER_RANK if is_told_why or is_repeated else 0.0
+    failed_elsewhere = isinstance(error, FailedRankError)
+    is_repeated = rank != error.spokesman
     console.say_error(
-        " ".join(str(error).split()), rank, wait_seconds, is_repeated and not is_told_why, culprit=error.culprit
+        " ".join(str(error).split()),
+        rank,
+        wait_seconds=console.SECONDS_FOR_ANOTHER_RANK if failed_elsewhere or is_repeated else 0.0,
+        is_repeated=is_repeated and not failed_elsewhere,
+        culprit=error.culprit,
     )
     return error.exit_code

@@ -19,7 +19,7 @@ from hvtrain.system import verdict
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SECONDS_FOR_ANOTHER_RANK = 10.0
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
-_signal_came = threading.Event()
+_signal_arrived = threading.Event()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
 # Descriptor of this process's error output, also while TensorFlow's notes go elsewhere.
@@ -27,23 +27,30 @@ _error_output = 2
 
 
 def launched_rank() -> int:
-    """This process's rank according to its launcher, before Horovod starts; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    """Returns this process's rank according to its launcher, before Horovod starts; 0 without a launcher."""
+    for name in _RANK_VARIABLES:
+        rank = os.environ.get(name, "")
+        if rank.isdigit():
+            return int(rank)
+    return 0
 
 
 def is_launched() -> bool:
-    """True when a launcher started this process. A batch script of Slurm has a SLURM_PROCID too, without a step."""
-    in_batch_script = "SLURM_STEP_NUM_TASKS" not in os.environ
-    return any(name in os.environ for name in _RANK_VARIABLES if not (name == "SLURM_PROCID" and in_batch_script))
+    """True when a launcher started this process."""
+    variables = set(_RANK_VARIABLES)
+    # A batch script of Slurm has a SLURM_PROCID too, but it is not the task of a step.
+    if "SLURM_STEP_NUM_TASKS" not in os.environ:
+        variables.remove("SLURM_PROCID")
+    return not variables.isdisjoint(os.environ)
 
 
 @contextmanager
 def quiet_import(verbose: bool) -> Iterator[None]:
-    """For the first import of TensorFlow and Keras. Their notes are shown if verbose, or if the block fails.
+    """Surrounds the first import of TensorFlow and Keras, whose notes are shown if verbose or if the block fails.
 
-    TensorFlow writes its first notes before it reads its log level, so no variable can silence them. Keras imports
-    scikit-learn and Matplotlib for wrappers and galleries that no rank uses, in a third of that time; here they look to
-    it as if they were not installed.
+    TensorFlow writes its first notes before it reads its log level, so no variable can silence them. A third of Keras's
+    import goes to scikit-learn and Matplotlib, for wrappers and galleries that no rank uses, so they look to it as if
+    they were not installed.
     """
     if not verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -86,7 +93,7 @@ def start_log(is_chief: bool) -> None:
 
 
 def log_to_file(folder: Path, rank: int) -> None:
-    """Adds a log file on this rank's host, folder/rank-NNNN.log. Warns if it cannot be written."""
+    """Adds a log file on this rank's host, FOLDER/rank-NNNN.log. Warns if it cannot be written."""
     path = folder / f"rank-{rank:04d}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,19 +130,19 @@ class _LogFile(logging.FileHandler):
 
 
 def note_signal(*_: object) -> None:
-    """Ends any wait for other ranks to speak. Handlers of SIGTERM and SIGUSR1 call it; it also is such a handler."""
-    _signal_came.set()
+    """Ends any wait for other ranks to report first. A handler of SIGTERM and SIGUSR1, or called by one."""
+    _signal_arrived.set()
 
 
 def has_noted_signal() -> bool:
-    """True once a signal has come and was noted."""
-    return _signal_came.is_set()
+    """True once note_signal has been called."""
+    return _signal_arrived.is_set()
 
 
 def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals) -> None:
-    """Sends these signals, by default those of schedulers and launchers, to the handler alone.
+    """Installs a handler for these signals, by default those of schedulers and launchers.
 
-    Python delivers signals to the main thread only; a run in another thread was not launched, and takes none.
+    Does nothing in other threads than the main one, where Python allows no handlers: such a run was not launched.
     """
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM, signal.SIGUSR1):
@@ -144,24 +151,24 @@ def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: sig
 
 @contextmanager
 def signals_held() -> Iterator[Callable[[], None]]:
-    """Holds signals back while a process is started, until the block calls what it is given, or ends.
+    """Holds signals back while a process is started, until the block calls release() or ends.
 
-    Python runs its hooks around a fork itself, and drops what a handler raises meanwhile: a Ctrl-C would be lost.
+    Python drops whatever a handler raises inside the hooks that it runs around a fork, so a Ctrl-C would be lost.
     """
-    came: list[int] = []
+    pending: list[int] = []
     handlers: dict[int, Any] = {}
 
     def release() -> None:
         while handlers:
             signal.signal(*handlers.popitem())
-        while came:
-            signal.raise_signal(came.pop())
+        while pending:
+            signal.raise_signal(pending.pop())
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # What is ignored must be ignored by the new process too.
+            # The new process must go on ignoring what is ignored here.
             if callable(signal.getsignal(number)):
-                handlers[number] = signal.signal(number, lambda number, _: came.append(number))
+                handlers[number] = signal.signal(number, lambda number, _: pending.append(number))
     try:
         yield release
     finally:
@@ -169,17 +176,21 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
 
 def end_before_training(number: int, *_: object) -> None:
-    """A handler for signals that come before there is anything to save: ends the process, and says so on rank 0."""
-    rank, text = launched_rank(), f"{signal.Signals(number).name} came {verdict.UNSAVED}"
-    line = verdict.Verdict(rank, text, RESTART_HELPS).line() + ("" if rank else f"hvtrain: {text}\n")
-    os.write(_error_output, line.encode())
+    """Handles a signal that comes before there is anything to save: ends the process, and says so on rank 0."""
+    rank = launched_rank()
+    text = f"{signal.Signals(number).name} came {verdict.UNSAVED}"
+    lines = verdict.Verdict(rank, text, RESTART_HELPS).line()
+    if rank == 0:
+        lines += f"hvtrain: {text}\n"
+    os.write(_error_output, lines.encode())
     os._exit(RESTART_HELPS)
 
 
 def say_stopping() -> None:
-    """Says what the first Ctrl-C does, in a thread: the signal may have come while this one was writing.
+    """Says what the first Ctrl-C does.
 
-    A live display takes the place of sys.stderr, and stays below what is written.
+    In a thread, because the signal may have interrupted a write of this one; and through sys.stderr, because a live
+    display replaces it to stay below what is written.
     """
 
     def say() -> None:
@@ -196,26 +207,32 @@ def say_error(
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
-    """Writes one line to the error output, and to this rank's log file; for a launcher also as a verdict.
+    """Writes one line to the error output and to this rank's log file, and for a launcher a verdict.
 
     Args:
-        wait_seconds: how long to wait for the rank whose message comes first; by default not at all on rank 0. A
-            signal ends the wait.
-        is_repeated: another rank says the same unless it was lost, so say nothing if a signal came.
-        culprit: the rank at fault; None: nobody knows.
+        wait_seconds: How long to wait for the rank whose message comes first; by default not at all
+            on rank 0. A signal ends the wait.
+        is_repeated: Another rank says the same unless it was lost, so nothing is written if a signal
+            ended the wait.
+        culprit: The rank at fault; None if nobody knows.
     """
     logger = logging.getLogger("hvtrain")
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
-    wait_seconds = (SECONDS_FOR_ANOTHER_RANK if rank else 0.0) if wait_seconds is None else wait_seconds
-    if wait_seconds and _signal_came.wait(wait_seconds) and is_repeated:
+    if wait_seconds is None:
+        wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
+    if wait_seconds and _signal_arrived.wait(wait_seconds) and is_repeated:
         return
-    # The message may name the rank at fault itself. So long a cause fits into one piece of what mpirun passes on.
-    culprit = rank if culprit == THIS_RANK else culprit
-    found = verdict.Verdict(culprit, re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000])
-    where = f"rank {rank}: " if rank and not message.startswith(f"rank {rank} ") else ""
+
+    if culprit == THIS_RANK:
+        culprit = rank
+    # The message may name the rank at fault itself. mpirun passes on a line of this length in one piece.
+    cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
+    prefix = "hvtrain: "
+    if rank and not message.startswith(f"rank {rank} "):
+        prefix += f"rank {rank}: "
     # One write: launchers make Python's output unbuffered and put their mark before each piece.
-    sys.stderr.write(f"{found.line()}hvtrain: {where}{message}\n")
+    sys.stderr.write(f"{verdict.Verdict(culprit, cause).line()}{prefix}{message}\n")
     sys.stderr.flush()

@@ -13,16 +13,18 @@ _mine: set[int] | None = None
 
 
 def pin(local_rank: int, local_size: int) -> set[int] | None:
-    """Keeps this process, with all its present and future threads, on its share; returns its logical CPUs.
+    """Keeps this process, with all its present and future threads, on its share of the host's logical CPUs.
 
-    None if the CPUs cannot be shared evenly; the process then may run on all. None also if the launcher, Slurm or
-    taskset has chosen CPUs, which is left alone: the process then may not use all that its host's first process may.
+    Returns:
+        The share; None if the CPUs cannot be divided evenly, and the process may run on all, or if
+        the launcher, Slurm or taskset has chosen CPUs already, which is left as it is.
     """
     global _mine
     try:
         everything = os.sched_getaffinity(1)
     except PermissionError:
         return None
+    # Whoever chose CPUs for this process left it fewer than the host's first process has.
     if os.sched_getaffinity(0) not in (everything, _mine):
         return None
     _mine = share(by_core(everything), local_rank, local_size)
@@ -44,16 +46,17 @@ def threads() -> set[int]:
 
 def share(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:
     """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly."""
-    many, rest = divmod(len(cpus), local_size)
-    return None if rest or not many else set(cpus[local_rank * many : (local_rank + 1) * many])
+    count, remainder = divmod(len(cpus), local_size)
+    if remainder or not count:
+        return None
+    return set(cpus[local_rank * count : (local_rank + 1) * count])
 
 
 def by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
-    """Logical CPUs, ordered by socket and by core: those of one core often have numbers far apart."""
+    """Sorts logical CPUs by socket and by core: those of one core often have numbers far apart."""
 
-    def place(cpu: int) -> tuple[int, int, int]:
-        names = [folder / f"cpu{cpu}" / "topology" / name for name in ("physical_package_id", "core_id")]
-        package, core = (int(name.read_text()) if name.exists() else 0 for name in names)
-        return package, core, cpu
+    def number(cpu: int, name: str) -> int:
+        path = folder / f"cpu{cpu}" / "topology" / name
+        return int(path.read_text()) if path.exists() else 0
 
-    return sorted(cpus, key=place)
+    return sorted(cpus, key=lambda cpu: (number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu))

@@ -1,13 +1,14 @@
-"""Rank 0's progress as a drawing, and the line of JSON from which its launcher draws it on the terminal. Pure.
+"""Progress bars on a terminal. Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
 
 A launcher marks each line of a rank, and shows lines of others between them, so only the launcher itself can draw.
 """
 
+import atexit
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 PREFIX = "hvtrain-drawing: "
 # "1" if the launcher of this process draws what it sends. HVTRAIN_ lets it travel to other hosts.
@@ -48,19 +49,22 @@ class Sender:
 
 
 def cut(line: str) -> tuple[str, Drawing | None]:
-    """What to show of a rank's line, and the drawing that stood in it.
+    """Splits a rank's line into the text to show and the drawing that it holds, if any.
 
     >>> cut("Epoch 1\\n"), cut(Drawing().line()), cut("..." + Drawing((), ("a",)).line())
     (('Epoch 1\\n', None), ('', Drawing(bars=(), lines=())), ('...\\n', Drawing(bars=(), lines=('a',))))
     """
     before, _, text = line.partition(PREFIX)
     try:
-        found = json.loads(text)
-        bars = [Bar(str(bar["name"]), float(bar["done"]), float(bar["total"]), bar["words"]) for bar in found["bars"]]
-        drawing = Drawing(tuple(bars), tuple(map(str, found["lines"])))
+        fields = json.loads(text)
+        bars = []
+        for bar in fields["bars"]:
+            bars.append(Bar(str(bar["name"]), float(bar["done"]), float(bar["total"]), bar["words"]))
+        drawing = Drawing(tuple(bars), tuple(map(str, fields["lines"])))
     except (ValueError, TypeError, LookupError):
-        return line, None
-    return f"{before}\n" if before else "", drawing
+        return line, None  # Any other line, or one that was cut.
+    shown = f"{before}\n" if before else ""
+    return shown, drawing
 
 
 def can_draw(stream: TextIO) -> bool:
@@ -76,3 +80,72 @@ def request(is_drawn: bool) -> dict[str, str]:
 def is_requested() -> bool:
     """True if this process's launcher draws what it sends."""
     return bool(os.environ.get(_ASKED))
+
+
+class LiveDisplay:
+    """Progress bars at the bottom of a terminal while a run trains; lines of text scroll by above them.
+
+    It begins with the first drawing and redraws only when told to, without a thread of its own. stop() clears it.
+
+    Write only whole lines meanwhile. rich is imported when it is needed, because a launcher
+    often does without.
+    """
+
+    def __init__(self) -> None:
+        self._live: Any = None
+
+    def prepare(self) -> None:
+        """Does what only the first drawing needs, so that a launcher does it while its ranks load TensorFlow."""
+        if can_draw(sys.stdout):
+            console = _console()
+            with console.capture():
+                console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
+
+    def show(self, drawing: Drawing) -> None:
+        """Shows the bars, and below them the lines."""
+        if not drawing.bars:
+            self.stop()
+            return
+        if not self._live:
+            self._begin()
+        self._live.update(_picture(drawing), refresh=True)
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _begin(self) -> None:
+        from rich.live import Live
+
+        console = _console()
+        # With 2>FILE, errors must still go to the file.
+        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
+        self._live.start()
+        # rich hides the cursor, and a run that is killed could not show it again.
+        console.show_cursor(True)
+        atexit.register(self.stop)
+
+
+def _console() -> Any:
+    """This process's output. What users print may hold [brackets], which must not be taken for markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def _picture(drawing: Drawing) -> Any:
+    """Bars of one length, and below them the text, wrapped."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    for bar in drawing.bars:
+        grid.add_row(bar.name, ProgressBar(total=max(bar.total, 1e-9), completed=bar.done), bar.words)
+    return Group(grid, *(Text(line) for line in drawing.lines if line))

@@ -43,16 +43,16 @@ def versions() -> dict[str, str | None]:
 def raise_file_limit() -> None:
     """Raises this process's limit of open files as far as it may: 1,024 are too few for what joins 1,000 ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def cuda_versions() -> dict[str, str]:
     """CUDA, cuDNN and NCCL as wheels; their names end in the CUDA version (nvidia-nccl-cu12)."""
-    found = {str(one.metadata["Name"] or "").lower(): one.version for one in metadata.distributions()}
-    return {name: found[name] for name in sorted(found) if name.startswith(_CUDA_PACKAGES)}
+    installed = {str(package.metadata["Name"] or "").lower(): package.version for package in metadata.distributions()}
+    return {name: installed[name] for name in sorted(installed) if name.startswith(_CUDA_PACKAGES)}
 
 
 def origin_of(package: str) -> Path | None:
@@ -69,7 +69,8 @@ def origin_of(package: str) -> Path | None:
 
 def code_files(package: str) -> dict[str, str]:
     """A checksum of each Python file of a package or module, by its name; empty if there is none."""
-    if (origin := origin_of(package)) is None:
+    origin = origin_of(package)
+    if origin is None:
         return {}
     files = origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
     return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in sorted(files)}
@@ -77,7 +78,8 @@ def code_files(package: str) -> dict[str, str]:
 
 def code_facts() -> dict[str, Any]:
     """The folder of hvtrain, and a checksum of each Python file and each config of it."""
-    if (origin := origin_of("hvtrain")) is None:
+    origin = origin_of("hvtrain")
+    if origin is None:
         return {"folder": None, "files": {}}
     folder = origin.parent
     configs = next((path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()), folder / "conf")

@@ -19,15 +19,15 @@ def all_interfaces() -> list[dict[str, str]]:
         room = array.array("B", bytes(_MAX_BYTES))
         asked = struct.pack("iL", _MAX_BYTES, room.buffer_info()[0])
         used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, asked))[0]
-        found = []
+        interfaces = []
         for start in range(0, used, _IFREQ_BYTES):
             request = room[start : start + _IFREQ_BYTES].tobytes()
             # The request holds name and address, so the mask is that of this address.
             mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
-            found.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
-        return found
+            interfaces.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
+        return interfaces
 
 
 def address_towards(address: str) -> str:
@@ -39,4 +39,7 @@ def address_towards(address: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The interface that holds the IPv4 address; None if it is not this host's."""
-    return next((found["name"] for found in all_interfaces() if found["address"] == address), None)
+    for interface in all_interfaces():
+        if interface["address"] == address:
+            return interface["name"]
+    return None

@@ -11,11 +11,13 @@ class _Utilization(ctypes.Structure):
 
 def busy_percent(uuid: str | None) -> int | None:
     """Share of the last moments (up to a second) in which that GPU computed; None where the driver does not say."""
-    library, device = _open(uuid) if uuid else (None, None)
-    found = _Utilization()
-    if library is None or library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(found)):
+    if not uuid:
         return None
-    return int(found.gpu)
+    library, device = _open(uuid)
+    utilization = _Utilization()
+    if library is None or library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(utilization)):
+        return None
+    return int(utilization.gpu)
 
 
 @cache

@@ -17,7 +17,8 @@ from hvtrain.errors import BusyError
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE, CLAIM_FILE = ".lock", ".lock-claimed"
+LOCK_FILE = ".lock"
+CLAIM_FILE = ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
 # Errors of file systems without locks, where a file that only one process can create takes their place.
@@ -25,7 +26,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """A lock on a run folder (by flock, so `kill -9` leaves none behind; NFS has it too). Chief only."""
+    """A lock on a run folder, by flock: `kill -9` leaves none behind, and NFS has it too. Chief only."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -44,23 +45,25 @@ class RunLock(AbstractContextManager["RunLock"]):
         # No link is followed out of the run folder.
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        deadline, claim = time.monotonic() + wait_seconds, folder / CLAIM_FILE
+        deadline = time.monotonic() + wait_seconds
+        claim = folder / CLAIM_FILE
         while not self._lock(file, claim):
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = file.read(200).strip() or "another process"
                 file.close()
-                gone = f", remove {claim} if it is gone," if claim.exists() else ","
+                advice = "wait for its end,"
+                if claim.exists():
+                    advice += f" remove {claim} if it is gone,"
                 raise BusyError(
-                    f"run.dir={folder} is in use by another run ({holder}); wait for its end{gone} or choose another "
-                    "run.dir"
+                    f"run.dir={folder} is in use by another run ({holder}); {advice} or choose another run.dir"
                 )
             time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
         with suppress(OSError):
-            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (training/newest.py).
+            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (training/find_checkpoint.py).
         self._file = file
 
     def release(self) -> None:
@@ -88,7 +91,7 @@ class RunLock(AbstractContextManager["RunLock"]):
 def is_held(folder: Path) -> bool:
     """True while a run uses the folder. Holds a lock only for the check, and creates no file."""
     try:
-        # Whatever has that name: a pipe would be waited for.
+        # Without waiting, in case that a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,7 +102,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _create(claim: Path) -> bool:
-    """Creates the file with this process and host; False if another process has. One gone from this host counts not."""
+    """Creates the file with this process and host. False if another process has, unless it is gone from this host."""
     try:
         with claim.open("x", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {socket.gethostname()}")

@@ -33,19 +33,19 @@ HIDDEN = "***"
 
 
 def without_passwords(text: str) -> str:
-    """A text, such as an error's, with *** in place of what gives access to the addresses in it.
+    """Puts *** in place of passwords, tokens and signatures in a text, such as an error's.
 
     >>> without_passwords("no answer from https://me:hunter2@host/runs")
     'no answer from https://***@host/runs'
     >>> without_passwords("GET https://host/a.csv?sv=2&sig=aGVsbG8%3D failed for Bearer abc.def-123")
     'GET https://host/a.csv?sv=2&sig=*** failed for Bearer ***'
     """
-    text = WITH_PASSWORD.sub(lambda found: f"{found[0].partition('://')[0]}://{HIDDEN}@", text)
-    return _IN_A_TEXT.sub(lambda found: f"{found['before'] or found['name'] or ''}{HIDDEN}", text)
+    text = WITH_PASSWORD.sub(lambda match: f"{match[0].partition('://')[0]}://{HIDDEN}@", text)
+    return _IN_A_TEXT.sub(lambda match: f"{match['before'] or match['name'] or ''}{HIDDEN}", text)
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A copy of a setting, or of a tree of settings, with *** in place of each secret.
+    """Returns a copy of a setting, or of a tree of settings, with *** in place of each secret.
 
     >>> redacted({"api_key": 12345678, "image_key": "image", "backward_passes": 2, "url": "https://me:hunter2@host/"})
     {'api_key': '***', 'image_key': 'image', 'backward_passes': 2, 'url': 'https://***@host/'}
@@ -66,20 +66,25 @@ def redacted(value: Any, name: str = "") -> Any:
     return HIDDEN if SECRET.search(name) and not _PLAIN.fullmatch(value) else without_passwords(value)
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words of a command for a record, without the addresses of notices.
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a command for a record, without the addresses of notices.
 
     >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
     ['model=cnn', 'dataset.api_key=***', '-cd']
     >>> without_secrets(["+dataset.storage={key: hunter2, bucket: images}"])
     ['+dataset.storage={key: ***, bucket: images}']
     """
-    parts = [one.partition("=") for one in addresses.take(words)[0]]
-    return [f"{name}{equals}{_in_word(value, name)}" if equals else redacted(name) for name, equals, value in parts]
+    shown = []
+    for argument in addresses.take(arguments)[0]:
+        name, equals, value = argument.partition("=")
+        if equals:
+            shown.append(f"{name}={_without_secrets_in_groups(redacted(value, name))}")
+        else:
+            shown.append(redacted(name))
+    return shown
 
 
-def _in_word(value: str, name: str) -> str:
-    found: str = redacted(value, name)
-    if "{" not in found:
-        return found
-    return _IN_A_GROUP.sub(lambda one: f"{one[1]}{one[2]}{redacted(one[3], one[1])}", found)
+def _without_secrets_in_groups(value: str) -> str:
+    if "{" not in value:
+        return value
+    return _IN_A_GROUP.sub(lambda match: f"{match[1]}{match[2]}{redacted(match[3], match[1])}", value)

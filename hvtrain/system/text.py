@@ -1,4 +1,6 @@
-"""Numbers as people read them: durations and sizes."""
+"""Numbers as people read them: durations, sizes and tables."""
+
+from collections.abc import Sequence
 
 
 def duration(seconds: float) -> str:
@@ -13,6 +15,20 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def exact_duration(seconds: float) -> str:
+    """Seconds, in at most two units.
+
+    >>> exact_duration(4.21), exact_duration(312), exact_duration(7380)
+    ('4.2 s', '5 min 12 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest_seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_seconds} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def human_bytes(num_bytes: float) -> str:
     """Bytes for people.
 
@@ -21,3 +37,18 @@ def human_bytes(num_bytes: float) -> str:
     """
     units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
     return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text, with all columns but the first right-aligned.
+
+    >>> aligned([["a", "speed"], ["long", "7"]])
+    ['a     speed', 'long      7']
+    """
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        lines.append("  ".join(cells))
+    return lines
