@@ -11,14 +11,14 @@ from typing import Any
 
 from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import CONFIGS
-from hvtrain.config.model_options import ModelOptions
-from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
+from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.launch.clusters.choice import KINDS
 from hvtrain.system.command import Parser
 
-# What a line with one of them begins with. Where the line has none of them, these complete names of files.
+# A line that begins with one of these may hold hvtrain's settings. Without a match the shell completes file names.
 PROGRAMS = ("hvtrain", "python", "python3", "horovodrun", "mpirun", "./scripts/run")
+SWITCH = ["true", "false"]
 BASH = Path(__file__).with_name("completion.bash")
 
 
@@ -49,28 +49,32 @@ def script() -> str:
 
 def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
     """The settings of a dataclass and of its sections by dotted names, with the values they are limited to, if any."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     hints = typing.get_type_hints(schema)
     for item in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(hints[item.name]):
-            found |= declared(typing.cast(type, hints[item.name]), f"{prefix}{item.name}.")
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            values |= declared(typing.cast(type, hint), f"{prefix}{item.name}.")
+        elif hint is bool:
+            values[prefix + item.name] = SWITCH
         elif item.default is not dataclasses.MISSING:
-            is_switch = hints[item.name] is bool
-            found[prefix + item.name] = ["true", "false"] if is_switch else list(item.metadata["choices"])
-    return found
+            values[prefix + item.name] = list(item.metadata["choices"])
+    return values
 
 
 def _groups() -> dict[str, list[str]]:
     """Each group with its choices, and the choices' own settings."""
     from omegaconf import OmegaConf
 
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for group in (*GROUPS, *SEVERAL, "experiment"):
         files = sorted((CONFIGS / group).glob("*.yaml"))
-        found[group] = [path.stem for path in files]
-        for path in files if group != "experiment" else ():
-            own: Any = OmegaConf.to_container(OmegaConf.load(path))
-            switches = {name: isinstance(value, bool) for name, value in flatten(own, f"{group}.").items()}
-            names = {name: is_switch for name, is_switch in switches.items() if "._" not in name}
-            found |= {name: ["true", "false"] if is_switch else [] for name, is_switch in names.items()}
-    return found
+        values[group] = [path.stem for path in files]
+        if group == "experiment":  # It sets other groups' settings, and has none.
+            continue
+        for path in files:
+            settings: Any = OmegaConf.to_container(OmegaConf.load(path))
+            for name, value in flatten(settings, f"{group}.").items():
+                if "._" not in name:
+                    values[name] = SWITCH if isinstance(value, bool) else []
+    return values

@@ -38,7 +38,7 @@ def main() -> int:
     Returns the code of the rank that failed first, if one did.
     """
     options = parse(sys.argv[1:])
-    for tree in compose(options.words):
+    for tree in compose(options.overrides):
         config = from_dict(tree)
         # The same folder for all, and not one below an executor's working folder.
         config.run.dir = str(Path(config.run.dir or default_run_dir(config)).absolute())
@@ -46,28 +46,27 @@ def main() -> int:
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """The options np (None: Spark's own number) and mpi, and the other words, those of the run. Raises ConfigError."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parses np (None: Spark's own number) and mpi; the others are the run's overrides. Raises ConfigError."""
     parser = Parser(
         "python -m hvtrain spark",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description="Trains on the executors of a Spark cluster, one rank in each of N tasks, which must run at once.",
         epilog=EXAMPLES,
-        more_help=lambda: run_settings(words),
+        more_help=lambda: run_settings(arguments),
     )
     parser.add_argument(
         "--np", "-np", type=at_least(1), metavar="N", help="ranks; default: spark.default.parallelism, or N of local[N]"
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--mpi", action="store_true", help="Horovod on MPI instead of Gloo")
-    how.add_argument("--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)")
-    options, rest = parser.parse_known_args(words)
-    options.words = rest
+    controller = parser.add_mutually_exclusive_group()
+    controller.add_argument("--mpi", action="store_true", help="Horovod on MPI instead of Gloo")
+    controller.add_argument("--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)")
+    options, options.overrides = parser.parse_known_args(arguments)
     return options
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:
-    """Trains in Spark tasks; the exit code of the first rank that failed, or 0. Raises UserError."""
+    """Trains in Spark tasks. Returns the exit code of the first rank that failed, or 0. Raises UserError."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     try:
@@ -97,7 +96,10 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> int:
-    """One rank in each of N tasks of a SparkContext; the exit code of the first that failed, or 0. Raises UserError."""
+    """Runs one rank in each of N tasks of a SparkContext.
+
+    Returns the exit code of the first rank that failed, or 0. Raises UserError.
+    """
     import horovod.spark
 
     # A cluster's own number of tasks grows while it starts, so only the user's counts.
@@ -111,7 +113,7 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
     try:
         horovod.spark.run(
             train_rank,
-            (config, options.words, str(Path.cwd())),
+            (config, options.overrides, str(Path.cwd())),
             num_proc=num_ranks,
             use_gloo=not options.mpi,
             use_mpi=options.mpi,
@@ -123,10 +125,12 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
         )
     except Exception as error:
         text = " ".join(str(error).split())
-        if failed := failed_rank(text):
-            who = f"rank {failed[0]}" if failed[0] else "a rank"
-            print(f"hvtrain.spark: {who} ended with exit code {failed[1]}", file=sys.stderr)
-            return failed[1]
+        failed = failed_rank(text)
+        if failed:
+            rank, code = failed
+            name = f"rank {rank}" if rank else "a rank"
+            print(f"hvtrain spark: {name} ended with exit code {code}", file=sys.stderr)
+            return code
         if "Timed out" in text:
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
         raise
@@ -177,19 +181,21 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """The driver's variables that ranks get; executors have paths of their own."""
-    found = environment.for_ranks(os.environ)
-    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm", *([] if mpi else ["PATH"])):
-        found.pop(name, None)
+    """Returns the driver's variables that ranks get. Executors have paths of their own."""
+    variables = environment.for_ranks(os.environ)
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
+        variables.pop(name, None)
     if mpi:
         # mpirun starts on the driver and reaches the executors through Horovod, not ssh.
-        found.setdefault("OMPI_MCA_orte_execute_quiet", "1")
-    return found
+        variables.setdefault("OMPI_MCA_orte_execute_quiet", "1")
+    else:
+        variables.pop("PATH", None)
+    return variables
 
 
-def train_rank(config: RunConfig, words: list[str], folder: str) -> None:
+def train_rank(config: RunConfig, overrides: list[str], folder: str) -> None:
     """Runs one rank, in a process of its own beside a Spark task; exits with its code unless all is well."""
-    sys.argv[1:] = words
+    sys.argv[1:] = overrides
     # As with the other launchers, relative paths and the user's modules are those of the driver's folder.
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -200,7 +206,8 @@ def train_rank(config: RunConfig, words: list[str], folder: str) -> None:
 def _train(config: RunConfig) -> int:
     from horovod.spark.task import get_available_devices
 
-    if gpus := get_available_devices():
+    gpus = get_available_devices()
+    if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     with console.quiet_import(config.verbose):
         from hvtrain.runner import train

@@ -15,7 +15,9 @@ from typing import Any
 from hvtrain.errors import ConfigError
 
 # The functions that schedules use, on Python numbers. keras.ops has the same names for tensors.
-SCALARS = SimpleNamespace(minimum=min, maximum=max, cos=math.cos, where=lambda given, yes, no: yes if given else no)
+SCALARS = SimpleNamespace(
+    minimum=min, maximum=max, cos=math.cos, where=lambda condition, yes, no: yes if condition else no
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,15 @@ from hvtrain.config.validate import flatten
 from hvtrain.trackers.tracker import TrackedRun, Tracker
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# It sends notes of its use otherwise, and waits for many minutes for a server that is gone.
+# Without these MLflow reports its use to its makers, and waits many minutes for a server that is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-MOST_PARAMS, LONGEST_PARAM = 100, 6000  # In one request; MLflow refuses more.
+# MLflow refuses more in one request.
+MOST_PARAMS = 100
+LONGEST_PARAM = 6000
 
 
 class MLflow(Tracker):
@@ -45,12 +47,12 @@ class MLflow(Tracker):
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
         self._client = mlflow.MlflowClient(self.uri)
-        if not (known and self._is_there(known)):
-            self._id = self._client.create_run(self._experiment_id(), run_name=run.name).info.run_id
-            self._log_settings(run.settings)
-        else:
+        if known and self._exists(known):
             self._id = known
             self._client.update_run(known, "RUNNING")
+        else:
+            self._id = self._client.create_run(self._experiment_id(), run_name=run.name).info.run_id
+            self._log_settings(run.settings)
         if run.changes:  # MLflow's parameters never change.
             self._client.set_tag(self._id, "changes", json.dumps(run.changes))
         return self._id
@@ -66,7 +68,7 @@ class MLflow(Tracker):
             self._client.log_artifact(self._id, str(path))
         self._client.set_terminated(self._id, STATES[state])
 
-    def _is_there(self, known: str) -> bool:
+    def _exists(self, known: str) -> bool:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -77,12 +79,14 @@ class MLflow(Tracker):
             raise
 
     def _experiment_id(self) -> str:
-        found = self._client.get_experiment_by_name(self.experiment)
-        if found:
-            return str(found.experiment_id)
-        # A server knows where it keeps artifacts; beside a file of sqlite it would depend on the working folder.
-        place = Path("mlruns").absolute().as_uri() if self.uri.startswith("sqlite:") else None
-        return str(self._client.create_experiment(self.experiment, artifact_location=place))
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        if experiment:
+            return str(experiment.experiment_id)
+        artifacts = None  # A server knows where it keeps them.
+        if self.uri.startswith("sqlite:"):
+            # MLflow would look for them below the working folder of whoever opens the file later.
+            artifacts = Path("mlruns").absolute().as_uri()
+        return str(self._client.create_experiment(self.experiment, artifact_location=artifacts))
 
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param

@@ -1,4 +1,4 @@
-"""Rank 0's side of the notice of a run's end: it tells a process that outlives it (sender.py) what to send."""
+"""The notice of a run's end, as rank 0 prepares it: notice_sender.py, a process that outlives it, sends it."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ class Notice:
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
-        """Starts the process that sends it, unless it runs already. Raises ConfigError for a wrong address."""
+        """Starts the process that sends it, unless it is running already. Raises ConfigError for a wrong address."""
         if chosen and self._sender is None:
             if not find_spec("apprise"):
                 raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
@@ -59,21 +59,23 @@ class Notice:
             self._tell(FAILED, cause_in_words(error))
 
     def note(self, text: str) -> None:
-        """Notes why the run fails, which is sent if this process ends without another word, by a launcher or watchdog.
+        """Records why the run fails. It is sent if a launcher or the watchdog ends this process before it says more.
 
-        Any thread may call it.
+        Any thread may call this.
         """
         self._tell(FAILED, text, is_last=False)
 
     def wait(self) -> None:
-        """Waits until it is sent, for little more than SECONDS_TO_SEND, and warns of each address to which it is not.
+        """Waits until it is sent, little longer than SECONDS_TO_SEND, and warns of each address that did not take it.
 
         The sender goes on if this process is ended meanwhile.
         """
         if self._sender:
             failed = self._answer(SECONDS_TO_SEND + 1)
-            for place in range(len(self._addresses)) if failed is None else failed:
-                log.warning("the notice could not be sent to %s; test it with the command apprise", self._name(place))
+            if failed is None:  # The sender is gone.
+                failed = list(range(len(self._addresses)))
+            for index in failed:
+                log.warning("the notice could not be sent to %s; test it with the command apprise", self._name(index))
         self._sender = None
 
     def _start(self, folder: Path) -> None:
@@ -85,9 +87,15 @@ class Notice:
             stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
             start_new_session=True,
         )
-        host = socket.gethostname()
-        lost = f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={folder} to resume"
-        self._write({"addresses": self._addresses, "name": folder.name, "place": f"{folder} on {host}", "lost": lost})
+        self._write(
+            {
+                "addresses": self._addresses,
+                "name": folder.name,
+                "folder": f"{folder} on {socket.gethostname()}",
+                "lost": f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={folder} "
+                "to resume",
+            }
+        )
         unknown = self._answer(SECONDS_TO_START)
         if unknown is None:
             with suppress(ProcessLookupError):
@@ -105,12 +113,13 @@ class Notice:
         self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
 
     def _write(self, message: dict[str, Any]) -> None:
-        if (sender := self._sender) and sender.stdin:
-            with suppress(OSError):  # It has read the last message, or wait will find that it is gone.
+        sender = self._sender
+        if sender and sender.stdin:
+            with suppress(OSError):  # It has read the last message, or wait() will find that it is gone.
                 os.write(sender.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
-        """The places of addresses that the sender writes about; None if it does not, or is gone."""
+        """The indices of addresses that the sender writes; None if it writes none in time, or is gone."""
         if not (self._sender and self._sender.stdout):
             return None
         poll = select.poll()  # select takes no descriptor above 1023, and a rank may have so many.
@@ -118,13 +127,14 @@ class Notice:
         line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
         return list(json.loads(line)) if line else None
 
-    def _name(self, place: int) -> str:
-        return f"address {place + 1} of {len(self._addresses)} ({addresses.shown(self._addresses[place])})"
+    def _name(self, index: int) -> str:
+        return f"address {index + 1} of {len(self._addresses)} ({addresses.shown(self._addresses[index])})"
 
 
 def cause_in_words(error: BaseException) -> str:
     """Why a run failed: what a UserError says, or what was raised on this rank, and where."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
-    place = place_of(error)
-    return f"rank 0 on {socket.gethostname()} failed: {in_one_line(error)}{f' ({place})' if place else ''}"
+    cause = f"rank 0 on {socket.gethostname()} failed: {in_one_line(error)}"
+    location = place_of(error)
+    return f"{cause} ({location})" if location else cause

@@ -1,9 +1,8 @@
-"""The process that sends the notice of a run's end by apprise. Rank 0 starts it, with the number
-of its own process.
+"""The process that sends the notice of a run's end by apprise. Rank 0 starts it, with the number of its own process.
 
-It reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name", "place", "lost"}, then
-each notice {"kind", "body"} that would be sent if rank 0 ended now; "is_last" sends it at once. Its two answers, on its
-standard output, are the places of addresses that apprise does not take, and of those to which it could not be sent.
+It reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then
+each notice {"kind", "body"} that is to be sent if rank 0 ends now; "is_last" sends it at once. It answers twice, on its
+standard output: with the indices of addresses that apprise does not know, and of those that did not take the notice.
 
 No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by which launchers find
 what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
@@ -41,7 +40,7 @@ def main() -> None:
     import apprise
 
     servers = [apprise.Apprise.instantiate(address) for address in begin["addresses"]]
-    unknown = [place for place, server in enumerate(servers) if server is None]
+    unknown = [index for index, server in enumerate(servers) if server is None]
     answer(unknown)
     if unknown:
         return
@@ -49,14 +48,15 @@ def main() -> None:
     for notice in messages:
         if notice.get("is_last"):
             break
-    title, kind = TITLES[notice["kind"]].format(begin["name"]), _TYPES.get(notice["kind"], "failure")
-    body = f"{notice['body']}\n{begin['place']}"
-    answer(send(servers, title=_clean(title), body=_clean(body), notify_type=apprise.NotifyType(kind)))
+    title = TITLES[notice["kind"]].format(begin["name"])
+    body = f"{notice['body']}\n{begin['folder']}"
+    notify_type = apprise.NotifyType(_TYPES.get(notice["kind"], "failure"))
+    answer(send(servers, title=_clean(title), body=_clean(body), notify_type=notify_type))
     os._exit(0)  # A thread may still wait for a server.
 
 
 def read(pipe: int, process: int) -> Iterator[dict[str, Any]]:
-    """The messages in the pipe until it is closed, or the process ends: its forked children may hold it open."""
+    """Yields messages until the pipe is closed or the process ends, whose forked children may keep the pipe open."""
     end = []
     # It may have ended; kernels before Linux 5.3, and Pythons built with older headers, do not have it.
     with suppress(OSError, AttributeError):
@@ -72,30 +72,30 @@ def read(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 
 
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
-    """Sends the notice to all servers at once; the places of those that have not taken it within that time."""
+    """Sends the notice to all servers at once. Returns the indices of those that have not taken it in time."""
     taken: set[int] = set()
 
-    def try_one(place: int) -> None:
-        if servers[place].notify(**notice):
-            taken.add(place)
+    def send_to(index: int) -> None:
+        if servers[index].notify(**notice):
+            taken.add(index)
 
-    threads = [threading.Thread(target=try_one, args=[place], daemon=True) for place in range(len(servers))]
+    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return [place for place in range(len(servers)) if place not in taken]
+    return [index for index in range(len(servers)) if index not in taken]
 
 
-def answer(places: list[int]) -> None:
+def answer(indices: list[int]) -> None:
     """Writes a line, if rank 0 is still there to read it."""
     with suppress(BrokenPipeError):
-        os.write(1, json.dumps(places).encode() + b"\n")
+        os.write(1, json.dumps(indices).encode() + b"\n")
 
 
 def _clean(text: str) -> str:
-    """A text that can be sent: names of files may hold any bytes."""
+    """Replaces what cannot be sent: names of files may hold any bytes."""
     return text.encode(errors="replace").decode()
 
 

@@ -15,7 +15,7 @@ INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker learns of a run when it starts. settings are without secrets; changes are those of resumes."""
+    """A run as trackers see it at its start: settings without secrets, and the changes that resumes made to them."""
 
     name: str
     folder: Path
@@ -31,10 +31,15 @@ class Tracker(ABC):
 
     def check(self, name: str) -> None:
         """Raises ConfigError if a package is missing. name: of the choice, as in tracker=name."""
-        pairs = [(need.partition("=")[0], need.partition("=")[2] or need) for need in self.needs]
-        if missing := [package for module, package in pairs if not find_spec(module)]:
-            them = "which is" if len(missing) == 1 else "which are"
-            raise ConfigError(f"tracker={name} needs {' and '.join(missing)}, {them} not installed; install: {INSTALL}")
+        missing = []
+        for need in self.needs:
+            module, _, package = need.partition("=")
+            if not find_spec(module):
+                missing.append(package or module)
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            packages = " and ".join(missing)
+            raise ConfigError(f"tracker={name} needs {packages}, which {verb} not installed; install: {INSTALL}")
 
     @abstractmethod
     def start(self, run: TrackedRun, known: str | None) -> str:

@@ -137,7 +137,7 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_pa
     found, output = run("python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own))
     assert found == code, output
     assert said(output)[0].startswith(first)
-    assert re.fullmatch(rf"hvtrain.spark: rank \d ended with exit code {code}", said(output)[-1])
+    assert re.fullmatch(rf"hvtrain spark: rank \d ended with exit code {code}", said(output)[-1])
     if code == 2:
         assert len(said(output)) == 2 and "Traceback" not in output
     assert "SparkException" not in output
