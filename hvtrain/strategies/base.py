@@ -1,4 +1,8 @@
-"""Interface of strategies. Each base class implements a single process, so the runner never asks which one it has."""
+"""Interface of strategies, and the single process, which is its null object: nobody asks which strategy a run has.
+
+A strategy has parts: comm (collectives), timeline, membership (ranks that leave and join) and watchdog. The base class
+of each part does for one process what the others do for many.
+"""
 
 import threading
 import warnings
@@ -13,15 +17,85 @@ import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.errors import ConfigError, UserError
+from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.system import console
 from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog.judge import Verdict
 from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
 
 T = TypeVar("T")
+
+# Leaving Horovod may block after a failure, and the process has to end all the same.
+STOP_SECONDS = 2.0
+
+
+class Comm:
+    """`strategy.comm`: collectives on Python values, arrays and models. Every rank must enter each of them.
+
+    The watchdog is told while this rank waits in one, so that it does not blame the rank for the wait.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology()
+        self.watchdog = Watchdog()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Returns the root's value on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns all ranks' values, by rank, on every rank."""
+        return [value]
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns element-wise sums over the ranks, as float64."""
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's."""
+
+    def on_chief(self, action: Callable[[], T]) -> T:
+        """Runs the action on the chief and returns its result on all ranks. If it raises a UserError, all ranks do."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, root: int, action: Callable[[], T]) -> T:
+        """Like on_chief, but runs the action on rank `root`; the error names a root other than the chief."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.topology.rank == root:
+            with self.watchdog.phase(CHECKPOINT):
+                outcome = _attempt(action)
+
+        # The error travels as a value: a root that raised before the broadcast would leave the others waiting in it.
+        value, error, host = self.broadcast((*outcome, self.topology.host), root)
+        if error is None:
+            return value
+        if root == 0:
+            raise error
+        raise type(error)(f"rank {root} on {host}: {error}")
+
+    def all_or_raise(self, action: Callable[[], T]) -> T:
+        """Runs the action on every rank; each returns its own result. If one raises a UserError, all ranks raise it."""
+        value, error = _attempt(action)
+        failures = self.gather((error, self.topology.host) if error else None)
+        first = next((rank for rank, failure in enumerate(failures) if failure), None)
+        if first is None:
+            return value
+
+        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names none.
+        first_error, host = failures[first]
+        if all(failures):
+            raise type(first_error)(str(first_error)) from error
+        raise type(first_error)(f"rank {first} on {host}: {first_error}") from error
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
 
 
 class Timeline:
@@ -37,8 +111,8 @@ class Timeline:
 class Membership:
     """`strategy.membership`: ranks may leave and join during a run. Here none do."""
 
+    # Steps between commits of the state to every rank's memory; 0: never.
     commit_steps = 0
-    """Steps between commits of the state to every rank's memory; 0: never."""
 
     def run_with_restarts(self, attempt: Callable[[], T]) -> T:
         """Runs the attempt, repeats it when ranks leave or join, and returns its result (every rank)."""
@@ -51,21 +125,20 @@ class Membership:
 class Strategy:
     """One process on its own, without communication.
 
-    Main methods, in the order of calls: start, scope, distribute, fit, evaluate, stop. Parts, which do nothing here:
-    comm (collectives), watchdog, timeline, membership (ranks that leave and join). A method is collective (every rank)
-    unless its docstring says otherwise.
+    Main methods, in the order of calls: start, scope, distribute, fit, evaluate, stop. A method is collective (every
+    rank) unless its docstring says otherwise.
     """
 
+    # Counts and times of this process's steps. Created by start.
     marks: StepMarks
-    """Counts and times of this process's steps. Created by start."""
+    # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    """A description of each rank's device, by rank. Set by start; empty here."""
+    # Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start.
     num_replicas: int = 1
-    """Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start."""
+    # How a run under this strategy differs from the same run under others, for the summary and the record.
     differences: Sequence[str] = ()
-    """How a run under this strategy differs from the same run under others, for the summary and the record."""
+    # For each worker of parameter servers, how many of this start's steps took a gradient of it; empty without them.
     steps_by_worker: Sequence[int] = ()
-    """How many of this start's steps took a gradient of each worker of parameter servers; empty without them."""
 
     def __init__(self) -> None:
         self.comm = Comm()
@@ -87,19 +160,20 @@ class Strategy:
         """This rank's watchdog; collectives tell it when they wait. Idle before start_watchdog."""
         return self.comm.watchdog
 
-    def start(self) -> Topology:
-        """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
-        self.marks = StepMarks()
-        if gpus := tf.config.list_physical_devices("GPU"):
-            from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.
-
-            use_only(gpus[0])
-        return self.topology
-
     @property
     def is_plain(self) -> bool:
         """True if each process trains by the model's own step, on its own batch, as in Keras. Not collective."""
         return type(self).fit is Strategy.fit and type(self).train_step is Strategy.train_step
+
+    def start(self) -> Topology:
+        """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
+        self.marks = StepMarks()
+        gpus = tf.config.list_physical_devices("GPU")
+        if gpus:
+            from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.
+
+            use_only(gpus[0])
+        return self.topology
 
     def hosts(self) -> list[str]:
         """Returns the host of each process of the run, by rank."""
@@ -110,19 +184,26 @@ class Strategy:
 
         Raises ConfigError if there are ranks that this strategy cannot watch, since each would train alone.
         """
-        refuse_several("single", "horovod")
+        # Not in start, which hvtrain.load() calls too, in scripts that a launcher may have started.
+        refuse_several_processes("single", "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is built. Not collective."""
         return nullcontext()
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
-        """Returns the optimizer, changed to step on the mean of all ranks' gradients. Not collective.
+        """Changes the optimizer to step on the mean of all ranks' gradients, and returns it. Not collective.
 
-        check_finite: a non-finite gradient on any rank fails the step on all ranks. divide_losses: the train step calls
-        the optimizer's scale_loss, so the division by the number of ranks may be done there.
+        Args:
+            optimizer: not built yet.
+            check_finite: a non-finite gradient on any rank fails the step on all ranks.
+            divide_losses: the train step calls the optimizer's scale_loss, so the division by the number of ranks may
+                be done there.
         """
         return optimizer
 
@@ -154,9 +235,16 @@ class Strategy:
             start_step: steps already done.
             callbacks: all of them, in the order of calls.
             call_steps: chooses the number of steps in each call of the graph.
+
+        Raises:
+            ConfigError: the plan has batches that this strategy cannot take.
         """
+        self.check_plan(plan)
         step = self.train_step(model)
         train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """Raises ConfigError if the plan has batches that this strategy cannot take. Not collective."""
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
         """Returns a function of this process's batch that returns logs; None: the model's own. Not collective."""
@@ -169,33 +257,43 @@ class Strategy:
         ranks are the state of one process on all the data, so the result is exact even if shards differ in size:
         sum of values over sum of counts, never a mean of means.
         """
-        own = [variable.numpy() for variable in model.metrics_variables]
-        _assign(model.metrics_variables, self.comm.sum_arrays(own))
+        local_state = _values(model.metrics_variables)
+        _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
         results = {name: float(value) for name, value in model.get_metrics_result().items()}
-        _assign(model.metrics_variables, own)
+        _assign(model.metrics_variables, local_state)
         return results
 
     def evaluate(
-        self, model: keras.Model, dataset: tf.data.Dataset, callbacks: Sequence[keras.callbacks.Callback] = ()
+        self,
+        model: keras.Model,
+        dataset: tf.data.Dataset,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> dict[str, float]:
         """Returns the metrics over all ranks' shards, which may differ in size or be empty.
 
         The training metrics of an unfinished epoch keep their state.
         """
-        training = [variable.numpy() for variable in model.metrics_variables]
+        training_state = _values(model.metrics_variables)
         if int(dataset.cardinality().numpy()) == 0:
             names = build_metrics(model, dataset.element_spec)
         else:
-            with self.watchdog.phase(VALIDATION):
-                progress = self.watchdog.progress
-                beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
-                with warnings.catch_warnings():
-                    # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
-                    warnings.filterwarnings("ignore", "Your input ran out of data")
-                    names = model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
+            names = self._evaluate_shard(model, dataset, callbacks)
         results = self.metrics_over_ranks(model)
-        _assign(model.metrics_variables, training)
+        _assign(model.metrics_variables, training_state)
         return {name: value for name, value in results.items() if name in names}
+
+    def _evaluate_shard(
+        self,
+        model: keras.Model,
+        dataset: tf.data.Dataset,
+        callbacks: Sequence[keras.callbacks.Callback],
+    ) -> Collection[str]:
+        progress = self.watchdog.progress
+        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
+        with self.watchdog.phase(VALIDATION), warnings.catch_warnings():
+            # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
 
     def guards(self) -> list[keras.callbacks.Callback]:
         """Returns callbacks that check that ranks train together, to put before other callbacks. Not collective."""
@@ -209,11 +307,11 @@ class Strategy:
         """Stops the watchdog and leaves the other ranks. Not collective."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this one fails, then stops; waits two seconds at most for that. Not collective."""
+        """Tells the other ranks why this one fails, then stops; waits STOP_SECONDS at most. Not collective."""
         self.watchdog.fail(error)
         stopping = threading.Thread(target=self.stop, daemon=True)
         stopping.start()
-        stopping.join(timeout=2.0)
+        stopping.join(timeout=STOP_SECONDS)
 
     def expect_restart(self) -> None:
         """Makes restart possible; call it before start. Not collective."""
@@ -230,97 +328,17 @@ class Strategy:
         return "one process"
 
 
-def batched(spec: Any) -> Any:
-    """The spec of batches of elements of that spec."""
-    return tf.nest.map_structure(lambda one: tf.TensorSpec([None, *one.shape], one.dtype), spec)
-
-
-def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
-    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
-
-    Returns the names of the metrics of an evaluation.
-    """
-    blank = tf.nest.map_structure(
-        lambda one: tf.zeros([1, *(side or 1 for side in one.shape[1:])], one.dtype), batch_spec
-    )
-    names = model.evaluate(tf.data.Dataset.from_tensors(blank), verbose=0, return_dict=True)
-    model.reset_metrics()
-    return names
-
-
-def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
-    for variable, value in zip(variables, values):
-        variable.assign(value.astype(variable.dtype))
-
-
-T = TypeVar("T")
-
-
-class Comm:
-    """`strategy.comm`: collectives, here of one process. Every rank must enter each. The watchdog is told of waits."""
-
-    def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology or Topology()
-        self.watchdog = Watchdog()
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Returns the root's value on every rank."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns all ranks' values, by rank, on every rank."""
-        return [value]
-
-    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns element-wise sums over the ranks, as float64."""
-        return [np.asarray(array, np.float64) for array in arrays]
-
-    def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's."""
-
-    def on_chief(self, action: Callable[[], T]) -> T:
-        """Runs the action on the chief and returns its result on all ranks. If it raises a UserError, all ranks do."""
-        return self.on_rank(0, action)
-
-    def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Like on_chief, but runs the action on rank `root`; the error names a root other than the chief."""
-        outcome: tuple[Any, UserError | None] = (None, None)
-        if self.topology.rank == root:
-            with self.watchdog.phase(CHECKPOINT):
-                outcome = _attempt(action)
-        value, error, host = self.broadcast((*outcome, self.topology.host), root)
-        if error is not None:
-            raise type(error)(f"rank {root} on {host}: {error}") if root else error
-        return value
-
-    def all_or_raise(self, action: Callable[[], T]) -> T:
-        """Runs the action on every rank; returns each its own result. If one raises a UserError, all ranks raise it."""
-        value, error = _attempt(action)
-        errors = self.gather(error and (error, self.topology.host))
-        rank = next((rank for rank, failed in enumerate(errors) if failed), None)
-        if rank is not None:
-            first, host = errors[rank]
-            where = "" if all(errors) else f"rank {rank} on {host}: "
-            raise type(first)(f"{where}{first}") from error
-        return value
-
-
-def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
-    try:
-        return action(), None
-    except UserError as error:
-        return None, error
-
-
 @contextmanager
 def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-    """If the block fails, tells the other ranks why. Raises the failure of another rank if that came first.
+    """Reports a failure of the block to the other ranks, or raises another rank's failure if that caused it.
 
-    note: takes the cause, before the others learn it.
+    Args:
+        note: takes the cause, before the others learn it.
     """
     try:
         yield
     except BaseException as error:
+        # The launcher signals all ranks once one has ended, and this one has yet to say why it fails.
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
         if note:
@@ -331,12 +349,51 @@ def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | 
         raise
 
 
-def refuse_several(strategy: str, instead: str) -> None:
+def error_of(verdict: Verdict, watchdog: Watchdog) -> UserError:
+    """Returns the error that this rank raises for the failure or loss of another one."""
+    kind = FailedRankError if verdict.is_failure else LostRankError
+    error = kind(f"stopped because {verdict.text}")
+    error.exit_code = verdict.code
+    error.culprit = verdict.rank
+    error.spokesman = watchdog.spokesman
+    return error
+
+
+def refuse_several_processes(strategy: str, instead: str) -> None:
     """Raises ConfigError if a launcher started several processes, each of which would train alone."""
     from hvtrain.keras.process import launched_size  # It imports Horovod, which hvtrain.plan works without.
 
-    if (size := launched_size() or 1) > 1:
+    size = launched_size() or 1
+    if size > 1:
         raise ConfigError(
             f"strategy={strategy} is one process, and the launcher started {size}; start it with python -m hvtrain, or "
             f"choose strategy={instead}"
         )
+
+
+def batched(spec: Any) -> Any:
+    """Returns the spec of batches of elements of that spec."""
+    return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
+
+
+def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
+    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
+    Returns the names of an evaluation's metrics.
+    """
+
+    def blank(part: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([1, *(extent or 1 for extent in part.shape[1:])], part.dtype)
+
+    batch = tf.nest.map_structure(blank, batch_spec)
+    names = model.evaluate(tf.data.Dataset.from_tensors(batch), verbose=0, return_dict=True)
+    model.reset_metrics()
+    return names
+
+
+def _values(variables: list[keras.Variable]) -> list[np.ndarray]:
+    return [variable.numpy() for variable in variables]
+
+
+def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables, values):
+        variable.assign(value.astype(variable.dtype))

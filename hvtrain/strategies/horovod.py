@@ -1,4 +1,4 @@
-"""Ring all-reduce with Horovod: one process a GPU (or a share of the CPU cores), any number of hosts."""
+"""Ring all-reduce with Horovod: one process per GPU (or per share of the CPU cores), any number of hosts."""
 
 import os
 import re
@@ -11,18 +11,20 @@ import numpy as np
 import hvtrain.keras as hvd
 from hvtrain import watchdog
 from hvtrain.core.topology import Topology
-from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
+from hvtrain.errors import ConfigError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.elastic import Resets
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline
+from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, error_of
 from hvtrain.watchdog.ending import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
+
+# Horovod passes NCCL's text on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
@@ -30,12 +32,16 @@ class HorovodComm(Comm):
     """Horovod's collectives. The watchdog learns when this rank waits in one."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
+        if hvd.size() == 1:
+            return value
         with self.watchdog.phase(EXCHANGE):
-            return hvd.broadcast_object(value, root, name="hvtrain.broadcast") if hvd.size() > 1 else value
+            return hvd.broadcast_object(value, root, name="hvtrain.broadcast")
 
     def gather(self, value: Any) -> list[Any]:
+        if hvd.size() == 1:
+            return [value]
         with self.watchdog.phase(EXCHANGE):
-            return hvd.allgather_object(value, name="hvtrain.gather") if hvd.size() > 1 else [value]
+            return hvd.allgather_object(value, name="hvtrain.gather")
 
     def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         with self.watchdog.phase(EXCHANGE):
@@ -47,7 +53,7 @@ class HorovodComm(Comm):
 
 
 class HorovodTimeline(Timeline):
-    """Horovod's timeline."""
+    """Horovod's timeline. A single rank reduces nothing, and has none."""
 
     def start(self, path: Path) -> None:
         if hvd.size() > 1:
@@ -63,13 +69,17 @@ class HorovodStrategy(Strategy):
 
     Args:
         compression: "none" or "fp16", the type of gradients on the wire.
-        bucket_mib: size of the messages in which gradients are reduced while others are computed; 0: all in one.
         share_gpus: let several ranks of a host use one GPU (for experiments).
+        bucket_mib: size of the messages in which gradients are reduced while others are computed; 0: all in one.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
     def __init__(
-        self, compression: str = "none", share_gpus: bool = False, bucket_mib: float = 25, pin_cores: bool = True
+        self,
+        compression: str = "none",
+        share_gpus: bool = False,
+        bucket_mib: float = 25,
+        pin_cores: bool = True,
     ) -> None:
         super().__init__()
         if compression not in ("none", "fp16"):
@@ -82,10 +92,12 @@ class HorovodStrategy(Strategy):
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
-        self.comm, self.timeline = HorovodComm(), HorovodTimeline()
+        self.comm = HorovodComm()
+        self.timeline = HorovodTimeline()
 
     def start(self) -> Topology:
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")  # The watchdog looks.
+        # Horovod must not end stalled ranks by itself: the watchdog does, and names the rank that holds up the others.
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
@@ -94,18 +106,19 @@ class HorovodStrategy(Strategy):
         return self.topology
 
     def before_devices(self) -> None:
-        """Called by start when the ranks know each other, and TensorFlow has initialized no device yet (every rank)."""
+        """Runs in start once the ranks know each other, before TensorFlow initializes its devices (every rank)."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        place = self.topology
-        self.watchdog.stop()  # In an elastic job it watched the earlier ranks, of which this one may be the last.
+        # In an elastic job it watched the earlier ranks, of which this one may be the last.
+        self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
-        if place.size == 1:
+        topology = self.topology
+        if topology.size == 1:
             return
         self.comm.watchdog = watchdog.start(
-            place.rank,
-            place.size,
-            place.host,
+            topology.rank,
+            topology.size,
+            topology.host,
             abort_seconds,
             self.comm.gather,
             self.comm.broadcast,
@@ -115,10 +128,16 @@ class HorovodStrategy(Strategy):
         )
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
         distributed = hvd.DistributedOptimizer(
-            optimizer, compression=self.compression, check_finite=check_finite, bucket_bytes=self.bucket_bytes
+            optimizer,
+            compression=self.compression,
+            check_finite=check_finite,
+            bucket_bytes=self.bucket_bytes,
         )
         hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         if divide_losses:
@@ -150,19 +169,20 @@ class HorovodStrategy(Strategy):
             hvd.init()
 
     def is_lost_rank(self, error: BaseException) -> bool:
-        """True if the error says that communication between ranks broke. Not collective."""
+        """Returns True if the error says that communication between ranks broke. Not collective."""
         return is_lost_rank_error(error)
 
     def cause_of(self, error: BaseException) -> UserError | None:
         verdict = self.watchdog.cause() if self.is_lost_rank(error) else None
-        if verdict is None:
-            # All ranks are there, so it was the network between them, and a restart may help.
-            said = _NCCL_FAILED.search(str(error))
-            advice = resume_advice(self.watchdog.folder)
-            return LostRankError(f"NCCL lost the connection between ranks ({said[0]}); {advice}") if said else None
-        cause = (FailedRankError if verdict.is_failure else LostRankError)(f"stopped because {verdict.text}")
-        cause.exit_code, cause.culprit, cause.spokesman = verdict.code, verdict.rank, self.watchdog.spokesman
-        return cause
+        if verdict:
+            return error_of(verdict, self.watchdog)
+
+        nccl_error = _NCCL_FAILED.search(str(error))
+        if nccl_error is None:
+            return None
+        # All ranks are there, so it was the network between them, and a restart may help.
+        advice = resume_advice(self.watchdog.folder)
+        return LostRankError(f"NCCL lost the connection between ranks ({nccl_error[0]}); {advice}")
 
     def description(self) -> str:
         if hvd.size() == 1:
@@ -171,7 +191,11 @@ class HorovodStrategy(Strategy):
 
 
 class ElasticMembership(Resets, Membership):
-    """A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs."""
+    """Horovod's elastic state. A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
+
+    Args:
+        commit_steps: steps between commits.
+    """
 
     def __init__(self, commit_steps: int) -> None:
         super().__init__()
@@ -182,10 +206,11 @@ class ElasticMembership(Resets, Membership):
 
 
 class ElasticStrategy(HorovodStrategy):
-    """Strategy for `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a launcher.
+    """Horovod with ranks that leave and join during a run.
 
-    Every rank commits the state to memory periodically. After a loss the first remaining rank restores its last
-    commit, or a newer checkpoint, and the run continues like one resumed on another number of ranks.
+    For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a launcher. Every rank commits
+    the state to memory periodically. After a loss the first remaining rank restores its last commit, or a newer
+    checkpoint, and the run continues like one resumed on another number of ranks.
 
     Args:
         commit_steps: steps between commits, besides those at the end of each epoch; a loss costs fewer steps than that.

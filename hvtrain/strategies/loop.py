@@ -18,15 +18,18 @@ from hvtrain.step.step_timing import StepMarks
 # Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks, signals and progress.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
-# Steps timed one by one. Before them the graph is traced, and the data pipeline fills.
-FIRST_TIMED_STEP, TIMED_STEPS = 5, 10
+# Before the first timed step the graph is traced, and the data pipeline fills.
+FIRST_TIMED_STEP = 5
+TIMED_STEPS = 10
 
 
 class CallSteps:
-    """Number of steps in the next call of the graph, the same on all ranks.
+    """Chooses the number of steps in the next call of the graph, the same on all ranks.
 
-    At most `steps`; None: as many as take CALL_SECONDS, found by timing. A call crosses none of the step intervals.
-    broadcast returns the chief's value on all ranks.
+    Args:
+        steps: at most so many; None: as many as take CALL_SECONDS, which the first calls, of one step each, measure.
+        intervals: of steps, such as those between checkpoints, that a call must not cross.
+        broadcast: returns the chief's value on all ranks.
     """
 
     def __init__(self, steps: int | None, intervals: Sequence[int], broadcast: Callable[[Any], Any]) -> None:
@@ -37,11 +40,11 @@ class CallSteps:
         self._timed: list[float] | None = None if steps else []
 
     def next(self, step: int, end: int) -> int:
-        """Steps from a step of the run, to `end` at most."""
+        """Returns the number of steps to do from this step of the run on, to `end` at most."""
         return min(self._steps, end - step, *(interval - step % interval for interval in self._intervals))
 
     def is_boundary(self, step: int) -> bool:
-        """True if callbacks may look at the model after this step, at the end of a call."""
+        """Returns True if callbacks may look at the model after this step, at the end of a call."""
         return self._is_fixed or any(step % interval == 0 for interval in self._intervals)
 
     def record(self, seconds: float) -> None:
@@ -68,8 +71,13 @@ def train(
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. train_step:
-    replaces the model's. make: replaces make_steps, and is called with the iterator of batches.
+    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. The arguments that
+    Strategy.fit has too are explained there.
+
+    Args:
+        marks: counts and times the steps.
+        train_step: replaces the model's.
+        make: replaces make_steps; takes the iterator of batches.
     """
     callback_list = keras.callbacks.CallbackList(
         callbacks,
@@ -81,28 +89,38 @@ def train(
     )
     model.stop_training = False
     callback_list.on_train_begin()
-    gpus = [] if make else tf.config.list_logical_devices("GPU")
+
     batches = batches_from(start_step)
-    iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
-    steps = make(iterator) if make else make_steps(model, iterator, marks, train_step)
-    step, logs = start_step, {}
+    if make:
+        steps = make(iter(batches))
+    else:
+        gpus = tf.config.list_logical_devices("GPU")
+        iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
+        steps = make_steps(model, iterator, marks, train_step)
+
+    step = start_step
+    logs: dict[str, Any] = {}
     while step < plan.num_steps and not model.stop_training:
         epoch, in_epoch = plan.position(step)
         begin = step - in_epoch
         end = min(begin + plan.steps_per_epoch, plan.num_steps)
         model.reset_metrics()
         callback_list.on_epoch_begin(epoch)
+
         while step < end and not model.stop_training:
             number = call_steps.next(step, end)
             callback_list.on_train_batch_begin(step - begin)
-            began = time.perf_counter()
+            started = time.perf_counter()
             logs = steps(number)
-            call_steps.record(time.perf_counter() - began)
+            call_steps.record(time.perf_counter() - started)
             step += number
             callback_list.on_train_batch_end(step - begin - 1, logs)
+
+        # As in Keras's fit: the metrics if the step returns just those, else what the last step returned.
         metrics = model.get_metrics_result()
         logs = dict(metrics if set(metrics) == set(logs) else logs)
         callback_list.on_epoch_end(epoch, logs)
+
     # Not after each epoch: it overwrites weights with their moving average, if the optimizer keeps one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
@@ -114,20 +132,27 @@ def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
 
 
 def make_steps(
-    model: keras.Model, batches: Any, marks: StepMarks, train_step: Callable[[Any], Any] | None = None
+    model: keras.Model,
+    batches: Any,
+    marks: StepMarks,
+    train_step: Callable[[Any], Any] | None = None,
 ) -> Callable[[int], dict[str, Any]]:
     """Makes a function that does a number of steps on the iterator's next batches, and returns the last one's logs."""
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
-    one_step = tf.function(train_step, reduce_retracing=True)
-    outputs = one_step.get_concrete_function(batches.element_spec).structured_outputs
-    blank = tf.nest.map_structure(lambda output: tf.zeros([d or 0 for d in output.shape], output.dtype), outputs)
+    traced_step = tf.function(train_step, reduce_retracing=True)
+    outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
 
-    def step(iterator: Any, before: Any) -> Any:
-        # Not at the end of that step, where a GPU would run dry while the host waits for it.
-        began = marks.ended(before)
+    def blank_output(output: Any) -> tf.Tensor:
+        return tf.zeros([extent or 0 for extent in output.shape], output.dtype)
+
+    blank = tf.nest.map_structure(blank_output, outputs)
+
+    def step(iterator: Any, previous: Any) -> Any:
+        # The end of the previous step is marked here, not there, where a GPU would run dry while the host waits for it.
+        began = marks.ended(previous)
         with tf.control_dependencies([began] if marks.host_only else []):
             data = iterator.get_next()
-        result = one_step(marks.arrived(data, began))
+        result = traced_step(marks.arrived(data, began))
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
@@ -136,7 +161,7 @@ def make_steps(
         # One at a time: a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
-            lambda done, before: (done + 1, step(iterator, before)),
+            lambda done, previous: (done + 1, step(iterator, previous)),
             (tf.constant(0), blank),
             (tf.TensorShape([]), tf.nest.map_structure(lambda output: output.shape, outputs)),
             parallel_iterations=1,
@@ -144,21 +169,21 @@ def make_steps(
         marks.ended(result)
         return result
 
-    # Concrete functions: a tf.function spends 0.3 ms of each call on finding it.
+    # Concrete functions: a tf.function spends 0.3 ms of each call on looking it up.
     if marks.host_only:
-        traced = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
-        return lambda number: traced(batches, tf.constant(number))
+        traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
+        return lambda number: traced_loop(batches, tf.constant(number))
 
     # On GPUs each step is a call, since a loop in the graph goes on only after all that an iteration did, and so waits
     # for the GPU. A call returns while the GPU is still at the update.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
-    one = tf.function(step, autograph=False).get_concrete_function(batches, spec)
+    call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
 
     def steps(number: int) -> dict[str, Any]:
         result = blank
         for _ in range(number):
-            result = one(batches, result)
+            result = call(batches, result)
         ended(result)
         return result
 
@@ -168,14 +193,16 @@ def make_steps(
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     """Makes a train step whose forward and backward pass XLA compiles together.
 
-    The optimizer's use of the gradients stays outside, because XLA cannot compile a reduction (horovod#2590).
+    The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590): while the compiled
+    function is traced, a stand-in for optimizer.apply catches the gradients.
     """
     optimizer = model.optimizer
 
     @tf.function(jit_compile=True, reduce_retracing=True)
     def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
         captured: list[Any] = []
-        apply, optimizer.apply = optimizer.apply, lambda gradients, variables=None: captured.extend(gradients)
+        apply = optimizer.apply
+        optimizer.apply = lambda gradients, variables=None: captured.extend(gradients)
         try:
             result = model.train_step(data)
         finally:

@@ -11,21 +11,22 @@ import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.errors import ConfigError, RankError
+from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, refuse_several
+from hvtrain.strategies.base import Strategy, refuse_several_processes
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
+    initializing_devices,
     mean_over_replicas,
-    plain,
+    plain_variables,
     prepare_model,
     reduce_first,
+    refuse_tuning,
     replica_loss,
     step_of,
 )
 
 NAME = "mirrored"
-_Aggregation = tf.VariableAggregation
 
 
 class MirroredStrategy(Strategy):
@@ -39,31 +40,43 @@ class MirroredStrategy(Strategy):
         super().__init__()
         if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
             raise ConfigError(f"strategy.num_replicas={num_replicas} is not a whole number of 1 or more, nor null")
-        self._wanted = num_replicas
+        self._requested_replicas = num_replicas
 
     def start(self) -> Topology:
-        refuse_several(NAME, "multi_worker_mirrored")
-        self.replicas = mirrored_over(self._wanted)
+        refuse_several_processes(NAME, "multi_worker_mirrored")
+        self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
-        kind = "GPU {}" if tf.config.list_logical_devices("GPU") else "CPU"
-        self.devices = [f"{socket.gethostname()} {kind.format(at)}" for at in range(self.num_replicas)]
+        host = socket.gethostname()
+        if tf.config.list_logical_devices("GPU"):
+            self.devices = [f"{host} GPU {index}" for index in range(self.num_replicas)]
+        else:
+            self.devices = [f"{host} CPU"] * self.num_replicas
         self.marks = StepMarks()
         return self.topology
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         self._builds_model = True
-        with self.replicas.scope(), tf.variable_creator_scope(self._averaged), tf.variable_creator_scope(plain):
+        with (
+            self.replicas.scope(),
+            tf.variable_creator_scope(self._averaged),
+            tf.variable_creator_scope(plain_variables),
+        ):
             yield
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         """Creates the model's moving statistics so that each step sets them to their mean over the replicas."""
-        if self._builds_model and not options.get("trainable") and options.get("aggregation") == _Aggregation.NONE:
-            options["aggregation"] = _Aggregation.MEAN
+        aggregation = options.get("aggregation")
+        is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
+        if self._builds_model and is_statistic:
+            options["aggregation"] = tf.VariableAggregation.MEAN
         return next_creator(**options)
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
         reducer = ReplicaReducer(strategy=NAME, num_replicas=self.num_replicas, marks=self.marks)
@@ -73,14 +86,14 @@ class MirroredStrategy(Strategy):
         return replica_loss(loss, self.num_replicas, self._mean)
 
     def _mean(self, number: tf.Tensor) -> tf.Tensor:
-        """The mean over the replicas. While the step is traced, their threads take turns here.
+        """Returns the mean over the replicas. While the step is traced, their threads take turns here.
 
         The threads share the layers, which keep the losses that they add. So each replica puts its own losses back
         before Keras adds them up.
         """
-        kept = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
+        own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
-        for layer, losses in kept:
+        for layer, losses in own_losses:
             layer._losses[:] = losses
         return mean
 
@@ -88,55 +101,62 @@ class MirroredStrategy(Strategy):
         prepare_model(model, NAME)
         self._model = model
 
-    def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
-        train_step = step_of(model)
-
-        def part(batch: Any, replica: int) -> Any:
-            return tf.nest.map_structure(lambda one: tf.split(one, self.num_replicas)[replica], batch)
-
-        @tf.autograph.experimental.do_not_convert
-        def step(batch: Any) -> Any:
-            parts = self.replicas.experimental_distribute_values_from_function(
-                lambda context: part(batch, context.replica_id_in_sync_group)
-            )
-            logs = self.replicas.run(train_step, (parts,))
-            # All replicas add to the same metrics, and the last one sees them all.
-            return tf.nest.map_structure(lambda one: self.replicas.experimental_local_results(one)[-1], logs)
-
-        return step
-
-    def fit(self, model: keras.Model, batches_from: Any, plan: StepPlan, *args: Any) -> None:
+    def check_plan(self, plan: StepPlan) -> None:
         number = self.num_replicas
         if not plan.is_full or plan.global_batch % number:
             raise ConfigError(
                 f"strategy={NAME} splits the batch of each step into {number} equal parts, and steps of this run have "
                 f"{plan.global_batch} examples or fewer; choose data.uneven=trim and a batch size that {number} divides"
             )
-        super().fit(model, batches_from, plan, *args)
+
+    def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
+        train_step = step_of(model)
+
+        def part_of(batch: Any, replica: int) -> Any:
+            return tf.nest.map_structure(lambda array: tf.split(array, self.num_replicas)[replica], batch)
+
+        def last_result(output: Any) -> Any:
+            return self.replicas.experimental_local_results(output)[-1]
+
+        @tf.autograph.experimental.do_not_convert
+        def step(batch: Any) -> Any:
+            parts = self.replicas.experimental_distribute_values_from_function(
+                lambda context: part_of(batch, context.replica_id_in_sync_group)
+            )
+            logs = self.replicas.run(train_step, (parts,))
+            # All replicas add to the same metrics, and the last one sees them all.
+            return tf.nest.map_structure(last_result, logs)
+
+        return step
 
     def expect_restart(self) -> None:
-        raise ConfigError(
-            f"comm.tune=true tunes Horovod's reductions, which strategy={NAME} does not use; leave it out"
-        )
+        refuse_tuning(NAME)
 
     def description(self) -> str:
         return f"Mirrored, {self.num_replicas} replica{'s' * (self.num_replicas > 1)} in one process"
 
 
 @functools.cache
-def mirrored_over(number: int | None) -> tf.distribute.MirroredStrategy:
-    """TensorFlow's strategy with this many replicas, on GPUs or else on the CPU; None: on all GPUs, or one on the CPU.
+def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
+    """Returns TensorFlow's strategy with this many replicas, on GPUs or else on the CPU.
 
-    Raises ConfigError if there are fewer GPUs, and RankError if TensorFlow has initialized its devices already.
+    Cached, because a process can choose its devices only once, and may run several trainings.
+
+    Args:
+        num_replicas: None: one on each GPU, or one on the CPU.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+        RankError: TensorFlow has initialized its devices already.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus and (number or 0) > len(gpus):
+    if gpus and (num_replicas or 0) > len(gpus):
         raise ConfigError(
-            f"strategy.num_replicas={number} exceeds the {len(gpus)} visible GPU(s); lower it, make more visible, or "
-            "hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the CPU"
+            f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); lower it, make more "
+            "visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the CPU"
         )
-    number = number or max(1, len(gpus))
-    try:
+    number = num_replicas or max(1, len(gpus))
+    with initializing_devices(NAME):
         if gpus:
             tf.config.set_visible_devices(gpus[:number], "GPU")
             for gpu in gpus[:number]:
@@ -144,9 +164,5 @@ def mirrored_over(number: int | None) -> tf.distribute.MirroredStrategy:
         else:
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
-    except RuntimeError as error:
-        raise RankError(
-            f"strategy={NAME} must start before TensorFlow has initialized its devices ({error})"
-        ) from error
     devices = tf.config.list_logical_devices("GPU" if gpus else "CPU")
     return tf.distribute.MirroredStrategy([device.name for device in devices])

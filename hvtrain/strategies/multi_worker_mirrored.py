@@ -19,9 +19,11 @@ from hvtrain.strategies.base import Timeline
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import (
     ReplicaReducer,
-    plain,
+    initializing_devices,
+    plain_variables,
     prepare_model,
     reduce_first,
+    refuse_tuning,
     replica_loss,
     step_of,
 )
@@ -29,10 +31,20 @@ from hvtrain.system import interfaces
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
-_KINDS = tf.distribute.experimental.CommunicationImplementation
-COMMUNICATION = {"auto": _KINDS.AUTO, "ring": _KINDS.RING, "nccl": _KINDS.NCCL}
-# Errors of TensorFlow's collectives on a rank whose peer is gone.
-_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+_IMPLEMENTATIONS = tf.distribute.experimental.CommunicationImplementation
+COMMUNICATION = {
+    "auto": _IMPLEMENTATIONS.AUTO,
+    "ring": _IMPLEMENTATIONS.RING,
+    "nccl": _IMPLEMENTATIONS.NCCL,
+}
+
+# TensorFlow raises these on a process when another process of its cluster is gone.
+LOST_PROCESS_ERRORS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
 
 
 class MultiWorkerMirroredStrategy(HorovodStrategy):
@@ -42,7 +54,8 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
 
     Args:
         communication: "ring", "nccl", or "auto", which leaves the choice to TensorFlow.
-        share_gpus, pin_cores: as in HorovodStrategy.
+        share_gpus: let several ranks of a host use one GPU (for experiments).
+        pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
     def __init__(self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True) -> None:
@@ -62,15 +75,21 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        with self.replicas.scope(), tf.variable_creator_scope(plain):
+        with self.replicas.scope(), tf.variable_creator_scope(plain_variables):
             yield
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
-        place = self.topology
         reducer = ReplicaReducer(
-            strategy=NAME, num_replicas=place.size, own_replica=place.rank, compares=True, marks=self.marks
+            strategy=NAME,
+            num_replicas=self.topology.size,
+            own_replica=self.topology.rank,
+            compares=True,
+            marks=self.marks,
         )
         return reduce_first(optimizer, reducer, check_finite)
 
@@ -85,39 +104,37 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         return lambda batch: self.replicas.run(step, (batch,))
 
     def expect_restart(self) -> None:
-        raise ConfigError(
-            f"comm.tune=true tunes Horovod's reductions, which strategy={NAME} does not use; leave it out"
-        )
+        refuse_tuning(NAME)
 
     def is_lost_rank(self, error: BaseException) -> bool:
-        return isinstance(error, _LOST) or super().is_lost_rank(error)
+        return isinstance(error, LOST_PROCESS_ERRORS) or super().is_lost_rank(error)
 
     def description(self) -> str:
         size = self.topology.size
-        return f"MultiWorkerMirrored ({self.communication}), {size} worker{'s' * (size > 1)}; {super().description()}"
+        workers = f"{size} worker{'s' * (size > 1)}"
+        return f"MultiWorkerMirrored ({self.communication}), {workers}; {super().description()}"
 
 
 @functools.cache
 def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Strategy:
     """Makes the ranks a TensorFlow cluster, and returns TensorFlow's strategy over it (every rank).
 
-    A process can do this once, before TensorFlow has initialized a device. Raises ConfigError and RankError.
+    Cached, because a process can do this only once, before TensorFlow has initialized a device.
+
+    Raises:
+        ConfigError: the environment describes a cluster already.
+        RankError: the ranks do not reach each other, or TensorFlow has initialized its devices.
     """
     refuse_own_cluster(NAME)
     if size > 1:
-        workers = cluster_addresses(rank, NAME)
-        os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        )
+        cluster = {"worker": cluster_addresses(rank, NAME)}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATION[communication])
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    except RuntimeError as error:
-        raise RankError(
-            f"strategy={NAME} must start before TensorFlow has initialized its devices ({error}); "
-            "import no module that creates a tensor or a model"
-        ) from error
+        with initializing_devices(NAME):
+            return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
+        # A process that this one starts must not take it for a cluster of the user's.
         os.environ.pop("TF_CONFIG", None)
 
 
@@ -130,15 +147,23 @@ def refuse_own_cluster(strategy: str) -> None:
 
 
 def cluster_addresses(rank: int, strategy: str) -> list[str]:
-    """Each rank's address and a free port, by rank: 10.0.0.1:41234 (every rank).
+    """Returns each rank's address and a free port, by rank, such as 10.0.0.1:41234 (every rank).
 
-    Call it before TensorFlow has initialized a device. Raises RankError if the ranks do not reach rank 0.
+    The ranks exchange them through Horovod, so any launcher will do. Call it before TensorFlow has initialized a
+    device.
+
+    Raises:
+        RankError: the ranks do not reach rank 0.
     """
-    found, listener = agree(rank, exchange, lambda value: exchange(value)[0])
+    chief_address, listener = agree(rank, exchange, lambda value: exchange(value)[0])
     if listener:
-        listener.close()
-    if found is None:
+        listener.close()  # Only the address was needed, not the port.
+    if chief_address is None:
         raise RankError(f"strategy={strategy}: no address of rank 0 can be reached from all ranks")
-    own = LOOPBACK if found[0] == LOOPBACK else interfaces.address_towards(found[0])
-    with socket.create_server((own, 0)) as free:
-        return exchange(f"{own}:{free.getsockname()[1]}")
+    chief_host, _ = chief_address
+
+    # The address by which this host reaches rank 0 is on the network that all ranks share.
+    own_host = LOOPBACK if chief_host == LOOPBACK else interfaces.address_towards(chief_host)
+    with socket.create_server((own_host, 0)) as server:
+        port = server.getsockname()[1]
+        return exchange(f"{own_host}:{port}")

@@ -11,14 +11,116 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, build_metrics
+from hvtrain.strategies.base import Strategy, build_metrics, error_of
 from hvtrain.strategies.loop import CallSteps, train
-from hvtrain.strategies.ps_cluster import WORKER, Cluster, error_of, join_cluster, serve
+from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
+from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
+from hvtrain.strategies.replica_step import refuse_tuning
 from hvtrain.strategies.worker_step import ServerState, Workers, compute, packed, reader
 from hvtrain.watchdog.progress import EXCHANGE
 
-# Errors of TensorFlow when a process of the cluster is gone.
-_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
+
+class Steps:
+    """Does steps on the workers. A call with the iterator of batches returns the function that loop.train needs.
+
+    After a step for which is_due is true, no worker is busy and the coordinator's model is that of the servers. After
+    other steps, workers go on while callbacks act, and the coordinator's weights stay as they were.
+
+    Args:
+        strategy: counts the steps of each worker.
+        model: the coordinator's copy.
+        state: the variables on the servers.
+        workers: all of them, idle.
+        step: of the run, the first one to do.
+        is_due: takes the number of steps done; true if callbacks may look at the model.
+    """
+
+    def __init__(
+        self,
+        strategy: "ParameterServerStrategy",
+        model: keras.Model,
+        state: ServerState,
+        workers: Workers,
+        step: int,
+        is_due: Callable[[int], bool],
+    ) -> None:
+        self.strategy = strategy
+        self.model = model
+        self.state = state
+        self.workers = workers
+        self.step = step
+        self.is_due = is_due
+        self._is_settled = True
+        self._names: list[str] = []
+        self._latest: Any = None
+        self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
+
+    def __call__(self, batches: Any) -> Callable[[int], dict[str, Any]]:
+        read, spec = reader(batches, self.strategy.marks, self.strategy.num_replicas)
+        self.trace(spec)
+
+        def several(number: int) -> dict[str, Any]:
+            if self._is_settled:
+                # Callbacks may have changed the model, such as its learning rate.
+                self.state.push()
+                self._is_settled = False
+            for _ in range(number):
+                self.do_step(read())
+                self.step += 1
+            if self.is_due(self.step):
+                self.settle()
+            else:
+                self.state.pull(everything=False)
+            return self.logs()
+
+        return several
+
+    def trace(self, spec: Any) -> None:
+        """Traces the function that a worker runs on a batch of this spec."""
+        number = tf.TensorSpec([], tf.int64)
+        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, number)
+
+    @tf.autograph.experimental.do_not_convert
+    def on_worker(self, batch: Any, number: tf.Tensor) -> tf.Tensor:
+        """Computes gradients and applies them to the servers' variables. The servers add to sums and counters."""
+        with self.state.traced():
+            computed = compute(self.model, batch, number, self.strategy.check_finite)
+            self.model.optimizer.apply(computed.gradients, computed.variables)
+            for variable, count in computed.counts:
+                variable.value.assign_add(count)
+            for variable, value in computed.statistics:
+                variable.assign(value)
+        self._names = sorted(computed.result)
+        return packed(computed.result)
+
+    def do_step(self, parts: list[Any]) -> None:
+        """Gives the batch, which has only one part, to a worker once one is free."""
+        if not self.workers.free:
+            self.record(self.workers.finished())
+        number = tf.constant(self.step, tf.int64)
+        self.workers.call(self.workers.free[0], self.step, self._function, parts[0], number)
+
+    def record(self, results: list[tuple[int, int, Any]]) -> None:
+        """Counts finished calls, and keeps what the last one returned for the logs."""
+        for worker, _, result in results:
+            self._latest = result
+            self.strategy.steps_by_worker[worker] += 1
+
+    def settle(self) -> None:
+        """Waits for all workers and copies the servers' state to the model, unless the model is up to date."""
+        if self._is_settled:
+            return
+        with self.strategy.watchdog.phase(EXCHANGE):
+            self.record(self.workers.join())
+            self._ended()
+            self.state.pull(everything=True)
+        self._is_settled = True
+
+    def logs(self) -> dict[str, Any]:
+        """Returns the metrics so far, and what else the last step returned."""
+        metrics = self.model.get_metrics_result()
+        last = {} if self._latest is None else dict(zip(self._names, self._latest))
+        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
 
 
 class ParameterServerStrategy(Strategy):
@@ -32,15 +134,20 @@ class ParameterServerStrategy(Strategy):
     """
 
     name = "parameter_server"
+    mode = "asynchronous"
+    steps_class = Steps
     cluster: Cluster
     steps_by_worker: list[int]
+    # Gradients that came after their step; only synchronous steps drop any.
+    num_dropped = 0
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
         if type(num_ps) is not int or num_ps < 1:
             raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
-        self.num_ps, self.share_gpus = num_ps, share_gpus
-        self._check_finite = False
+        self.num_ps = num_ps
+        self.share_gpus = share_gpus
+        self.check_finite = False
         self.steps_by_worker = []
 
     @property
@@ -61,6 +168,7 @@ class ParameterServerStrategy(Strategy):
             serve(self.cluster)
         self.devices = self.cluster.devices
         self.marks = StepMarks()
+        # TensorFlow lists the workers' GPUs here too, but this process waits for none of them.
         self.marks.host_only = True
         return self.topology
 
@@ -74,25 +182,36 @@ class ParameterServerStrategy(Strategy):
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
     def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False, divide_losses: bool = False
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
-        self._check_finite = check_finite
+        self.check_finite = check_finite
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
         from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        layers = model._flatten_layers()
         refused = {
             "train.accumulate": optimizer.gradient_accumulation_steps,
             "train.precision=mixed_float16": optimizer is not model.optimizer,
             "train.jit_compile": model.jit_compile,
-            "train.sync_batch_norm": any(isinstance(one, SyncBatchNormalization) for one in model._flatten_layers()),
+            "train.sync_batch_norm": any(isinstance(layer, SyncBatchNormalization) for layer in layers),
             f"the optimizer {type(optimizer).__name__}, which combines several,": hasattr(optimizer, "optimizers"),
         }
         for setting, is_set in refused.items():
             if is_set:
                 raise ConfigError(f"strategy={self.name} and {setting} exclude each other; leave one of them out")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        if not plan.is_full or plan.global_batch % self.num_replicas or len(set(plan.batch_sizes)) > 1:
+            raise ConfigError(
+                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim and one number "
+                "as train.batch_size"
+            )
 
     def fit(
         self,
@@ -103,137 +222,38 @@ class ParameterServerStrategy(Strategy):
         callbacks: list[keras.callbacks.Callback],
         call_steps: CallSteps,
     ) -> None:
-        number = self.num_replicas
-        if not plan.is_full or plan.global_batch % number or len(set(plan.batch_sizes)) > 1:
-            raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim and one number "
-                "as train.batch_size"
-            )
-        build_metrics(model, batches_from(start_step).element_spec)
+        self.check_plan(plan)
+        self.num_dropped = 0
         self.steps_by_worker = [0] * self.cluster.num_workers
+        # The servers hold the state of the metrics too, so it must exist before they take over.
+        build_metrics(model, batches_from(start_step).element_spec)
         assert self.cluster.replicas
         state = ServerState(model, self.cluster.replicas)
-        ranks = [rank for rank, role in enumerate(self.cluster.roles) if role.job == WORKER]
-        steps = self.steps_of(model, state, Workers(self.cluster.num_workers, ranks), start_step)
-        steps.is_due = lambda step: (
-            step == plan.num_steps or plan.position(step)[1] == 0 or call_steps.is_boundary(step)
-        )
-        before_others = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.settle())
-        train(model, batches_from, plan, start_step, [before_others, *callbacks], call_steps, self.marks, make=steps)
+        workers = Workers(self.cluster.num_workers, self.cluster.worker_ranks)
 
-    def steps_of(self, model: keras.Model, state: ServerState, workers: Workers, step: int) -> "Steps":
-        """Returns the object that does the steps of the run, from `step` on."""
-        return Steps(self, model, state, workers, step, self._check_finite)
+        def is_due(step: int) -> bool:
+            is_end = step == plan.num_steps or plan.position(step)[1] == 0
+            return is_end or call_steps.is_boundary(step)
+
+        steps = self.steps_class(self, model, state, workers, start_step, is_due)
+        # An epoch that a callback stops ends at a step that is not due.
+        settle = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.settle())
+        train(model, batches_from, plan, start_step, [settle, *callbacks], call_steps, self.marks, make=steps)
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if isinstance(error, _LOST) else None
+        verdict = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None
         return error_of(verdict, self.watchdog) if verdict else None
 
     def expect_restart(self) -> None:
-        raise ConfigError(
-            f"comm.tune=true tunes Horovod's reductions, which strategy={self.name} does not use; leave it out"
-        )
+        refuse_tuning(self.name)
 
     def stop(self) -> None:
         self.watchdog.stop()
         hvd.shutdown()  # In case of a failure before the processes have left Horovod.
 
     def description(self) -> str:
-        workers = self.cluster.num_workers
+        num_workers = self.cluster.num_workers
         return (
-            f"coordinator of {self.num_ps} ps and {workers} worker{'s' * (workers > 1)}, {self.words()}; "
+            f"coordinator of {self.num_ps} ps and {num_workers} worker{'s' * (num_workers > 1)}, {self.mode}; "
             f"started by Horovod on {self.cluster.launcher}"
         )
-
-    def words(self) -> str:
-        return "asynchronous"
-
-
-class Steps:
-    """Does steps on the workers. A call with the iterator of batches returns the function that loop.train needs.
-
-    After a step for which `is_due` is true, no worker is busy and the coordinator's model is that of the servers.
-    After other steps, workers go on while callbacks act, and the coordinator's weights stay as they were.
-    """
-
-    is_due: Callable[[int], bool]
-
-    def __init__(
-        self,
-        strategy: "ParameterServerStrategy",
-        model: keras.Model,
-        state: ServerState,
-        workers: Workers,
-        step: int,
-        check_finite: bool,
-    ) -> None:
-        self.strategy, self.model, self.state, self.workers = strategy, model, state, workers
-        self.step = step
-        self.check_finite = check_finite
-        self._is_settled = True
-        self._names: list[str] = []
-        self._latest: Any = None
-        self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
-
-    def __call__(self, batches: Any) -> Callable[[int], dict[str, Any]]:
-        read, spec = reader(batches, self.strategy.marks, self.strategy.num_replicas)
-        self.trace(spec)
-
-        def several(number: int) -> dict[str, Any]:
-            if self._is_settled:
-                self.state.push()
-                self._is_settled = False
-            for _ in range(number):
-                self.one(read())
-                self.step += 1
-            if self.is_due(self.step):
-                self.settle()
-            else:
-                self.state.pull(everything=False)
-            return self.logs()
-
-        return several
-
-    def trace(self, spec: Any) -> None:
-        """Traces the function that a worker runs on a batch of this spec."""
-        number = tf.TensorSpec([], tf.int64)
-        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, number)
-
-    @tf.autograph.experimental.do_not_convert
-    def on_worker(self, batch: Any, number: tf.Tensor) -> tf.Tensor:
-        """Computes gradients and applies them to the servers' variables. The servers add to sums and counters."""
-        with self.state.traced():
-            found = compute(self.model, batch, number, self.check_finite)
-            self.model.optimizer.apply(found.gradients, found.variables)
-            for variable, count in found.counts:
-                variable.value.assign_add(count)
-            for variable, value in found.statistics:
-                variable.assign(value)
-        self._names = sorted(found.result)
-        return packed(found.result)
-
-    def one(self, parts: list[Any]) -> None:
-        """Gives the batch, which has only one part, to a worker once one is free."""
-        if not self.workers.free:
-            self.take(self.workers.finished())
-        self.workers.call(self.workers.free[0], self.step, self._function, parts[0], tf.constant(self.step, tf.int64))
-
-    def take(self, ended: list[tuple[int, int, Any]]) -> None:
-        for worker, _, self._latest in ended:
-            self.strategy.steps_by_worker[worker] += 1
-
-    def settle(self) -> None:
-        """Waits for all workers and copies the servers' state to the model, unless the model is up to date."""
-        if self._is_settled:
-            return
-        with self.strategy.watchdog.phase(EXCHANGE):
-            self.take(self.workers.join())
-            self._ended()
-            self.state.pull(everything=True)
-        self._is_settled = True
-
-    def logs(self) -> dict[str, Any]:
-        """The metrics so far, and what else the last step returned."""
-        metrics = self.model.get_metrics_result()
-        own = {} if self._latest is None else dict(zip(self._names, self._latest))
-        return {name: metrics.get(name, own.get(name, 0.0)) for name in self._names}

@@ -1,11 +1,12 @@
-"""The step of one replica under tf.distribute, with the results of a rank of Horovod.
+"""The step of one replica under tf.distribute, with the results of a rank of Horovod; for TensorFlow's strategies.
 
 Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has clipped its own
 gradients and checked its own for an overflow. Here gradients are summed when the optimizer's step begins, and Keras's
 sum is turned off. Keras divides losses by the number of replicas, so the sum of their gradients is the mean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,14 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
-from hvtrain.errors import ConfigError
-from hvtrain.keras.gradients import FiniteCheck, compare_structure, sum_duplicates
+from hvtrain.errors import ConfigError, RankError
+from hvtrain.keras.gradients import FiniteCheck, compare_structure, overwrites, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.variables import overwrites
 from hvtrain.step.joint_loss import joint_loss
 
+# Variables, by name, that are neither weights nor slots: see plain_variables.
 _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
 
 
@@ -28,8 +29,11 @@ _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_
 class ReplicaReducer(Reducer):
     """Sums gradients over the replicas, all in one call of tf.distribute's all-reduce. Called by each replica.
 
-    strategy: its name in messages. own_replica: the first replica of this process, which counts and sets marks.
-    compares: other processes have replicas too; checks that they reduce the same gradients.
+    Args:
+        strategy: its name in messages.
+        num_replicas: of all processes together.
+        own_replica: the first replica of this process, which counts and sets marks.
+        compares: other processes have replicas too; checks that they reduce the same gradients.
     """
 
     strategy: str = ""
@@ -43,7 +47,8 @@ class ReplicaReducer(Reducer):
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
         self.num_calls += 1
-        reduced, variables = list(gradients), list(variables or ())
+        reduced = list(gradients)
+        variables = list(variables or ())
         if self.is_alone:
             return reduced
         if any(map(overwrites, variables)):
@@ -51,28 +56,39 @@ class ReplicaReducer(Reducer):
                 f"strategy={self.strategy} sums what float8 layers need the maximum of; choose strategy=horovod"
             )
         if self.compares:
-            compare_structure(
-                self.name, f"op=Sum, stop_flag={self.flag is not None}", reduced, variables, self.process_set
-            )
+            settings = f"op=Sum, stop_flag={self.flag is not None}"
+            compare_structure(self.name, settings, reduced, variables, self.process_set)
+
         replica = tf.distribute.get_replica_context()
         is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.own_replica
-        shared = [at for at, gradient in enumerate(reduced) if gradient is not None]
-        sent = [reduced[at] for at in shared]
+        present = [index for index, gradient in enumerate(reduced) if gradient is not None]
+        sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
+
+        # The flag comes first, in the type of the first gradient, so that it needs no message of its own.
         flags = [self.flag.own(sent[0].dtype)] if self.flag else []
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
         if self.sums_duplicates:
-            sums = [_without_duplicates(one) if isinstance(one, tf.IndexedSlices) else one for one in sums]
+            sums = [_without_duplicates(total) for total in sums]
+
         if is_own:
             done += tf.nest.flatten(sums, expand_composites=True)
+            # The count is of reductions that ran: it goes up once their results are there.
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
             if self.marks and ready is not None:
                 sums[-1:] = self.marks.reduced(done, ready, sums[-1:])
-        for at, one in zip(shared, sums):
-            reduced[at] = one
+        for index, total in zip(present, sums):
+            reduced[index] = total
         return reduced
+
+
+def _without_duplicates(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    values, indices = sum_duplicates(gradient.values, gradient.indices)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 class ReplicaFiniteCheck(FiniteCheck):
@@ -84,16 +100,20 @@ class ReplicaFiniteCheck(FiniteCheck):
         return tf.constant([1])
 
 
-def _without_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    return tf.IndexedSlices(*sum_duplicates(slices.values, slices.indices), slices.dense_shape)
-
-
 def reduce_first(
-    optimizer: keras.optimizers.Optimizer, reducer: ReplicaReducer, check_finite: bool
+    optimizer: keras.optimizers.Optimizer,
+    reducer: ReplicaReducer,
+    check_finite: bool,
 ) -> keras.optimizers.Optimizer:
-    """Makes the optimizer step on the replicas' summed gradients (in place); reducer sums them.
+    """Makes the optimizer step on the replicas' summed gradients (in place).
 
-    Raises ConfigError for an optimizer whose step would reduce within a branch of the graph.
+    Args:
+        optimizer: not built yet; may be inside a LossScaleOptimizer, or combine several.
+        reducer: sums the gradients.
+        check_finite: a non-finite gradient of any replica fails the step.
+
+    Raises:
+        ConfigError: its step would reduce within a branch of the graph.
     """
     if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
         raise ConfigError(
@@ -105,6 +125,8 @@ def reduce_first(
     hook.reducer = reducer
     if check_finite:
         hook.finite_check = FiniteCheck() if reducer.compares else ReplicaFiniteCheck()
+
+    # Keras would sum the summed gradients again, in the optimizer itself or in those that a MultiOptimizer combines.
     inner = getattr(distributed, "inner_optimizer", distributed)
     for part in (inner, *(getattr(inner, "optimizers", None) or ())):
         part._all_reduce_sum_gradients = list
@@ -112,42 +134,54 @@ def reduce_first(
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """The mean of a scalar over all replicas, as float32; itself where no replica runs."""
+    """Returns the mean of a scalar over all replicas, as float32; the scalar itself where no replica runs."""
     number = tf.cast(number, tf.float32)
-    replica = tf.distribute.get_replica_context()
-    return replica.all_reduce(tf.distribute.ReduceOp.MEAN, number) if tf.distribute.has_strategy() else number
+    if not tf.distribute.has_strategy():
+        return number
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, number)
 
 
 def replica_loss(
-    loss: keras.losses.Loss, num_replicas: int, mean: Callable[[tf.Tensor], tf.Tensor] = mean_over_replicas
+    loss: keras.losses.Loss,
+    num_replicas: int,
+    mean: Callable[[tf.Tensor], tf.Tensor] = mean_over_replicas,
 ) -> keras.losses.Loss:
-    """The loss, changed so that the sum of all replicas' gradients is the joint batch's.
+    """Returns the loss, changed so that the sum of all replicas' gradients is the joint batch's.
 
     Keras divides means by the number of replicas, but neither sums nor a loss that its class returns as one number.
+
+    Args:
+        mean: the mean of a float32 scalar over all replicas.
     """
     base = type(loss)
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+        # One number becomes a batch of one, so that Keras takes its mean and divides it.
         losses = tf.convert_to_tensor(base.call(self, y_true, y_pred))
         return losses[None] if losses.shape.rank == 0 else losses
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
         value = base.__call__(self, y_true, y_pred, sample_weight)
-        is_divided = self.reduction != "sum" or not tf.distribute.has_strategy()
-        return value if is_divided else value / num_replicas
+        if self.reduction == "sum" and tf.distribute.has_strategy():
+            return value / num_replicas
+        return value
 
+    # Keras writes these names into saved models, which then load as the plain loss.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    divided: Any = object.__new__(type(base.__name__, (base,), {**names, "__call__": __call__, "call": call}))
+    subclass = type(base.__name__, (base,), {**names, "__call__": __call__, "call": call})
+    divided: Any = object.__new__(subclass)
     vars(divided).update(vars(loss))
     return joint_loss(divided, mean, lambda: num_replicas)
 
 
-def plain(next_creator: Callable[..., Any], **options: Any) -> Any:
+def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
     """Creates variables that need no copy per replica as plain ones, which the replicas of this process change in turn.
 
-    For tf.variable_creator_scope. These are: the state of metrics, because tf.distribute would sum its copies when they
-    are read, which over several processes is a collective and hangs if only one of them reads; the seeds of dropout,
-    whose copies would drop the same units on all replicas; and variables that are neither weights nor slots.
+    For tf.variable_creator_scope. These are:
+    - the state of metrics: tf.distribute would sum its copies when they are read, which over several processes is a
+      collective, and hangs if only one of them reads;
+    - the seeds of dropout, whose copies would drop the same units on all replicas;
+    - counters and flags, which are neither weights nor slots.
     """
     name = str(options.get("name"))
     if options.get("synchronization") == tf.VariableSynchronization.ON_READ or name in _PLAIN:
@@ -156,12 +190,12 @@ def plain(next_creator: Callable[..., Any], **options: Any) -> Any:
 
 
 def step_of(model: keras.Model) -> Callable[[Any], Any]:
-    """The model's train step, for tf.distribute to run in each replica."""
+    """Returns the model's train step, for tf.distribute to run in each replica."""
 
     @tf.autograph.experimental.do_not_convert
     def step(batch: Any) -> Any:
         # Keras creates the state of most metrics with the first batch.
-        with tf.variable_creator_scope(plain):
+        with tf.variable_creator_scope(plain_variables):
             return model.train_step(batch)
 
     return step
@@ -170,14 +204,40 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
 def prepare_model(model: keras.Model, strategy: str) -> None:
     """Lets Keras evaluate and predict with the model in this process alone; checks its step.
 
-    Raises ConfigError for a model whose loss Keras does not divide by the replicas, or that XLA is to compile.
+    Args:
+        strategy: its name in messages.
+
+    Raises:
+        ConfigError: Keras does not divide the model's loss by the replicas, or XLA is to compile the model.
     """
-    steps = ("train_step", "compute_loss")
-    if own := [name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)]:
+    overridden = [
+        name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if overridden:
         raise ConfigError(
-            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the "
-            f"number of replicas, and {type(model).__name__} has its own {' and '.join(own)}; choose strategy=horovod"
+            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the number "
+            f"of replicas, and {type(model).__name__} has its own {' and '.join(overridden)}; choose strategy=horovod"
         )
     if model.jit_compile:
         raise ConfigError(f"strategy={strategy} and train.jit_compile exclude each other; leave one of them out")
+    # Keras took it from the scope, and would run evaluate and predict in all replicas.
     model._distribute_strategy = None
+
+
+def refuse_tuning(strategy: str) -> None:
+    """Raises ConfigError: comm.tune restarts Horovod with other settings, which changes nothing for this strategy."""
+    raise ConfigError(
+        f"comm.tune=true tunes Horovod's reductions, which strategy={strategy} does not use; leave it out"
+    )
+
+
+@contextmanager
+def initializing_devices(strategy: str) -> Iterator[None]:
+    """Turns TensorFlow's RuntimeError for devices that it has initialized already into a RankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"strategy={strategy} must start before TensorFlow has initialized its devices ({error}); "
+            "import no module that creates a tensor or a model"
+        ) from error

@@ -1,4 +1,8 @@
-"""Training steps on workers: computes a step without side effects, and keeps track of the workers' calls."""
+"""Training steps on the workers of parameter servers.
+
+`compute` calls the model's train step without its side effects, so that a worker can run it. `ServerState` holds the
+variables on the servers. `Workers` keeps track of the workers' calls.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,9 +18,11 @@ from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite
 from hvtrain.step.step_timing import StepMarks
 
+_MISSING = object()
+
 
 class Computed(NamedTuple):
-    """What the model's train step computes on a batch.
+    """The results of the model's train step on a batch.
 
     gradients: of the variables. counts: what to add to the state of each metric. statistics: new values of weights that
     no gradient touches, such as moving averages. result: what the step returns.
@@ -32,45 +38,62 @@ class Computed(NamedTuple):
 def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: bool) -> Computed:
     """Calls the model's train step, and returns what it would have changed. Call it while a graph is traced.
 
-    number: differs between steps and between workers; random numbers depend on it.
+    Args:
+        model: compiled; its variables stay as they are.
+        batch: as the train step takes it.
+        number: int64, differs between steps and between workers; random numbers depend on it.
+        check_finite: the computation fails with NOT_FINITE unless all gradients are finite.
+
+    Raises:
+        ConfigError: the train step does not step once with the model's optimizer.
     """
     metrics = model.metrics_variables
     known = {id(variable) for variable in (*model.weights, *metrics)}
     seeds = [variable for variable in model.variables if id(variable) not in known]
-    start = [(one, tf.zeros(one.shape, one.dtype)) for one in metrics] + [(one, _moved(one, number)) for one in seeds]
-    applied: list[tuple[list[Any], list[Any]]] = []
+    # Metrics begin at zero: what they come to is what this batch adds to them.
+    start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
+    start += [(seed, _moved(seed, number)) for seed in seeds]
+
+    steps: list[tuple[list[Any], list[Any]]] = []
 
     def take(gradients: Any, variables: Any = None) -> None:
-        applied.append((list(gradients), list(model.trainable_variables if variables is None else variables)))
+        variables = model.trainable_variables if variables is None else variables
+        steps.append((list(gradients), list(variables)))
 
     with replaced(model.optimizer, "apply", take), keras.StatelessScope(state_mapping=start) as scope:
         result = model.train_step(batch)
-    if len(applied) != 1:
+    if len(steps) != 1:
         raise ConfigError(
-            f"{type(model).__name__}.train_step steps {len(applied)} times with the model's optimizer, and parameter "
+            f"{type(model).__name__}.train_step steps {len(steps)} times with the model's optimizer, and parameter "
             "servers need one step for each batch; choose strategy=horovod"
         )
-    gradients, variables = applied[0]
+
+    gradients, variables = steps[0]
     if check_finite:
-        present = [gradient for gradient in gradients if gradient is not None]
-        with tf.control_dependencies([tf.debugging.Assert(are_finite(present), [NOT_FINITE])]):
-            gradients = [tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in gradients]
-    new = [(one, scope.get_current_value(one)) for one in model.non_trainable_variables if id(one) in known]
-    statistics = [(one, value) for one, value in new if value is not None and one not in metrics]
-    return Computed(
-        gradients, variables, [(one, scope.get_current_value(one)) for one in metrics], statistics, dict(result)
-    )
+        gradients = _checked(gradients)
+    counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
+    new_values = [(variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights]
+    statistics = [(variable, value) for variable, value in new_values if value is not None]
+    return Computed(gradients, variables, counts, statistics, dict(result))
+
+
+def _checked(gradients: list[Any]) -> list[Any]:
+    """Returns the gradients, available only if all of them are finite."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    with tf.control_dependencies([tf.debugging.Assert(are_finite(present), [NOT_FINITE])]):
+        return [tf.nest.map_structure(tf.identity, gradient, expand_composites=True) for gradient in gradients]
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """The state of a random generator for this step: the number plus the model's own state, which stays."""
+    """Returns a random generator's state for this step: the model's own state, which stays, plus the number."""
     step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
 
 
 def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """The numbers that a step returns in one tensor, since each tensor of a worker takes a fetch of its own."""
-    return tf.stack([tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())] or [0.0])
+    """Packs the numbers that a step returns into one tensor, since each tensor of a worker takes a fetch of its own."""
+    numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
+    return tf.stack(numbers or [0.0])
 
 
 def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable[[], list[Any]], Any]:
@@ -80,8 +103,8 @@ def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable
     """
 
     def cut(batch: Any) -> list[Any]:
-        parts = [tf.split(one, num_parts) for one in tf.nest.flatten(batch)]
-        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*parts)]
+        arrays = [tf.split(array, num_parts) for array in tf.nest.flatten(batch)]
+        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
 
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
@@ -95,7 +118,12 @@ def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable
 
 
 class Workers:
-    """Calls of functions on workers, one at a time on each."""
+    """Calls of functions on workers, one at a time on each.
+
+    Args:
+        number: of workers.
+        ranks: of the workers, for messages.
+    """
 
     def __init__(self, number: int, ranks: list[int]) -> None:
         self.number = number
@@ -115,44 +143,41 @@ class Workers:
         def run() -> Any:
             with tf.device(f"/job:worker/replica:0/task:{worker}"):
                 output = function(*arguments)
-            return output.numpy()
+            return output.numpy()  # Waits for the worker; an error of its step is raised here.
 
         self._calls[self._pool.submit(run)] = worker, step
 
     def finished(self) -> list[tuple[int, int, Any]]:
         """Waits until a call has finished; returns worker, step and result of all that have. Raises their errors."""
         done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
-        ended = []
-        for call in done:
-            worker, step = self._calls.pop(call)
-            try:
-                ended.append((worker, step, call.result()))
-            except tf.errors.InvalidArgumentError as error:
-                if NOT_FINITE not in str(error):
-                    raise
-                raise TrainingError(
-                    f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank {self._ranks[worker]}); "
-                    "nothing of it reached the weights; the last checkpoint is from before; lower "
-                    "optimizer.learning_rate, clip gradients (+optimizer.global_clipnorm=1), or look at that data"
-                ) from error
-        return ended
+        return [self._result(call) for call in done]
+
+    def _result(self, call: Future[Any]) -> tuple[int, int, Any]:
+        worker, step = self._calls.pop(call)
+        try:
+            return worker, step, call.result()
+        except tf.errors.InvalidArgumentError as error:
+            if NOT_FINITE not in str(error):
+                raise
+            raise TrainingError(
+                f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank {self._ranks[worker]}); "
+                "nothing of it reached the weights; the last checkpoint is from before; lower "
+                "optimizer.learning_rate, clip gradients (+optimizer.global_clipnorm=1), or look at that data"
+            ) from error
 
     def join(self) -> list[tuple[int, int, Any]]:
         """Waits for all calls; returns worker, step and result of each."""
-        ended = []
+        results = []
         while self._calls:
-            ended += self.finished()
-        return ended
-
-
-_MISSING = object()
+            results += self.finished()
+        return results
 
 
 class ServerState:
     """Variables on the parameter servers for all that a step reads or changes.
 
-    TensorFlow places them on the servers in turn. `push` and `pull` copy between them and the model, so that
-    callbacks, checkpoints and evaluation deal with an ordinary model.
+    TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and `pull` copy between the
+    two, so that callbacks, checkpoints and evaluation deal with an ordinary model.
 
     Args:
         model: built and compiled, with all metrics built.
@@ -161,38 +186,44 @@ class ServerState:
 
     def __init__(self, model: keras.Model, replicas: tf.distribute.ParameterServerStrategy) -> None:
         self.model = model
+        # Metrics and counters come first, since most pulls are of these alone.
+        small = [*model.metrics_variables, model.optimizer._iterations]
         factor = rate_factor(model)
-        small = [*model.metrics_variables, model.optimizer._iterations, *([] if factor is None else [factor])]
+        if factor is not None:
+            small.append(factor)
         everything = [*small, *model.variables, *model.optimizer.variables]
         self.variables = list({id(variable): variable for variable in everything}.values())
+        self._num_small = len(small)
+
         with replicas.scope():
             self.remote = [
                 tf.Variable(variable.value.read_value(), trainable=variable.trainable, name=variable.name)
                 for variable in self.variables
             ]
-        self._known: list[np.ndarray | None] = [variable.numpy() for variable in self.variables]
-        self._num_small = len(small)
+        # The values that the servers hold, as far as this process knows.
+        self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
         self._readers: dict[int, Callable[[], Any]] = {}
 
     def pull(self, everything: bool) -> None:
         """Copies to the model what the servers hold; without everything only metrics and counters."""
         count = len(self.variables) if everything else self._num_small
-        for at, value in enumerate(self._read(count)):
-            self.variables[at].value.assign(value)
-            self._known[at] = value.numpy()
+        for index, value in enumerate(self._read(count)):
+            self.variables[index].value.assign(value)
+            self._known[index] = value.numpy()
 
     def push(self) -> None:
         """Copies to the servers what changed in the model since the last pull."""
-        for at, (variable, known) in enumerate(zip(self.variables, self._known)):
-            own = variable.numpy()
-            if known is None or own.tobytes() != known.tobytes():
-                self.remote[at].assign(own)
-                self._known[at] = np.array(own)
+        for index, variable in enumerate(self.variables):
+            value = variable.numpy()
+            # Bytes, because NaN differs from itself.
+            if value.tobytes() != self._known[index].tobytes():
+                self.remote[index].assign(value)
+                self._known[index] = np.array(value)
 
     def _read(self, count: int) -> list[tf.Tensor]:
-        """The first `count` variables of the servers, on this process's CPU."""
+        """Returns the first `count` variables of the servers, on this process's CPU."""
         if count not in self._readers:
-            read = tf.function(lambda: [tf.identity(one) for one in self.remote[:count]], autograph=False)
+            read = tf.function(lambda: [tf.identity(variable) for variable in self.remote[:count]], autograph=False)
             self._readers[count] = read.get_concrete_function()
         return self._readers[count]()
 
@@ -203,9 +234,14 @@ class ServerState:
         with ExitStack() as stack:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
-            indices = {optimizer._var_key(one): at for at, one in enumerate(optimizer._trainable_variables)}
+
+            # Keras finds a variable's slots by a key of its value, which is another one now.
+            indices = {
+                optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
+            }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
             stack.enter_context(replaced(optimizer, "update_step", on_its_server(optimizer.update_step)))
+
             # Keras reads the counter and writes it back, and increments of other workers in between would be lost.
             counter = optimizer._iterations
             stack.enter_context(replaced(counter, "assign_add", lambda by: counter.value.assign_add(by)))
@@ -213,7 +249,7 @@ class ServerState:
 
 
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """update_step, run on the server that holds the variable, so that its slots do not travel."""
+    """Returns update_step, run on the server that holds the variable, so that its slots do not travel."""
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         with tf.device(variable.device):
@@ -223,15 +259,15 @@ def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces an attribute of the object for a while, without what Keras does when one is set."""
-    own = vars(thing)
-    before = own.get(name, _MISSING)
-    own[name] = value
+    attributes = vars(target)
+    before = attributes.get(name, _MISSING)
+    attributes[name] = value
     try:
         yield
     finally:
         if before is _MISSING:
-            del own[name]
+            del attributes[name]
         else:
-            own[name] = before
+            attributes[name] = before

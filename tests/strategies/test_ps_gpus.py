@@ -4,7 +4,7 @@ import pytest
 
 from hvtrain.errors import RankError
 from hvtrain.strategies import ps_cluster
-from hvtrain.strategies.ps_cluster import choose_places, roles_of
+from hvtrain.strategies.ps_cluster import choose_devices, roles_of
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def places(monkeypatch):
     def chosen(roles, *hosts, share=False):
         seen = [(name, tuple(gpus), ()) for name, gpus in hosts]
         monkeypatch.setattr(ps_cluster, "exchange", lambda value, name: seen)
-        monkeypatch.setattr(ps_cluster, "_uuids", lambda visible: ())
-        return choose_places(roles, share)
+        monkeypatch.setattr(ps_cluster, "gpu_uuids", lambda visible: ())
+        return choose_devices(roles, share)
 
     return chosen
 

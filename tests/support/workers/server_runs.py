@@ -51,7 +51,7 @@ def one_run(strategy, config):
 
 
 def main():
-    base.refuse_several = lambda *names: None  # A single process, beside the servers.
+    base.refuse_several_processes = lambda *names: None  # A single process, beside the servers.
     ConfigStore.instance().store("hvtrain_schema", schema())
     runs = {name: composed(name, words) for name, words in json.loads(Path(sys.argv[1]).read_text()).items()}
     first = next(iter(runs.values()))
