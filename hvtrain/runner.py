@@ -4,15 +4,16 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig, model_options, to_dict
+from hvtrain.config.schema import RunConfig, model_options
 from hvtrain.core.run_files import RESULT_FILE, RunRecord
 from hvtrain.data import fitted
 from hvtrain.errors import Stopped, UserError
@@ -24,13 +25,18 @@ from hvtrain.system import addresses, console
 from hvtrain.system.text import exact_duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
+from hvtrain.training.callbacks.checkpointing import Interruption
 from hvtrain.training.callbacks.guard import explain_errors
-from hvtrain.training.callbacks.make_callbacks import Monitors, call_steps, make_callbacks
+from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
+from hvtrain.training.callbacks.recording import report_skipped
+from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
-from hvtrain.training.find_checkpoint import find
-from hvtrain.training.finish import in_words, test_metrics, write_outcome, write_review
+from hvtrain.training.find_checkpoint import find_checkpoint
+from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
+from hvtrain.training.repeated_step import LayerSearch
 from hvtrain.training.resume import ResumePoint, RunState, Start, changed_since, resume, with_change
-from hvtrain.training.run import Run, described, summary, versions
+from hvtrain.training.run import Run, described, summary
 from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
 from hvtrain.training.saved_model import MODEL_FILE
 from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
@@ -90,10 +96,10 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
     run, saved = open_run(config, strategy, state)
     model, start = restore(run, saved)
     del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
-    monitors = Monitors(run, model, start)
-    with monitors.tracking:
-        fit(run, model, start, monitors)
-        return finish(run, model, monitors)
+    context = RunContext.begin(run, model, start.step)
+    with Tracking(context) as tracking:
+        fit(context, start, tracking)
+        return finish(context, tracking)
 
 
 def open_run(
@@ -118,7 +124,7 @@ def open_run(
     comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))
 
     seed_everything(config, topology.rank)
-    saved = find(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
+    saved = find_checkpoint(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
     changed = changed_since(saved.meta, config) if saved else {}
     is_same_data = saved and not any(name.startswith("dataset.") for name in changed)
     fitted_files = comm.on_chief(lambda: fitted.read(folder)) if is_same_data else None
@@ -149,67 +155,82 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
     return model, start
 
 
-def fit(run: Run, model: keras.Model, start: Start, monitors: Monitors) -> None:
+def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     """Trains from the start to the end of the plan, unless the run was complete already."""
-    config, strategy = run.config, run.strategy
-    monitors.weights("at the start", everything=True)
+    run = context.run
+    model = context.model
+    config = run.config
+    strategy = run.strategy
+    search = LayerSearch(context) if config.guard.layers else None
+    interruption = Interruption(context)  # From here on a signal is kept until the run can be saved.
+    writer = Writer(run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best))
+
+    context.weights("at the start", everything=True)
     lines = described(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()
     trains = start.step < run.plan.num_steps and not start.ended
     if trains:
-        found = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
-        strategy.comm.on_chief(lambda: fitted.keep(found, run.folder))
+        fitted_parts = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
+        strategy.comm.on_chief(lambda: fitted.write(fitted_parts, run.folder))
         if run.topology.is_chief:
             note_start(run, hosts, lines, start.step)
-    callbacks = make_callbacks(run, start, monitors)
-    search = monitors.search.where if monitors.search else None
-    with monitors.writer, explain_errors(run, model, monitors.position, search):
-        if trains:
-            if config.guard.batches:
-                batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
-                check_first_batches(strategy.comm, run.source, run.task, batches)
-            if monitors.position.in_epoch:
-                build_metrics(model, batched(run.source.element_spec))
-            steps = call_steps(config, strategy, callbacks)
-            strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
-        else:
+
+    callbacks = make_callbacks(context, start, interruption, writer, tracking, search)
+    with writer, explain_errors(context, search.find_origin if search else None):
+        if not trains:
             take_averages(model)  # As at the end of fit.
+            return
+        if config.guard.batches:
+            batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
+            check_first_batches(strategy.comm, run.source, run.task, batches)
+        if context.position.in_epoch:
+            build_metrics(model, batched(run.source.element_spec))
+        steps = call_steps(config, strategy, callbacks)
+        strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
 
 
-def finish(run: Run, model: keras.Model, monitors: Monitors) -> RunRecord | None:
+def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     """Evaluates on the test data and writes the results; returns None if another plan is to continue."""
-    plan, strategy, position = run.plan, run.strategy, monitors.position
-    cut_short = monitors.interruption.reason
-    if plan.ends_early and position.step == plan.num_steps and not cut_short:
+    run = context.run
+    model = context.model
+    plan = run.plan
+    report = context.report
+    step = context.position.step
+    if plan.ends_early and step == plan.num_steps and not report.stopped_by:
         return None
-    metrics = {}
-    with explain_errors(run, model, position):
-        monitors.weights.average_untrained()
-        if not cut_short:
+
+    metrics: dict[str, float] = {}
+    with explain_errors(context):
+        context.weights.average_untrained()
+        if not report.stopped_by:
             metrics = test_metrics(run, model)
-        monitors.skipped.report()
-    record = make_record(run, model, monitors, metrics)
-    if cut_short:
-        done = f"{position.step:,} of {plan.num_steps:,}"
-        told = f"stopped by {cut_short} after step {done}; run the same command with run.dir={run.folder} to continue"
-        log.info("%s", told)
-        run.state.notice.stopped(told)
+        report_skipped(run, report)
+    record = make_record(context, metrics)
+
+    if report.stopped_by:
+        message = (
+            f"stopped by {report.stopped_by} after step {step:,} of {plan.num_steps:,}; "
+            f"run the same command with run.dir={run.folder} to continue"
+        )
+        log.info("%s", message)
+        run.state.notice.stopped(message)
     else:
-        record = write_outcome(run, model, record)
-        strategy.comm.on_chief(lambda: write_review(run, model))
-        if monitors.throughput.split:
-            log.info("%s", monitors.throughput.split.in_words(run.topology.size))
-    strategy.stop()
-    if run.topology.is_chief and run.config.run.report and not cut_short:
-        write_report(run.folder, with_diff=not run.config.tracker)
-    if not cut_short:
-        monitors.tracking.finish("finished", record.metrics, results(run.folder))
+        record = write_results(run, model, record)
+        run.strategy.comm.on_chief(lambda: write_review(run, model))
+        if report.split:
+            log.info("%s", report.split.in_words(run.topology.size))
+    run.strategy.stop()
+
+    if not report.stopped_by:
+        if run.topology.is_chief and run.config.run.report:
+            write_report(run.folder, with_diff=not run.config.tracker)
+        tracking.finish("finished", record.metrics, results(run.folder))
         seconds = exact_duration(record.seconds)
-        run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {run.plan.size} rank(s)")
+        run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {plan.size} rank(s)")
     run.state.notice.wait()
-    if monitors.interruption.exit_code:
-        raise Stopped(monitors.interruption.exit_code)
+    if report.exit_code:
+        raise Stopped(report.exit_code)
     return record
 
 
@@ -218,32 +239,3 @@ def results(folder: Path) -> list[Path]:
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
     files = [*(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)), model]
     return [path for path in files if path.exists()]
-
-
-def make_record(run: Run, model: keras.Model, monitors: Monitors, metrics: dict[str, float]) -> RunRecord:
-    """The numbers of the run, the same on every rank except for the counts of each process."""
-    throughput, skipped = monitors.throughput, monitors.skipped.num_examples
-    proof = {**monitors.proof.numbers(model.optimizer), "skipped": skipped}
-    return RunRecord(
-        test_accuracy=metrics.get("test_accuracy"),
-        test_loss=metrics.get("test_loss"),
-        examples_per_second=throughput.examples_per_second,
-        step_seconds=throughput.step_seconds,
-        num_ranks=run.topology.size,
-        num_parameters=model.count_params(),
-        num_steps=monitors.position.step,
-        global_batch=run.plan.global_batch,
-        seconds=time.monotonic() - run.state.began,
-        reductions=proof["reductions"],
-        first_step=monitors.position.start_step,
-        proof=proof,
-        metrics=metrics,
-        versions=versions(),
-        config=to_dict(run.config),
-        split=asdict(throughput.split) if throughput.split else None,
-        skipped_examples=skipped,
-        per_second=throughput.per_second,
-        changes=run.meta["changes"],
-        differences=list(run.strategy.differences),
-        num_replicas=run.strategy.num_computing,
-    )

@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "no-broadcast",
         "ranks begin with unlike weights",
-        "keras/broadcast_callback.py",
-        "broadcast_variables(exchanged, self.root_rank)",
+        "keras/callbacks.py",
+        "broadcast_variables(shared, self.root_rank)",
         "pass",
         (f"{DROP_IN}::test_a_script_written_for_horovod_runs_with_one_line_changed[mpi-2]",),
     ),
@@ -89,7 +89,7 @@ FAULTS = [
         "nan-applied",
         "a gradient that is not finite reaches the weights",
         "keras/hooks.py",
-        "return self._hvtrain.finite_check(own, reduced) if self._hvtrain.finite_check else reduced",
+        "return check(own, reduced) if check else reduced",
         "return reduced",
         (f"{DROP_IN}::test_a_gradient_that_is_not_finite_reaches_no_weight[mpi-2]",),
     ),
@@ -209,10 +209,10 @@ FAULTS = [
     Fault(
         "oldest-of-hosts",
         "of the checkpoints on several hosts, the oldest is resumed from",
-        "training/newest.py",
+        "training/find_checkpoint.py",
         "newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
         "newest = min(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))",
-        ("tests/training/test_newest.py::test_the_newest_of_all_hosts_travels_to_rank_0",),
+        ("tests/training/test_find_checkpoint.py::test_the_newest_of_all_hosts_travels_to_rank_0",),
     ),
     Fault(
         "seeds-forgotten",

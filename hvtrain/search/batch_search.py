@@ -24,7 +24,7 @@ from hvtrain.strategies.loop import CallSteps
 from hvtrain.system.free_memory import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
-from hvtrain.training.callbacks.order import Monitors
+from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.planning import make_plan
 from hvtrain.training.repeated_step import step_without_update
 from hvtrain.training.resume import RunState, Start
@@ -142,9 +142,9 @@ class Sizes:
         if ranks := [rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits]:
             return f"train.batch_size={size} exceeds the memory of {named(ranks)}"
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
-        monitors = Monitors(run, self.model, self.start)
-        with explain_errors(run, self.model, monitors.position):
-            run.strategy.fit(self.model, run.batches_from, run.plan, 0, [monitors.position, stopwatch], steps)
+        context = RunContext.begin(run, self.model, self.start.step)
+        with explain_errors(context):
+            run.strategy.fit(self.model, run.batches_from, run.plan, 0, [context.position, stopwatch], steps)
         self._peaks.append((size, peak_bytes()))
         peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if self._gpu else self._peaks[-1][1]
         # The chief's clock: ranks wait for each other in each step. Other work on the machine can only add to a call.

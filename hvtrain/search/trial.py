@@ -11,14 +11,14 @@ import keras
 
 from hvtrain import runner
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.records import write_atomic
+from hvtrain.core.files import write_atomic
 from hvtrain.errors import TrainingError
 from hvtrain.report.charts import picture
 from hvtrain.search.suggestion import Suggestion, has_diverged, smoothed, suggest
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.guard import explain_errors
-from hvtrain.training.callbacks.order import Monitors, call_steps
-from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.make_callbacks import call_steps
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 from hvtrain.training.resume import RunState
 from hvtrain.training.run import described, summary
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Recorder(RunCallback):
     """Records the rate and the loss over all ranks of each step, and stops when the loss diverges (every rank)."""
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self.rates: list[float] = []
         self.losses: list[float] = []
         self._rate = 0.0
@@ -54,13 +54,13 @@ def try_rates(config: RunConfig) -> Suggestion:
 def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model, start = runner.restore(run, None)
-    monitors = Monitors(run, model, start)
-    recorder = Recorder(*monitors.place)
+    context = RunContext.begin(run, model, start.step)
+    recorder = Recorder(context)
     log.info("%s", summary(described(run, model, start)))
     steps = call_steps(config, strategy, [recorder])
     try:
-        with explain_errors(run, model, monitors.position):
-            callbacks: list[keras.callbacks.Callback] = [monitors.position, recorder]
+        with explain_errors(context):
+            callbacks: list[keras.callbacks.Callback] = [context.position, recorder]
             strategy.fit(model, run.batches_from, run.plan, 0, callbacks, steps)
     except TrainingError as error:  # A gradient that is not finite ends the test on all ranks.
         log.info("%s", str(error).partition(";")[0])

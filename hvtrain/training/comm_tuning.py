@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.records import write_atomic
+from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy

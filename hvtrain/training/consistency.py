@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.config.validate import flatten
-from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, shown
+from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, summarize
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.system import host_facts
 from hvtrain.tasks import Task
 
@@ -61,7 +61,7 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
         rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         refuse_or_warn(
             f"rank 0 on {hosts[0]} and rank {rank} on {hosts[rank]} read different data: "
-            f"{shown(differences(manifests[0], manifests[rank]))}",
+            f"{summarize(differences(manifests[0], manifests[rank]))}",
             "copy the same files to both hosts",
             RankError if refuse else None,
         )

@@ -1,5 +1,7 @@
-"""Repeats a train step operation by operation, to find where a value is the first that is not finite."""
+"""guard.layers=true: repeats a train step operation by operation, to find which value is the first not to be finite."""
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -9,40 +11,110 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.errors import ConfigError, TrainingError, in_one_line
+from hvtrain.training.callbacks.guard import ADVICE, named
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
-class Place(NamedTuple):
-    """Where a value is not finite; places compare in the order in which a step comes to them."""
+log = logging.getLogger(__name__)
+
+BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
+"""Phases of a step, in their order."""
+
+
+class Origin(NamedTuple):
+    """Where a value is not finite. Origins compare in the order in which a step comes to them.
+
+    position is the order within the phase: the number of the call in a forward pass, its negative on the way back.
+    """
 
     phase: int
     position: int
-    words: str
+    description: str
 
 
-BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
+class LayerSearch(RunCallback):
+    """Keeps the model as it is before each step, to repeat the step if it fails, and checks the loss (every rank).
+
+    Steps must be calls of their own, see call_steps. Raises ConfigError if the strategy's steps are not the model's.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        if not self.run.strategy.is_plain:
+            raise ConfigError(
+                "guard.layers=true repeats steps as each rank does them by itself, and this strategy has other steps; "
+                "choose strategy=horovod, elastic or single"
+            )
+        self._before: list[tuple[Any, tf.Tensor]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # Seeds of dropout and moving statistics are among them.
+        self._before = [(variable, tf.identity(variable.value)) for variable in self.model.variables]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        if hasattr(self.model.optimizer, "dynamic_scale"):
+            return  # It skips steps that overflow; their loss is not an error.
+
+        is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
+        ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
+        if ranks:
+            step = self.position.step
+            origin = self.find_origin(step)
+            raise TrainingError(f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}")
+
+    def find_origin(self, step: int) -> str:
+        """Repeats the run's step of this number, the last one that began; describes where it fails (every rank)."""
+        for variable, value in self._before:
+            variable.assign(value)
+        origins = self.comm.gather(self._repeat(step - 1))
+        first = min((origin for origin in origins if origin), default=None)
+        if first is None:
+            return "; when it is repeated layer by layer, all values are finite"
+        # Descriptions may differ between ranks, such as in the number of the example.
+        ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
+        return f"; it began with {first.description}, on {named(ranks)}"
+
+    def _repeat(self, steps_before: int) -> Origin | None:
+        batch = next(iter(self.run.batches_from(steps_before)))
+        try:
+            return first_not_finite(self.model, batch, has_batch_weight=not self.position.plan.is_even)
+        except Exception as error:  # The other ranks wait for this one's answer, and the run fails anyway.
+            log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
+            return None
 
 
-def first_not_finite(model: keras.Model, batch: Any, has_batch_weight: bool = False) -> Place | None:
-    """The first value of a train step that is not finite; None if all are (every rank, since a loss may be joint).
+def first_not_finite(model: keras.Model, batch: Any, has_batch_weight: bool = False) -> Origin | None:
+    """Finds the first value of a train step that is not finite (every rank, since a loss may be joint).
 
     The step goes as the model's own, augmentation and loss scale included, but changes no weight. Batch and weights
     come first, then outputs of layers, the loss, and gradients on their way back.
+
+    Args:
+        model: compiled, with its optimizer built.
+        batch: as the model's train step takes it.
+        has_batch_weight: the batch is a pair (batch, weight), as with ranks of unlike batches.
+
+    Returns:
+        Its origin; None if all values are finite.
     """
-    if found := _in_batch(batch[0] if has_batch_weight else batch) or _in_weights(model):
+    origin = _in_batch(batch[0] if has_batch_weight else batch) or _in_weights(model)
+    if origin:
         step_without_update(model, batch)  # Other ranks may wait for this one in the loss.
-        return found
+        return origin
+
     watch = _Watch(model)
     with _replaced_calls(watch.calls()):
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
     if not np.isfinite(float(logs.get("loss", 0.0))):
-        return Place(LOSS, 0, "the loss itself, after finite outputs of all layers")
-    back = [place for place in (watch.backward, watch.of_weights(gradients)) if place]
-    return min(back, key=lambda place: place.position, default=None)
+        return Origin(LOSS, 0, "the loss itself, after finite outputs of all layers")
+    backward = [origin for origin in (watch.backward, watch.of_weights(gradients)) if origin]
+    return min(backward, key=lambda origin: origin.position, default=None)
 
 
 def step_without_update(model: keras.Model, batch: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """Logs of this step alone, and pairs of gradients and variables, which the optimizer does not get."""
+    """Returns the logs of this step alone, and pairs of gradients and variables, which the optimizer does not get."""
     optimizer = model.optimizer
     pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
@@ -55,74 +127,88 @@ def step_without_update(model: keras.Model, batch: Any) -> tuple[dict[str, Any],
         del optimizer.apply_gradients, optimizer.apply
 
 
-def _in_batch(batch: Any) -> Place | None:
+def _in_batch(batch: Any) -> Origin | None:
     for part, value in zip(("inputs", "targets", "weights"), batch):
         for array in tf.nest.flatten(value):
-            if array.dtype.is_floating and not (fine := tf.math.is_finite(array).numpy()).all():
-                row = int(np.argmin(fine.reshape(len(fine), -1).all(axis=1)))
-                return Place(BATCH, 0, f"the {part} of the batch, in its example {row} of {len(fine)}")
+            if not array.dtype.is_floating:
+                continue
+            is_finite = tf.math.is_finite(array).numpy()
+            if not is_finite.all():
+                num_examples = len(is_finite)
+                example = int(np.argmin(is_finite.reshape(num_examples, -1).all(axis=1)))
+                return Origin(BATCH, 0, f"the {part} of the batch, in its example {example} of {num_examples}")
     return None
 
 
-def _in_weights(model: keras.Model) -> Place | None:
+def _in_weights(model: keras.Model) -> Origin | None:
     for variable in model.weights:
         if not _is_finite(tf.convert_to_tensor(variable.value)):
-            return Place(WEIGHTS, 0, f"the weights before the step, in {variable.path}")
+            return Origin(WEIGHTS, 0, f"the weights before the step, in {variable.path}")
     return None
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is. What is not a tensor of floats is; so is a tensor of a graph, which has no value yet."""
+    """True if all values are finite. Non-float and symbolic tensors count as finite."""
     dense = value.values if isinstance(value, tf.IndexedSlices) else value
     has_numbers = isinstance(dense, tf.Tensor) and hasattr(dense, "numpy") and dense.dtype.is_floating
     return not has_numbers or bool(tf.reduce_all(tf.math.is_finite(dense)))
 
 
 class _Watch:
-    """Notes the first operation of a model that gives, or passes back, what is not finite."""
+    """Notes the first operation of a model that returns, or passes back, a value that is not finite."""
 
     def __init__(self, model: keras.Model) -> None:
         layers = model._flatten_layers()
         # A functional model has operations without weights too, such as keras.ops.log.
-        every = [one for layer in layers for one in (layer, *getattr(layer, "operations", ()))]
-        self._operations = list({id(one): one for one in every}.values())
-        self._calls = 0
-        self._last_call: dict[int, int] = {}  # By the identity of a layer.
-        self.forward: Place | None = None
-        self.backward: Place | None = None
+        operations = [item for layer in layers for item in (layer, *getattr(layer, "operations", ()))]
+        self._operations = list({id(operation): operation for operation in operations}.values())
+        self._num_calls = 0
+        self._last_call: dict[int, int] = {}  # By the identity of an operation.
+        self.forward: Origin | None = None
+        self.backward: Origin | None = None
 
     def calls(self) -> list[tuple[Any, Callable[..., Any]]]:
         """Pairs of an operation and the method that replaces its `call`."""
-        return [(one, self._watched(one)) for one in self._operations]
+        return [(operation, self._watched(operation)) for operation in self._operations]
 
-    def of_weights(self, gradients: list[tuple[Any, Any]]) -> Place | None:
-        """The last layer that got a gradient of its weights which is not finite."""
-        owned = [(one, weight) for one in self._operations for weight in getattr(one, "_trainable_variables", ())]
-        owners = {id(weight): id(one) for one, weight in owned}
-        bad = [weight for gradient, weight in gradients if gradient is not None and not _is_finite(gradient)]
-        last = {weight.path: self._last_call.get(owners.get(id(weight), 0), 0) for weight in bad}
-        return min((Place(BACKWARD, -at, f"the gradient of {path}") for path, at in last.items()), default=None)
+    def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
+        """The last layer of the forward pass, the first on the way back, whose weights got such a gradient."""
+        owners = {
+            id(weight): id(operation)
+            for operation in self._operations
+            for weight in getattr(operation, "_trainable_variables", ())
+        }
+        origins = []
+        for gradient, weight in gradients:
+            if gradient is not None and not _is_finite(gradient):
+                call = self._last_call.get(owners.get(id(weight), 0), 0)
+                origins.append(Origin(BACKWARD, -call, f"the gradient of {weight.path}"))
+        return min(origins, default=None)
 
     def _watched(self, operation: Any) -> Callable[..., Any]:
-        call, name = operation.call, f"{operation.name} ({type(operation).__name__})"
-        passed = partial(self._see_gradient, operation, f"the gradient that {name} passes back")
-        came = partial(self._see_gradient, operation, f"the gradient that comes back to {name} from what follows it")
+        call = operation.call
+        name = f"{operation.name} ({type(operation).__name__})"
+        see_passed_back = partial(self._see_gradient, operation, f"the gradient that {name} passes back")
+        # It differs from what the next layer passes back if something between the two is no operation of the model.
+        see_incoming = partial(
+            self._see_gradient, operation, f"the gradient that comes back to {name} from what follows it"
+        )
 
         @wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tf.nest.map_structure(partial(_with_gradient_seen, passed), (args, kwargs))
+            args, kwargs = tf.nest.map_structure(partial(_with_gradient_seen, see_passed_back), (args, kwargs))
             outputs = call(*args, **kwargs)
-            self._calls += 1
-            self._last_call[id(operation)] = self._calls
+            self._num_calls += 1
+            self._last_call[id(operation)] = self._num_calls
             if not self.forward and not all(map(_is_finite, tf.nest.flatten(outputs))):
-                self.forward = Place(FORWARD, self._calls, f"the output of {name}")
-            return tf.nest.map_structure(partial(_with_gradient_seen, came), outputs)
+                self.forward = Origin(FORWARD, self._num_calls, f"the output of {name}")
+            return tf.nest.map_structure(partial(_with_gradient_seen, see_incoming), outputs)
 
         return watched
 
-    def _see_gradient(self, operation: Any, words: str, gradient: Any) -> None:
+    def _see_gradient(self, operation: Any, description: str, gradient: Any) -> None:
         if not self.backward and not _is_finite(gradient):
-            self.backward = Place(BACKWARD, -self._last_call[id(operation)], words)
+            self.backward = Origin(BACKWARD, -self._last_call[id(operation)], description)
 
 
 @contextmanager
@@ -133,14 +219,14 @@ def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator
     try:
         yield
     finally:
-        for operation, own in before:
+        for operation, own_call in before:
             object.__delattr__(operation, "call")
-            if own:
-                object.__setattr__(operation, "call", own)
+            if own_call:
+                object.__setattr__(operation, "call", own_call)
 
 
 def _with_gradient_seen(see: Callable[[Any], None], value: Any) -> Any:
-    """The value, whose gradient is shown to `see`; what is not a tensor of floats stays as it is."""
+    """Returns the value, whose gradient is then shown to `see`. Anything but a tensor of floats stays as it is."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,10 +11,23 @@ import numpy as np
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, to_dict
+from hvtrain.config.validate import flatten
+from hvtrain.core.run_files import (
+    EpochRecord,
+    read_history,
+    read_rank_seconds,
+    read_starts,
+    read_tracked,
+    write_history,
+    write_rank_seconds,
+    write_starts,
+    write_tracked,
+)
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
-from hvtrain.errors import CheckpointError
-from hvtrain.strategies.comm import Comm
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.trackers.notice import Notice
 
@@ -170,3 +183,89 @@ def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
                 chunk, room = [], chunk_bytes
     if chunk:
         yield chunk
+
+
+# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
+# the state of those before.
+FIXED = ("seed", "optimizer._target_", "task._target_")
+# They do not change what is learned.
+_IRRELEVANT = (
+    *(
+        "run.",
+        "resume",
+        "verbose",
+        "tracebacks",
+        "checkpoint.",
+        "guard.",
+        "watchdog.",
+        "profile.",
+        "comm.",
+        "strategy.",
+    ),
+    *("train.max_time", "train.evaluation_batch_size", "train.evaluation_steps", "train.steps_per_execution"),
+    *("train.remat", "model.weights", "tracker.", "notify"),
+)
+
+
+def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
+    """{name: [before, now]} of the settings that differ from those in a checkpoint's meta, if any.
+
+    Raises ConfigError where a setting cannot change.
+    """
+    before = meta.get("config")
+    changed = changed_settings(before, to_dict(config)) if isinstance(before, dict) else {}
+    for name, (then, now) in changed.items():
+        if name in FIXED or name.startswith("task.metrics."):
+            raise ConfigError(
+                f"{name}={now}, but the run in this folder began with {then}, which cannot change; "
+                "start with the same, or choose another run.dir"
+            )
+    return changed
+
+
+def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
+    """The changes so far, in meta, and that of the start at this step, if any: {"step": ..., "changed": ...}."""
+    earlier = meta.get("changes")
+    return [*(earlier if isinstance(earlier, list) else []), *([{"step": step, "changed": changed}] if changed else [])]
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """{name: [before, now]} of the settings that differ, without those that do not change what is learned.
+
+    >>> changed_settings({"seed": 1, "train": {"epochs": 1}}, {"seed": 1, "train": {"epochs": 2, "new": 3}})
+    {'train.epochs': [1, 2]}
+    """
+    old, new = flatten(before), flatten(now)
+    # An earlier version may have had fewer typed settings, or groups.
+    groups = tuple(f"{group}." for group in (*GROUPS, *SEVERAL) if group in before)
+    names = [name for name in {**old, **new} if name in old or name.startswith(groups)]
+    changed = {
+        name: [old.get(name), new.get(name)]
+        for name in names
+        if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
+    }
+    layers = [list(run.get("augment") or {}) for run in (before, now)]  # They act in this order.
+    return (
+        {**changed, "augment": layers} if layers[0] != layers[1] and sorted(layers[0]) == sorted(layers[1]) else changed
+    )
+
+
+class RunRecords(NamedTuple):
+    """The contents of history.csv, ranks.csv, starts.json and trackers.json; empty if a file is missing."""
+
+    history: list[EpochRecord]
+    rank_seconds: dict[int, list[float]]
+    starts: list[dict[str, Any]]
+    tracked: dict[str, dict[str, Any]]
+
+
+def read_records(folder: Path) -> RunRecords:
+    """Raises StorageError if the history is damaged."""
+    return RunRecords(read_history(folder), read_rank_seconds(folder), read_starts(folder), read_tracked(folder))
+
+
+def write_records(folder: Path, records: RunRecords) -> None:
+    """Writes the records that are not empty to the run folder."""
+    for content, write in zip(records, (write_history, write_rank_seconds, write_starts, write_tracked)):
+        if content:
+            write(folder, content)  # type: ignore[operator]

@@ -1,21 +1,42 @@
-"""The folder of a run: made or opened again, locked, swept, and described for whoever finds it later."""
+"""The folder of a run: made or opened again, locked, swept, and described for whoever finds it later.
 
+Nothing here needs TensorFlow.
+"""
+
+import logging
+import os
+import platform
+import shlex
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.records import HISTORY_FILE, RESULT_FILE, TEMPORARY, read_file, refuse_link, write_atomic
-from hvtrain.errors import ConfigError
+from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic
+from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts, write_starts
+from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.system.checkout import checkout
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
+from hvtrain.system.secrets import without_secrets
 from hvtrain.version import VERSION
 
-CONFIG_FILE, README_FILE = "config.yaml", "README.md"
+if TYPE_CHECKING:
+    from hvtrain.training.run import Run
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+README_FILE = "README.md"
 REPLACED = (CONFIG_FILE, README_FILE, RESULT_FILE, HISTORY_FILE, "model.keras", "model.json", "best.keras")
 """Files that people may have under the same names."""
+MOST_STARTS = 100
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:
 #   python -m hvtrain --config-dir THIS_FOLDER SETTING=VALUE ...
@@ -38,24 +59,34 @@ To resume it, run the same command with run.dir={folder}; to repeat it, see conf
 def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None, parent: str = "runs") -> Path:
     """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
 
-    begun is the folder in which an earlier attempt of this run began; parent is where folders are made if run.dir is
-    not set. Raises ConfigError if the folder cannot be written or another run uses it.
+    Args:
+        config: of the run.
+        lock: that of the folder, which the run then holds.
+        begun: the folder in which an earlier attempt of this run began.
+        parent: where folders are made if run.dir is not set.
+
+    Raises:
+        ConfigError: the folder cannot be written, another run uses it, or it holds something else.
     """
-    folder = begun or (Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent))
+    folder = begun
+    if folder is None:
+        folder = Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent)
     checkpoints = folder / "checkpoints"
     refuse_files_of_others(folder)
-    advice = "make it a folder, or set run.dir to the folder that it leads to"
-    refuse_link(checkpoints, ConfigError, advice)
+    refuse_link(checkpoints, ConfigError, "make it a folder, or set run.dir to the folder that it leads to")
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
+        # Before the sweep, which would remove what another run is just writing.
         lock.take(folder)
-        for place in (folder, checkpoints):
-            writer.sweep(place)
-            probe = place / f"{TEMPORARY}probe"
+        for path in (folder, checkpoints):
+            writer.sweep(path)
+            # Now, and not after the first epoch, is the time to fail for missing permissions.
+            probe = path / f"{TEMPORARY}probe"
             probe.touch()
             probe.unlink()
     except OSError as error:
         raise _cannot_be_written(folder, error) from error
+
     if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
@@ -66,11 +97,12 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
 
 
 def make_default_folder(config: RunConfig, parent: str) -> Path:
-    """A new folder of the default name; of runs that begin in the same second each gets one of its own.
+    """Makes a new folder of the default name. Raises ConfigError if it cannot be made.
 
-    Raises ConfigError if it cannot be made.
+    Of runs that begin in the same second each gets a folder of its own.
     """
-    folder = name = Path(default_run_dir(config, parent)).absolute()
+    default = Path(default_run_dir(config, parent)).absolute()
+    folder = default
     number = 1
     while True:
         try:
@@ -78,7 +110,7 @@ def make_default_folder(config: RunConfig, parent: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
-            folder = name.with_name(f"{name.name}-{number}")
+            folder = default.with_name(f"{default.name}-{number}")
         except OSError as error:
             raise _cannot_be_written(folder, error) from error
 
@@ -94,10 +126,11 @@ def refuse_files_of_others(folder: Path) -> None:
         return
     first_line = CONFIG_HEADER.splitlines()[0]
     try:
-        is_a_runs = read_file(folder / CONFIG_FILE).startswith(first_line)
+        is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
-        is_a_runs = False
-    if not is_a_runs and not store.list_checkpoints(folder / "checkpoints"):
+        is_of_a_run = False
+    # A run folder whose config.yaml was edited or lost still has its checkpoints.
+    if not is_of_a_run and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
             f"run.dir={folder} is not the folder of a run, which would replace its {others[0]}; choose another run.dir"
         )
@@ -106,12 +139,82 @@ def refuse_files_of_others(folder: Path) -> None:
 def remove_if_empty(folder: Path) -> None:
     """Removes the folder of a run that failed before there was anything but logs to keep (chief only)."""
     ours = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
-    if not any(path.is_file() and path.name not in ours and path.parent.name != "logs" for path in folder.rglob("*")):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    if all(path.name in ours or path.parent.name == "logs" for path in files):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def reusable(config: RunConfig) -> dict[str, Any]:
     """The settings for another run: without the folder, and without secrets."""
     tree = to_dict(config)
-    tree["run"]["dir"] = tree["notify"] = None
+    tree["run"]["dir"] = None
+    tree["notify"] = None  # Its addresses may hold passwords.
     return tree
+
+
+def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> None:
+    """Adds this start to starts.json, for the report (chief only). An error is only a warning.
+
+    Args:
+        run: that starts.
+        hosts: of the ranks, by rank.
+        described: the lines of the summary, by name.
+        step: from which the run goes on; 0 at its beginning.
+    """
+    try:
+        earlier = read_starts(run.folder)
+        for start in earlier:
+            if start.get("git"):
+                start["git"]["diff"] = ""  # The newest start's is enough.
+        starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
+        write_starts(run.folder, starts)
+    except Exception as error:
+        log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
+
+
+def _facts(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> dict[str, Any]:
+    here = Path.cwd()
+    return {
+        "began": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command(sys.argv, hosts),
+        "folder": str(here),
+        "num_ranks": run.plan.size,
+        "num_replicas": run.strategy.num_computing,
+        "hosts": dict(Counter(hosts)),
+        "first_step": step,
+        "num_steps": run.plan.num_steps,
+        "steps_per_epoch": run.plan.steps_per_epoch,
+        "best": run.best,
+        "sign": run.task.sign(run.best),
+        "described": described,
+        "versions": run.meta["versions"],
+        "system": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "git": checkout(here),
+    }
+
+
+def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
+    """The command that starts the same ranks again, without secrets.
+
+    >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
+    "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"
+    >>> command(["train.py"], ["s1"])
+    'python train.py'
+    """
+    is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
+    program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
+    launcher: list[str] = []
+    if len(hosts) > 1:
+        launcher = ["horovodrun", "-np", str(len(hosts))]
+    counts = Counter(hosts)
+    if len(counts) > 1:
+        launcher += ["-H", ",".join(f"{host}:{number}" for host, number in counts.items())]
+    return shlex.join([*launcher, *program, *without_secrets(argv[1:])])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()  # Linux names no model on some ARM processors.

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint.writer import save_model
-from hvtrain.core.records import write_atomic
+from hvtrain.core.files import write_atomic
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
 from hvtrain.errors import in_one_line

@@ -13,17 +13,14 @@ from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data import fitted
-from hvtrain.data.preprocessing import symbolic
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
-from hvtrain.models.averages import keep_averages
-from hvtrain.models.built_model import change_parts
-from hvtrain.models.rates import factors_of, multiply_rates
+from hvtrain.models.parts import change_parts
+from hvtrain.models.rates import factors_of, keep_averages, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
-from hvtrain.training.class_weights import class_weights
 from hvtrain.training.planning import make_plan, planned_batch_sizes, resumed_plan
-from hvtrain.training.prepared_step import prepare_step
+from hvtrain.training.prepared_step import class_weights, prepare_step
 from hvtrain.training.run import versions
 
 
@@ -71,7 +68,7 @@ def open_source(config: RunConfig, fitted_files: Mapping[str, bytes] | None = No
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
     if fitted_files:
-        fitted.give(source, fitted_files)
+        fitted.apply(source, fitted_files)
     return source
 
 

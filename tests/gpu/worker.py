@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.training.callbacks import resources
+from hvtrain.training.callbacks import console_progress as resources
 
 strategy = HorovodStrategy(share_gpus="share" in sys.argv)
 topology = strategy.start()
@@ -36,20 +36,20 @@ def place() -> dict[str, Any]:
         "computed_on": tf.DeviceSpec.from_string(product.device).device_type,
         "right": bool(tf.reduce_all(product == 512.0)),
         "num_visible": len(gpus),
-        "in_words": resources.gpu(),
+        "in_words": console_progress.gpu(),
         "memory_grows": [tf.config.experimental.get_memory_growth(gpu) for gpu in gpus],
     }
 
 
 def sums() -> dict[str, Any]:
     """Sums over the ranks of values that each rank makes on its device: large, small, and of half precision."""
-    found = {}
+    result = {}
     for name, size, dtype in (("large", 3_000_000, "float32"), ("small", 3, "float32"), ("half", 1000, "float16")):
         mine = tf.range(size, dtype=tf.int32) % 97 + RANK
         total = np.asarray(hvd.allreduce(tf.cast(mine, dtype), op=hvd.Sum), "float64")
         expected = SIZE * (np.arange(size) % 97) + SIZE * (SIZE - 1) / 2
-        found[name] = float(np.max(np.abs(total - expected)))
-    return {"errors": found, "nccl_built": bool(hvd.nccl_built())}
+        result[name] = float(np.max(np.abs(total - expected)))
+    return {"errors": result, "nccl_built": bool(hvd.nccl_built())}
 
 
 def network() -> keras.Model:
@@ -86,8 +86,8 @@ def loop(compiled: bool, joint: bool) -> list[np.ndarray]:
     return [np.asarray(weight) for weight in model.get_weights()]
 
 
-def distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in zip(one, other))
+def distance(item: list[np.ndarray], other: list[np.ndarray]) -> float:
+    return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in zip(item, other))
 
 
 def loops() -> dict[str, float]:
@@ -169,7 +169,7 @@ def sparse_gradients() -> dict[str, float]:
 # TensorFloat-32 would round a product to three digits, and the comparisons say more than that.
 tf.config.experimental.enable_tensor_float_32_execution(False)
 parts = (place, sums, loops, normalization, sparse_gradients)
-found = strategy.comm.gather({part.__name__: part() for part in parts})
+result = strategy.comm.gather({part.__name__: part() for part in parts})
 if topology.is_chief:
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(result))
 strategy.stop()

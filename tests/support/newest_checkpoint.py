@@ -3,11 +3,11 @@
 import logging
 
 from hvtrain.strategies.base import Comm
-from hvtrain.training.find_checkpoint import find
+from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import RunState
 
 # What a checkpoint must say of its run.
-META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0}
+META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0, "run_id": "0123456789ab"}
 
 
 class Lines(logging.Handler):
@@ -25,7 +25,7 @@ def newest(checkpoints):
     log, said = logging.getLogger("hvtrain.training.find_checkpoint"), Lines()
     log.addHandler(said)
     try:
-        found = find(checkpoints.parent, Comm(), RunState(0.0))
+        found = find_checkpoint(checkpoints.parent, Comm(), RunState(0.0))
     finally:
         log.removeHandler(said)
     return found and found.checkpoint, said.lines

@@ -5,7 +5,7 @@ import pytest
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict, to_dict
 from hvtrain.errors import ConfigError
-from hvtrain.training.changed_settings import changed_since
+from hvtrain.training.resume import changed_since
 
 TOP3 = "+task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy"
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.comm import Comm
-from hvtrain.strategies.elastic import ElasticStrategy
+from hvtrain.strategies.base import Comm
+from hvtrain.strategies.horovod import ElasticStrategy
 from hvtrain.training import comm_tuning
 from launching import train
 

@@ -9,7 +9,7 @@ from hvtrain.config.schema import from_dict, to_dict
 from hvtrain.config.validate import flatten
 from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.training.consistency import check_same_run, software
 
 

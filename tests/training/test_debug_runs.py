@@ -8,7 +8,8 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
-from hvtrain.training.callbacks.layer_search import LayerSearch
+from hvtrain.training.callbacks.run_context import RunContext, RunReport
+from hvtrain.training.repeated_step import LayerSearch
 from launching import many_runs
 from run_results import error, record
 
@@ -134,4 +135,4 @@ def test_profile_names_its_files(ranks, folder):
 def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
     run = SimpleNamespace(strategy=MirroredStrategy())
     with pytest.raises(ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"):
-        LayerSearch(run, None, None)
+        LayerSearch(RunContext(run, None, None, None, RunReport()))

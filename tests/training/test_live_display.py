@@ -6,8 +6,7 @@ import sys
 import pytest
 
 import terminal
-from hvtrain.system.drawing import Bar, Drawing, Sender, request
-from hvtrain.system.live_display import LiveDisplay
+from hvtrain.system.drawing import Bar, Drawing, LiveDisplay, Sender, request
 from hvtrain.training.callbacks.console_progress import display
 from launching import BIN
 
@@ -131,7 +130,7 @@ def pictured(drawing, columns):
     """The drawing as a terminal of that width shows it."""
     from rich.console import Console
 
-    from hvtrain.system.live_display import _picture
+    from hvtrain.system.drawing import _picture
 
     console = Console(width=columns, force_terminal=True, color_system=None)
     with console.capture() as captured:

@@ -4,23 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.core.starts import read_starts
-from hvtrain.training import note_start as notes
+from hvtrain.core.run_files import read_starts
+from hvtrain.training import run_folder
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(notes, "checkout", lambda folder: {"commit": "c", "diff": "a change"})
+    monkeypatch.setattr(run_folder, "checkout", lambda folder: {"commit": "c", "diff": "a change"})
     monkeypatch.setattr("sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"])
     plan = SimpleNamespace(size=2, num_steps=40, steps_per_epoch=10)
     task, strategy = SimpleNamespace(sign=lambda name: -1), SimpleNamespace(num_computing=2)
-    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=task, strategy=strategy)
+    meta = {"versions": {"hvtrain": "0.1.0"}}
+    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=task, strategy=strategy, meta=meta)
 
 
 def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
-    monkeypatch.setattr(notes, "MOST_STARTS", 3)
+    monkeypatch.setattr(run_folder, "MOST_STARTS", 3)
     for step in range(5):
-        notes.note_start(run, ["s1", "s1"], {"model": "mlp"}, step)
+        run_folder.note_start(run, ["s1", "s1"], {"model": "mlp"}, step)
     starts = read_starts(run.folder)
     assert [start["first_step"] for start in starts] == [2, 3, 4]
     assert [start["git"]["diff"] for start in starts] == ["", "", "a change"]
@@ -32,12 +33,12 @@ def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
 
 def test_a_run_does_not_fail_for_a_start_that_cannot_be_noted(run, caplog):
     run.folder = run.folder / "gone"
-    notes.note_start(run, ["s1"], {}, 0)
+    run_folder.note_start(run, ["s1"], {}, 0)
     (message,) = caplog.messages
     assert message.startswith("starts.json is not written: StorageError: ") and "\n" not in message
 
 
 def test_a_damaged_file_is_begun_anew(run):
     (run.folder / "starts.json").write_text('[{"first_step": 0}, 3')
-    notes.note_start(run, ["s1"], {}, 7)
+    run_folder.note_start(run, ["s1"], {}, 7)
     assert [start["first_step"] for start in read_starts(run.folder)] == [7]

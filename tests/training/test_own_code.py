@@ -20,8 +20,8 @@ REFUSED = {
     "data none": "dataset._target_=careless.data returned None; it must return an hvtrain.data.Source; "
     "hvtrain.data.from_arrays(images, labels) makes one",
     "data dataset": "returned a _RangeDataset; it must return an hvtrain.data.Source",
-    "data missing": "failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy' ({missing}); debug=",
-    "data value": "failed: ValueError: cannot reshape array of size 7 into shape (3,4) ({value}); tracebacks=true shows",
+    "data missing": "failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy' ({missing}); trace",
+    "data value": "failed: ValueError: cannot reshape array of size 7 into shape (3,4) ({value}); tracebacks=true",
     "data names": "labels are <U3 of shape (4,); give one integer per image",
 }
 # What sums up the traceback of an exception in training: how it begins, and the mark of its line.

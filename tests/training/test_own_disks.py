@@ -9,7 +9,7 @@ import pytest
 
 from launching import WORKERS, many_runs
 
-# By default tests/training/test_newest.py holds which checkpoint is taken and that it travels.
+# By default tests/training/test_find_checkpoint.py holds which checkpoint is taken and that it travels.
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.nightly,

@@ -36,8 +36,8 @@ class Blocks(layers.Layer):
 def functional(*inner):
     inputs = keras.Input([2])
     values = inputs
-    for one in inner:
-        values = one(values)
+    for layer in inner:
+        values = layer(values)
     return keras.Model(inputs, layers.Dense(1, name="last")(values))
 
 
@@ -56,11 +56,11 @@ def compiled(model, loss="mse", optimizer="sgd", **options):
 
 def found(model, batch=BATCH_OF_TWO, **options):
     before = [weight.numpy() for weight in model.trainable_variables]
-    place = first_not_finite(model, batch, **options)
+    origin = first_not_finite(model, batch, **options)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.trainable_variables)), "no weight has changed"
-    owned = [one for layer in model._flatten_layers() for one in (layer, model.optimizer)]
-    assert not any({"call", "apply", "apply_gradients"} & set(vars(one)) for one in owned), "as before"
-    return place and (place.phase, place.words)
+    changed = [item for layer in model._flatten_layers() for item in (layer, model.optimizer)]
+    assert not any({"call", "apply", "apply_gradients"} & set(vars(item)) for item in changed), "as before"
+    return origin and (origin.phase, origin.description)
 
 
 def test_finite_steps_have_no_such_value():
@@ -89,7 +89,7 @@ def test_the_batch_and_the_weights_come_before_the_layers():
     assert found(model, (inputs, targets / 0.0)) == (BATCH, "the targets of the batch, in its example 0 of 2")
     model.get_layer("a").bias.assign([0.0, float("nan")])
     before = first_not_finite(model, BATCH_OF_TWO)
-    assert (before.phase, before.words) == (WEIGHTS, "the weights before the step, in a/bias")
+    assert (before.phase, before.description) == (WEIGHTS, "the weights before the step, in a/bias")
 
 
 def test_a_loss_after_finite_outputs():

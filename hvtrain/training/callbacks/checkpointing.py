@@ -13,31 +13,29 @@ from hvtrain.checkpoint import store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
-from hvtrain.strategies.comm import Comm
+from hvtrain.strategies.base import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epoch_metrics import Validation
-from hvtrain.training.callbacks.position import RunCallback
-from hvtrain.training.run import Run
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 # Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
-class Interruption(keras.callbacks.Callback):
+class Interruption(RunCallback):
     """Requests a stop after train.max_time by the chief's clock, or after a signal to this rank (every rank).
 
     The run is saved, to be resumed later. The ranks stop together, after the same step. A signal that came between two
     attempts counts too. While training goes on, Ctrl-C is such a signal; a second one ends the process at once.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.reason = ""
-        self.exit_code = 0
-        self._comm = run.strategy.comm
-        self._limit = limit = run.config.train.max_time if run.topology.is_chief else None
-        self._deadline = run.state.began + seconds("train.max_time", limit) if limit else float("inf")
-        self._signals = run.state.signals
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._limit = self.run.config.train.max_time if self.run.topology.is_chief else None
+        self._deadline = float("inf")
+        if self._limit:
+            self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
+        self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -47,18 +45,32 @@ class Interruption(keras.callbacks.Callback):
         console.take_signals(signal.default_int_handler, signal.SIGINT)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._signals or time.monotonic() >= self._deadline:
+        if self._signals or self._is_late:
             self.model.stop_training = True
 
     def agree_on_reason(self) -> None:
-        """Sets the reason for which training has stopped, the same on all ranks; empty if it is not this callback's."""
-        name = signal.Signals(self._signals[0]).name if self._signals else ""
-        by_signal = f"{name} to rank {self._comm.topology.rank} on {socket.gethostname()}" if name else ""
+        """Reports why training has stopped and the exit code, the same on all ranks, if it is for this callback.
+
+        Every rank calls it. Of several reasons Ctrl-C comes first, then signals, then the clock.
+        """
         by_user = "Ctrl-C" if signal.SIGINT in self._signals else ""
-        by_clock = f"train.max_time={self._limit}" if time.monotonic() >= self._deadline else ""
-        users, signals, clocks = zip(*self._comm.gather((by_user, by_signal, by_clock)))
-        self.exit_code = INTERRUPTED if any(users) else RESTART_HELPS if any(signals) else 0
-        self.reason = next(filter(None, [*users, *signals, *clocks]), "")
+        by_signal = ""
+        if self._signals:
+            name = signal.Signals(self._signals[0]).name
+            by_signal = f"{name} to rank {self.comm.topology.rank} on {socket.gethostname()}"
+        by_clock = f"train.max_time={self._limit}" if self._is_late else ""
+
+        users, signals, clocks = zip(*self.comm.gather((by_user, by_signal, by_clock)))
+        self.report.exit_code = 0
+        if any(users):
+            self.report.exit_code = INTERRUPTED
+        elif any(signals):
+            self.report.exit_code = RESTART_HELPS
+        self.report.stopped_by = next(filter(None, [*users, *signals, *clocks]), "")
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _take_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
@@ -85,6 +97,7 @@ class CallbackState(keras.callbacks.Callback):
         self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
+        # Keras's callbacks set their counters anew in on_train_begin, so this one has to come after them.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
@@ -96,13 +109,14 @@ class CallbackState(keras.callbacks.Callback):
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The numbers of each callback, by its name."""
-        return {
-            name: {key: float(value) for key in store.NUMBERS if (value := vars(callback).get(key)) is not None}
-            for name, callback in self._callbacks.items()
-        }
+        numbers = {}
+        for name, callback in self._callbacks.items():
+            values = {key: vars(callback).get(key) for key in store.NUMBERS}
+            numbers[name] = {key: float(value) for key, value in values.items() if value is not None}
+        return numbers
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights in callbacks, by the keys that `saved_callbacks` reads."""
+        """The best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
         return {
             f"callback/{name}/{index:04d}": weight
             for name, callback in self._callbacks.items()
@@ -113,18 +127,28 @@ class CallbackState(keras.callbacks.Callback):
 class _Saving(RunCallback):
     """The state that checkpoints and commits copy."""
 
-    def __init__(self, *place: Any, callback_state: CallbackState, validation: Validation) -> None:
-        super().__init__(*place)
-        self.callback_state, self.validation = callback_state, validation
+    def __init__(self, context: RunContext, callback_state: CallbackState, validation: Validation) -> None:
+        super().__init__(context)
+        self.callback_state = callback_state
+        self.validation = validation
 
-    def checkpoint(self, states: list[dict[str, np.ndarray]], **meta: Any) -> store.Checkpoint:
-        """Copies the state of this moment. states are those of all ranks."""
+    def checkpoint(self, rank_states: list[dict[str, np.ndarray]], **meta: Any) -> store.Checkpoint:
+        """Copies the state of this moment, with that of each rank."""
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
-        state = {"callbacks": self.callback_state.numbers(), "unlogged": self.validation.unlogged}
-        meta = {**self.run.meta, "epoch": epoch, "step_in_epoch": step_in_epoch, **state, **meta}
-        arrays = store.snapshot(self.model, states, self.callback_state.arrays())
-        return store.Checkpoint(Path(store.folder_name(step)), step, meta, arrays)
+        return store.Checkpoint(
+            path=Path(store.folder_name(step)),
+            step=step,
+            meta={
+                **self.run.meta,
+                "epoch": epoch,
+                "step_in_epoch": step_in_epoch,
+                "callbacks": self.callback_state.numbers(),
+                "unlogged": self.validation.unlogged,
+                **meta,
+            },
+            arrays=store.snapshot(self.model, rank_states, self.callback_state.arrays()),
+        )
 
 
 class Checkpointing(_Saving):
@@ -134,12 +158,19 @@ class Checkpointing(_Saving):
     state is copied; the writer does the rest in the background, and the end waits for it.
     """
 
-    def __init__(self, *place: Any, writer: Writer, interruption: Interruption, **more: Any) -> None:
-        super().__init__(*place, **more)
+    def __init__(
+        self,
+        context: RunContext,
+        callback_state: CallbackState,
+        validation: Validation,
+        interruption: Interruption,
+        writer: Writer,
+    ) -> None:
+        super().__init__(context, callback_state, validation)
         self.config = self.run.config.checkpoint
-        self.writer = writer
         self.interruption = interruption
-        self._last_seconds = time.monotonic()
+        self.writer = writer
+        self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # Only rank 0 knows that a background write failed. It requests the stop here, so that all ranks agree on it
@@ -158,15 +189,18 @@ class Checkpointing(_Saving):
         is_end = self.position.is_last or self.model.stop_training
         by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
         by_steps = self.position.is_multiple_of(self.config.every_steps)
+        # _minutes_due is a collective. All ranks come to it or none: what stands before it is equal on all of them.
         if is_end or by_epochs or by_steps or self._minutes_due():
-            kept = {name: float(value) for name, value in (logs or {}).items()}
+            metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
-                kept = {name: value for name, value in kept.items() if not name.startswith("val_")}
-            self._save(kept)
+                # These val_* are of an earlier step, and would be taken for those of this checkpoint.
+                metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
+            self._save(metrics)
         if is_end:
             self.run.state.note_keeper.note(self.comm.on_chief(self._finish))
 
     def _finish(self) -> int:
+        """Waits for the last write; returns the step of the newest complete checkpoint (chief only)."""
         self.writer.finish()
         return self.writer.whole_step
 
@@ -174,28 +208,33 @@ class Checkpointing(_Saving):
         return self.validation.latest_step == self.position.step
 
     def _minutes_due(self) -> bool:
-        """The chief's answer, for all (every rank)."""
+        """Asks the chief's clock, for all (every rank)."""
         minutes = self.config.every_minutes
         steps = STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
-        return self.comm.broadcast(time.monotonic() - self._last_seconds >= 60 * minutes)
+        return self.comm.broadcast(time.monotonic() - self._last_saved_at >= 60 * minutes)
 
     def _save(self, metrics: dict[str, float]) -> None:
+        """Hands a checkpoint to the chief's writer (every rank). Raises the error of its previous write, if any."""
         self.weights.average_untrained()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
+
         # One exchange for both: the state of all ranks, and how the chief's previous write ended.
         outcome = self.writer.outcome()
         gathered = self.comm.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
         for _, error, _ in gathered:
             if error:
                 raise error
-        self.run.state.note_keeper.note(gathered[0][2])
+        _, _, whole_step = gathered[0]
+        self.run.state.note_keeper.note(whole_step)
+
         if self.comm.topology.is_chief:
-            ended = self.model.stop_training and not self.interruption.reason
+            # An interrupted run goes on later; one that a callback has stopped has ended.
+            ended = self.model.stop_training and not self.report.stopped_by
             saved = self.checkpoint([state for state, *_ in gathered], metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
-        self._last_seconds = time.monotonic()
+        self._last_saved_at = time.monotonic()
 
 
 class MemoryCommit(_Saving):
@@ -216,7 +255,7 @@ class MemoryCommit(_Saving):
         if self.model.stop_training:
             return  # All ranks are leaving, with a checkpoint.
         self.weights.average_untrained()
-        states = self.comm.gather(store.rank_state(self.model))
-        self.run.state.checkpoint = self.checkpoint(states, step=self.position.step)
+        rank_states = self.comm.gather(store.rank_state(self.model))
+        self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
             self.run.strategy.membership.check()

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.models.averages import averaged
+from hvtrain.models.rates import averaged
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,11 @@ log = logging.getLogger(__name__)
 class EpochMetrics(keras.callbacks.Callback):
     """Puts the training metrics of the whole epoch, over all ranks, into its logs (every rank).
 
-    After a resume within an epoch, resumed is this rank's state from store.rank_state, and the model's metrics must be
-    built. results adds metrics that follow from others.
+    Args:
+        strategy: of the run.
+        resumed: this rank's state from store.rank_state, after a resume within an epoch; else empty. The model's
+            metrics must be built.
+        results: adds metrics that follow from others.
     """
 
     def __init__(
@@ -29,8 +32,8 @@ class EpochMetrics(keras.callbacks.Callback):
         results: Callable[[Mapping[str, float]], dict[str, float]] = dict,
     ) -> None:
         super().__init__()
-        self._results = results
         self.strategy = strategy
+        self._results = results
         self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -40,10 +43,10 @@ class EpochMetrics(keras.callbacks.Callback):
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        found = self.strategy.metrics_over_ranks(self.model)
+        metrics = self.strategy.metrics_over_ranks(self.model)
         # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that it never computes.
-        left_out = found.keys() - logs.keys()
-        logs.update({name: value for name, value in self._results(found).items() if name not in left_out})
+        left_out = metrics.keys() - logs.keys()
+        logs.update({name: value for name, value in self._results(metrics).items() if name not in left_out})
 
 
 class SameLogs(RunCallback):
@@ -57,12 +60,16 @@ class Validation(RunCallback):
     """Evaluates every N epochs, every N steps, or both, and adds val_* to the logs of that epoch (every rank).
 
     latest holds the newest results, for callbacks that act within an epoch, and unlogged those that are in no epoch's
-    logs yet: resumed has them where a run was interrupted in between. Logs of other epochs have no val_*: a callback
-    that waits for an improvement would count a repeated one. Without validation data it does nothing.
+    logs yet. Logs of other epochs have no val_*: a callback that waits for an improvement would count a repeated one.
+
+    Args:
+        context: of the run.
+        dataset: this rank's shard; None: nothing is validated.
+        resumed: results that were unlogged where the run was interrupted.
     """
 
-    def __init__(self, *place: Any, dataset: tf.data.Dataset | None, resumed: Mapping[str, float]) -> None:
-        super().__init__(*place)
+    def __init__(self, context: RunContext, dataset: tf.data.Dataset | None, resumed: Mapping[str, float]) -> None:
+        super().__init__(context)
         self.config = self.run.config.train
         self.dataset = dataset
         self.latest: dict[str, float] = {}
@@ -89,5 +96,6 @@ class Validation(RunCallback):
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
         with averaged(self.model, self.config.ema):
             results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
-        self.latest = self.unlogged = {f"val_{name}": value for name, value in results.items()}
+        self.latest = {f"val_{name}": value for name, value in results.items()}
+        self.unlogged = self.latest
         self.latest_step = self.position.step

@@ -1,7 +1,11 @@
-"""Stops training when weights differ between ranks or values are not finite; proves that ranks trained together."""
+"""Stops training when weights differ between ranks or values are not finite, and proves that ranks trained together.
 
+With data.one_batch=true it also fails a run whose model has not memorized its only batch.
+"""
+
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +15,21 @@ import tensorflow as tf
 
 from hvtrain.errors import DataError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
-from hvtrain.keras.optimizer import num_reductions, ranks_at_fault
-from hvtrain.training.callbacks.position import Position, RunCallback
-from hvtrain.training.run import Run
+from hvtrain.keras.optimizer import ranks_at_fault
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+
+log = logging.getLogger(__name__)
 
 ADVICE = (
     "the last checkpoint is from before; lower optimizer.learning_rate, clip gradients "
     "(+optimizer.global_clipnorm=1), or look at that data"
 )
 NAMES_LAYER = "; the same command with debug=nan names the layer"
+
+LEARNED_LOSS = 0.05
+"""A model that has learned its one batch has at most this part of its first loss."""
+LEARNED_SCORE = 0.99
+"""Or at least this much of a metric of which more is better, such as the accuracy."""
 
 
 class Guard(RunCallback):
@@ -37,8 +47,11 @@ class Guard(RunCallback):
         # A dynamic loss scale skips steps that overflow; their loss is not an error.
         if math.isfinite(logs.get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
-        own = float(self.model.get_metrics_result()["loss"])
-        ranks = [rank for rank, finite in enumerate(self.comm.gather(math.isfinite(own))) if not finite]
+
+        # The logs have the loss over all ranks. Each rank's own loss says where it went wrong.
+        own_loss = float(self.model.get_metrics_result()["loss"])
+        is_finite = self.comm.gather(math.isfinite(own_loss))
+        ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         raise TrainingError(
             f"the loss of epoch {epoch + 1} is not finite (step {self.position.step:,}) on {named(ranks)}; "
             f"{ADVICE}{NAMES_LAYER}"
@@ -46,75 +59,146 @@ class Guard(RunCallback):
 
 
 @contextmanager
-def explain_errors(
-    run: Run, model: keras.Model, position: Position, search: Callable[[int], str] | None = None
-) -> Iterator[None]:
+def explain_errors(context: RunContext, search: Callable[[int], str] | None = None) -> Iterator[None]:
     """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
 
-    search: says of a step which value was the first that is not finite; all ranks call it.
+    Args:
+        search: describes which value of a step was the first that is not finite. All ranks call it.
+
+    Raises:
+        TrainingError: for a gradient that is not finite.
+        DataError: for data that this rank cannot read.
     """
+    run = context.run
     strategy = run.strategy
     steps_before = strategy.marks()[3]
     try:
         yield
     except tf.errors.OpError as error:
-        if NOT_FINITE in str(error) and (ranks := ranks_at_fault(model.optimizer)):
+        message = str(error)
+        ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in message else []
+        if ranks:
             # Not position.step: a call of the graph that failed may have done some steps.
-            step = position.start_step + strategy.marks()[3] - steps_before + 1
-            found = search(step) if search else ""
+            step = context.position.start_step + strategy.marks()[3] - steps_before + 1
+            origin = search(step) if search else ""
+            hint = "" if search else NAMES_LAYER
             raise TrainingError(
-                f"the gradient of step {step:,} is not finite on {named(ranks)}{found}; "
-                f"nothing of it reached the weights; {ADVICE}{'' if search else NAMES_LAYER}"
+                f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
+                f"nothing of it reached the weights; {ADVICE}{hint}"
             ) from error
+
         # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
-        cause = error if "orovod" in str(error) else run.source.explain(error)
+        cause = error if "orovod" in message else run.source.explain(error)
         if cause is error:
             raise
-        place = strategy.topology
-        where = f"rank {place.rank} on {place.host}: " if place.size > 1 else ""
+        topology = strategy.topology
+        where = f"rank {topology.rank} on {topology.host}: " if topology.size > 1 else ""
         unreadable = DataError(f"{where}{cause}")
-        unreadable.spokesman = place.rank  # No other rank reads this file.
+        unreadable.spokesman = topology.rank  # No other rank reads this file.
         raise unreadable from error
 
 
-def named(ranks: list[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     """Ranks in words: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Proof(RunCallback):
-    """Counts the examples that went through the steps of each epoch, over all ranks (every rank)."""
+    """Counts the examples that went through the steps of each epoch, over all ranks (every rank).
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
-        self.examples: list[int] = []
+    The counts come from the steps themselves, not from the plan, so they show if examples of an epoch were lost.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self._arrived_before = 0
-        self._is_whole = True
+        self._saw_begin = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._arrived_before = self.run.strategy.marks.num_examples
-        self._is_whole = not self.position.in_epoch
+        self._saw_begin = not self.position.in_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if type(self.model).train_step is keras.Model.train_step:
             # Keras's mean of the loss counts the examples that it was computed on, also before a resume.
-            own, is_whole = next(metric for metric in self.model.metrics if metric.name == "loss").count, True
+            own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
+            is_whole = True
         else:
-            own, is_whole = self.run.strategy.marks.num_examples - self._arrived_before, self._is_whole
-        count = int(self.comm.sum_arrays([np.asarray(own)])[0])
-        is_whole = is_whole and not self.run.config.data.one_batch
-        if is_whole and self.position.plan.position(self.position.step)[1] == 0:
-            self.examples.append(count)
+            own_count = self.run.strategy.marks.num_examples - self._arrived_before
+            is_whole = self._saw_begin
 
-    def numbers(self, optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-        """The proof in result.json; reductions are those of this process."""
-        accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
-        return {
-            "reductions": num_reductions(optimizer),
-            "steps": (self.position.step - self.position.start_step) // accumulate,
-            "ranks": self.position.plan.size,
-            "weight_checks": self.weights.num_checks,
-            "steps_by_worker": list(self.run.strategy.steps_by_worker),
-            "examples_each_epoch": self.examples,
-            "examples": self.position.plan.num_examples,
-        }
+        count = int(self.comm.sum_arrays([np.asarray(own_count)])[0])
+        has_ended = self.position.plan.position(self.position.step)[1] == 0
+        if is_whole and has_ended and not self.run.config.data.one_batch:
+            self.report.examples_each_epoch.append(count)
+
+
+class OneBatch(RunCallback):
+    """Evaluates on the global batch before and after the training (every rank).
+
+    Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and batch normalization
+    takes its moving statistics; so the loss of the last epoch in training counts too. Put it after SameLogs, so that
+    all ranks decide alike. A run that resumes is not judged: what it had before its first step is not known.
+    """
+
+    training: dict[str, float]
+    before: dict[str, float]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.training = {}
+        self.before = self._evaluate()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        self.training = logs
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if not self.position.is_last:
+            return  # Stopped by a signal or a limit of time.
+        if self.position.start_step:
+            log.info("whether one batch was memorized is not judged, since the run resumed; start it in a new run.dir")
+            return
+
+        after = self._evaluate()
+        changes = ", ".join(f"{name} {self.before[name]:.4g} -> {value:.4g}" for name, value in after.items())
+        if "loss" in self.training:
+            changes += f"; in training, with dropout if there is any: {self.training['loss']:.4g}"
+        batch = f"one batch of {self.position.plan.global_batch} examples"
+        best = self.run.task.best
+        if is_learned(self.before, after, self.training, best, self.run.task.sign(best)):
+            log.info("%s was memorized: %s", batch, changes)
+            return
+        raise TrainingError(
+            f"{batch} was not memorized in {self.position.step:,} steps: {changes}; look for a fault "
+            "in the last layer, the loss, the targets, frozen layers or the learning rate, or give more train.steps"
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        run = self.run
+        batch = run.stream_from(self.position.plan.shift).take(1)
+        if run.source.raw_batches:
+            batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))
+        batch = batch.apply(tf.data.experimental.assert_cardinality(1))
+        return run.task.results(run.strategy.evaluate(self.model, batch))
+
+
+def is_learned(
+    before: dict[str, float], after: dict[str, float], training: dict[str, float], best: str, sign: int
+) -> bool:
+    """True if a loss has fallen to LEARNED_LOSS of the first one, or the best metric has reached LEARNED_SCORE.
+
+    Args:
+        before: the metrics of an evaluation before the first step.
+        after: those after the last step.
+        training: the logs of the last epoch.
+        best: the metric that the task judges models by.
+        sign: 1 if more of it is better, -1 if less is.
+
+    >>> is_learned({"loss": 2.3}, {"loss": 0.6, "accuracy": 1.0}, {}, "accuracy", 1)
+    True
+    >>> is_learned({"loss": 2.3}, {"loss": 0.6, "accuracy": 0.8}, {"loss": 0.5}, "accuracy", 1)
+    False
+    """
+    losses = [logs["loss"] for logs in (after, training) if "loss" in logs]
+    if losses and min(losses) <= LEARNED_LOSS * before["loss"]:
+        return True
+    return sign > 0 and after.get(best, 0.0) >= LEARNED_SCORE

@@ -1,4 +1,4 @@
-"""Speed of a run: images per second, and the time of a step split into data, compute and communication."""
+"""Speed of a run: examples per second, and the time of a step split into data, compute and communication."""
 
 import time
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from statistics import mean, median
 from typing import Any
 
 from hvtrain.step.step_timing import StepTimes
-from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 # The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
 WARMUP_STEPS = 10
@@ -33,12 +33,16 @@ class Split:
     def of(cls, ranks: list[tuple[StepTimes, str]], sees_exchange: bool = True) -> "Split":
         """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
+        # The rank with the most work of its own: a rank that waits for others takes as long as they do.
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
-        communication = efficiency = None
+
+        communication = None
+        efficiency = None
         if sees_exchange:
             communication = mean(times.communication for times, _ in ranks)
             efficiency = round(mean(work) / whole, 4) if whole else 1.0
+
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
             compute_seconds=mean(times.compute for times, _ in ranks),
@@ -53,15 +57,15 @@ class Split:
     def in_words(self, num_ranks: int) -> str:
         """The split in one line."""
         parts = {"data": self.data_seconds, "compute": self.compute_seconds}
-        more = ""
+        ending = ""
         if num_ranks > 1 and self.communication_seconds is not None:
             parts["communication"] = self.communication_seconds
-            more = (
+            ending = (
                 f" (efficiency {self.efficiency:.0%}); slowest: rank {self.slowest_rank} on {self.slowest_host}, "
                 f"{1000 * self.slowest_seconds:.2f} ms without communication"
             )
-        each = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
-        return f"a step: {1000 * sum(parts.values()):.2f} ms = {each}{more}"
+        terms = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
+        return f"a step: {1000 * sum(parts.values()):.2f} ms = {terms}{ending}"
 
 
 class Throughput(RunCallback):
@@ -69,75 +73,75 @@ class Throughput(RunCallback):
 
     Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
     not validation, checkpoints and other callbacks. The split is of the steps after the warm-up, so far.
+
+    epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of a step's own work in
+    that epoch, by rank, and is empty if steps are not timed.
     """
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
-        plan, start_step = self.position.plan, self.position.start_step
-        self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
-        self._first = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
-        self._last_step = start_step
-        self._steps = self._epoch_steps = 0
-        self._seconds = self._epoch_step_seconds = 0.0
-        self._begin = self._epoch_begin = 0.0
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        plan = self.position.plan
+        start_step = self.position.start_step
         self.epoch_seconds = 0.0
-        self.split: Split | None = None
-        self._warm: StepTimes | None = None
-        self._epoch_start: StepTimes | None = None
         self.rank_seconds: list[float] = []
-        """Seconds of a step's own work in the epoch, by rank; empty if steps are not timed."""
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Mean seconds of a step after the warm-up."""
-        return self._seconds / self._steps if self._steps else None
-
-    @property
-    def examples_per_second(self) -> float | None:
-        return self._examples_per_step * self._steps / self._seconds if self._steps else None
-
-    @property
-    def per_second(self) -> dict[str, float]:
-        """The same in what examples consist of, such as tokens, if the task says it."""
-        unit, rate = self.run.task.unit(self.run.source), self.examples_per_second
-        return {unit[0]: rate * unit[1]} if unit and rate else {}
+        self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
+        # A short run is half warm-up, so that it still has a speed.
+        self._last_warmup_step = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
+        self._last_step = start_step
+        self._batch_began = 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._epoch_began = 0.0
+        self._epoch_steps = 0
+        self._epoch_step_seconds = 0.0
+        self._times_after_warmup: StepTimes | None = None
+        self._times_at_epoch_begin: StepTimes | None = None
 
     @property
     def epoch_examples_per_second(self) -> float:
-        """Images per second over the steps of the epoch so far, warm-up included."""
+        """Examples per second over the steps of the epoch so far, warm-up included."""
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_begin = time.perf_counter()
-        self._epoch_steps, self._epoch_step_seconds = 0, 0.0
-        self._epoch_start = self.run.strategy.marks.times()
+        self._epoch_began = time.perf_counter()
+        self._epoch_steps = 0
+        self._epoch_step_seconds = 0.0
+        self._times_at_epoch_begin = self.run.strategy.marks.times()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._begin = time.perf_counter()
+        self._batch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
-        seconds = time.perf_counter() - self._begin
-        steps, self._last_step = self.position.step - self._last_step, self.position.step
+        seconds = time.perf_counter() - self._batch_began
+        # A call of the graph may have done several steps.
+        steps = self.position.step - self._last_step
+        self._last_step = self.position.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
-        if self.position.step > self._first:
+        if self.position.step > self._last_warmup_step:
             self._seconds += seconds
             self._steps += steps
-        if self._warm is None and self.position.step >= self._first:
-            self._warm = self.run.strategy.marks.times()
+        if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
+            self._times_after_warmup = self.run.strategy.marks.times()
         logs["examples/s"] = self.epoch_examples_per_second
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        self.epoch_seconds = time.perf_counter() - self._epoch_begin
+        self.epoch_seconds = time.perf_counter() - self._epoch_began
         logs["examples/s"] = self.epoch_examples_per_second
-        marks, topology = self.run.strategy.marks, self.comm.topology
-        times = marks.times()
-        if not marks.timed:
-            return  # The same on all ranks.
-        own = (times - (self._epoch_start or times)).each().own_work
-        warm = self._warm or times
-        ranks = self.comm.gather(((times - warm).each(), topology.host, own))
-        self.rank_seconds = [own for *_, own in ranks]
-        if times.steps > warm.steps:
+        if self._steps:
+            self.report.step_seconds = self._seconds / self._steps
+            self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
+        if self.run.strategy.marks.timed:  # The same on all ranks.
+            self._split_time()
+
+    def _split_time(self) -> None:
+        """Gathers the times of all ranks (every rank)."""
+        topology = self.comm.topology
+        times = self.run.strategy.marks.times()
+        in_epoch = times - (self._times_at_epoch_begin or times)
+        after_warmup = times - (self._times_after_warmup or times)
+        ranks = self.comm.gather((after_warmup.each(), topology.host, in_epoch.each().own_work))
+        self.rank_seconds = [own_work for *_, own_work in ranks]
+        if after_warmup.steps > 0:
             sees_exchange = self.run.strategy.num_computing == topology.size
-            self.split = Split.of([(each, host) for each, host, _ in ranks], sees_exchange)
+            self.report.split = Split.of([(times, host) for times, host, _ in ranks], sees_exchange)

@@ -9,16 +9,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.core.records import refuse_link, remove
+from hvtrain.core.files import refuse_link, remove
 from hvtrain.errors import StorageError
-from hvtrain.training.callbacks.position import RunCallback
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-FOLDER, REDUCTIONS = "profile", "horovod.json"
+FOLDER = "profile"
+REDUCTIONS = "horovod.json"
 NUM_OPERATIONS = 6
 # Horovod's activities (its docs/timeline.rst), by the beginnings of their names.
-_KINDS = {
+_ACTIVITIES = {
     "NEGOTIATE_": "waiting until all ranks have their gradients",
     "MEMCPY_IN_": "copies into the fusion buffer",
     "MEMCPY_OUT_": "copies out of it",
@@ -33,30 +34,32 @@ class TimelineTrace(RunCallback):
     TensorBoard's profiler.
     """
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self.folder = self.run.folder / FOLDER
-        self.first = self.position.start_step + self.run.config.profile.first_step
+        self.first_step = self.position.start_step + self.run.config.profile.first_step
         self._begin: int | None = None
         self._ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._begin is None and self.position.step >= self.first:
-            self._begin = self.position.step
-            self.comm.on_chief(self._make_folder)
-            self.run.strategy.timeline.start(self.folder / REDUCTIONS)
-            if self.run.topology.is_chief:
-                # Level 3 includes single operations.
-                options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
-                tf.profiler.experimental.start(str(self.folder), options)
+        if self._begin is not None or self.position.step < self.first_step:
+            return
+
+        self._begin = self.position.step
+        self.comm.on_chief(self._make_folder)
+        self.run.strategy.timeline.start(self.folder / REDUCTIONS)
+        if self.run.topology.is_chief:
+            # Level 3 includes single operations.
+            options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
+            tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.position.step >= self.first + self.run.config.profile.steps:
+        if self.position.step >= self.first_step + self.run.config.profile.steps:
             self._end()
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._begin is None:
-            log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first + 1:,}")
+            log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first_step + 1:,}")
         self._end()
 
     def _make_folder(self) -> None:
@@ -67,13 +70,14 @@ class TimelineTrace(RunCallback):
     def _end(self) -> None:
         if self._begin is None or self._ended:
             return
+
         self._ended = True
         self.run.strategy.timeline.stop()
         if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):
                 log.info("%s", line)
-            for viewer, path in files(self.folder).items():
+            for viewer, path in traces_by_viewer(self.folder).items():
                 log.info("%s, for %s", path, viewer)
 
 
@@ -87,19 +91,22 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
     ]
 
 
-def files(folder: Path) -> dict[str, Path]:
+def traces_by_viewer(folder: Path) -> dict[str, Path]:
     """The traces that were written, by what shows them."""
-    found = {
+    traces = {
         "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
         f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(folder.rglob("*.xplane.pb"), None),
     }
-    return {viewer: path for viewer, path in found.items() if path and path.exists()}
+    return {viewer: path for viewer, path in traces.items() if path and path.exists()}
 
 
 def reductions(path: Path) -> dict[str, float]:
     """Seconds in which Horovod did each kind of activity for at least one gradient."""
+    # Until Horovod closes the list, its last event ends with a comma.
     text = path.read_text(encoding="utf-8").strip()
     events = json.loads(text if text.endswith("]") else text.rstrip(",") + "]")
+
+    # Horovod has one process number for each gradient. Its activities are nested: E ends the innermost B.
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
@@ -107,11 +114,20 @@ def reductions(path: Path) -> dict[str, float]:
             open_events[event["pid"]].append((event["name"], event["ts"]))
         elif event["ph"] == "E" and open_events[event["pid"]]:
             name, begin = open_events[event["pid"]].pop()
-            # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
-            transfer = _TRANSFER if "_ALL" in name else None
-            if kind := next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), transfer):
-                spans[kind].append((begin, event["ts"]))
-    return {kind: covered(spans[kind]) / 1e6 for kind in (*_KINDS.values(), _TRANSFER) if spans[kind]}
+            activity = _activity(name)
+            if activity:
+                spans[activity].append((begin, event["ts"]))
+
+    # Time stamps are in microseconds.
+    return {name: covered(spans[name]) / 1e6 for name in (*_ACTIVITIES.values(), _TRANSFER) if spans[name]}
+
+
+def _activity(name: str) -> str | None:
+    for prefix, activity in _ACTIVITIES.items():
+        if name.startswith(prefix):
+            return activity
+    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
+    return _TRANSFER if "_ALL" in name else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -120,7 +136,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
     """
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)

@@ -8,27 +8,25 @@ from typing import Any
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import to_dict
-from hvtrain.core.records import EpochRecord
-from hvtrain.core.tracked import read_tracked, write_tracked
+from hvtrain.core.run_files import EpochRecord, read_tracked, write_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
 from hvtrain.system.secrets import without_passwords
 from hvtrain.trackers.tracker import TrackedRun, Tracker, plain_name
-from hvtrain.training.callbacks.position import RunCallback
-from hvtrain.training.callbacks.recording import Recording
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
 
 class Tracking(RunCallback):
-    """Starts, feeds and ends the run's trackers (chief only). Entered, it also ends those of a run that fails or stops.
+    """Starts, feeds and ends the run's trackers (chief only; every rank makes it).
 
-    A tracker gets the epochs that it does not have yet: one that is chosen late, or failed before a resume, gets all of
-    them. One that fails is left out, with a warning.
+    Entered as a context, it also ends the tracked runs of a run that fails or stops. A tracker gets the epochs that it
+    does not have yet: one that is chosen late, or failed before a resume, gets all of them. One that fails is left out,
+    with a warning.
     """
 
-    def __init__(self, *place: Any, recording: Recording) -> None:
-        super().__init__(*place)
-        self._recording = recording
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self._trackers: dict[str, Tracker] = {}
         self._tracked: dict[str, dict[str, Any]] = {}
         self._is_open = False
@@ -42,15 +40,17 @@ class Tracking(RunCallback):
             self._trackers[name] = tracker
 
     def on_train_begin(self, logs: Any = None) -> None:
-        run, self._is_open = self.run, True
+        run = self.run
+        self._is_open = True
         self._tracked = read_tracked(run.folder)
         facts = TrackedRun(run.folder.name, run.folder, to_dict(run.config), run.meta["changes"])
 
         def start(name: str, tracker: Tracker) -> None:
             before = self._tracked.get(name, {"id": None, "step": 0})
-            found = tracker.start(facts, before["id"])
-            goes_on = found == before["id"] and self.position.start_step > 0
-            self._tracked[name] = {"id": found, "step": before["step"] if goes_on else 0}
+            tracked_id = tracker.start(facts, before["id"])
+            # A new tracked run has no epochs yet, and gets all of them.
+            continues = tracked_id == before["id"] and self.position.start_step > 0
+            self._tracked[name] = {"id": tracked_id, "step": before["step"] if continues else 0}
 
         self._each(start)
         self._send()
@@ -83,28 +83,30 @@ class Tracking(RunCallback):
         """Sends the epochs that a tracker does not have yet, and notes the last one."""
 
         def send(name: str, tracker: Tracker) -> None:
-            own = self._tracked[name]
-            for record in self._recording.records:
-                if record.step > own["step"]:
-                    tracker.scalars(record.step, scalars(record, self._recording.rank_seconds.get(record.epoch, [])))
-                    own["step"] = record.step
+            tracked = self._tracked[name]
+            for record in self.report.records:
+                if record.step > tracked["step"]:
+                    tracker.scalars(record.step, scalars(record, self.report.rank_seconds.get(record.epoch, [])))
+                    tracked["step"] = record.step
 
         self._each(send)
-        if self._trackers:
-            try:
-                write_tracked(self.run.folder, self._tracked)
-            except StorageError as error:
-                self._trackers.clear()
-                log.warning("%s; the run continues without its trackers", error)
+        if not self._trackers:
+            return
+        try:
+            write_tracked(self.run.folder, self._tracked)
+        except StorageError as error:
+            self._trackers.clear()
+            log.warning("%s; the run continues without its trackers", error)
 
     def _each(self, action: Callable[[str, Tracker], None]) -> None:
+        """Calls action(name, tracker) for each tracker, and leaves out those that fail."""
         for name, tracker in list(self._trackers.items()):
             try:
                 action(name, tracker)
-            except Exception as error:
+            except Exception as error:  # Trackers are other people's code, and a run must not end for them.
                 del self._trackers[name]
-                why = without_passwords(in_one_line(error))
-                log.warning("tracker.%s failed: %s; the run continues without it", name, why)
+                reason = without_passwords(in_one_line(error))
+                log.warning("tracker.%s failed: %s; the run continues without it", name, reason)
 
 
 def scalars(record: EpochRecord, rank_seconds: list[float]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class StrikeAtHistory(keras.callbacks.Callback):
         write, done = recording.Recording._write, Path(done)
 
         def strike(self):
-            if len(self.records) == epoch and not done.exists():
+            if len(self.report.records) == epoch and not done.exists():
                 done.touch()
                 time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,137 @@
+"""What a run's callbacks share: the run, its model, how far it is, and the report that they fill.
+
+Position is the first callback of a run; the others read it.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from hvtrain.core.run_files import EpochRecord, read_history, read_rank_seconds
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.data.source import Unreadable
+from hvtrain.keras.equality import WeightCheck
+from hvtrain.training.run import Run
+from hvtrain.watchdog.progress import EXCHANGE
+
+if TYPE_CHECKING:
+    from hvtrain.training.callbacks.speed import Split
+
+log = logging.getLogger(__name__)
+
+
+class Position(keras.callbacks.Callback):
+    """Counts the run's optimizer steps, from the step of a resume on (every rank)."""
+
+    def __init__(self, plan: StepPlan, start_step: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.start_step = start_step
+        self.step = start_step
+        self.epoch = plan.position(start_step)[0]
+
+    @property
+    def in_epoch(self) -> bool:
+        """True within an epoch; False after a step that ends an epoch or the run."""
+        return self.plan.position(self.step)[1] > 0 and not self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """True after the last step of the plan."""
+        return self.step >= self.plan.num_steps
+
+    def is_multiple_of(self, steps: int | None) -> bool:
+        """True if the steps done are a multiple of `steps`; False for 0 and None."""
+        return bool(steps) and self.step % (steps or 1) == 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Not step + 1: a call of the graph may have done several steps.
+        self.step = self.plan.shift + self.epoch * self.plan.steps_per_epoch + batch + 1
+
+
+@dataclass
+class RunReport:
+    """Results that callbacks fill in while a run trains, and that its end reads.
+
+    Args:
+        records: rows of history.csv, those before a resume included.
+        rank_seconds: by epoch, seconds of a step's own work on each rank; empty if steps are not timed.
+        examples_each_epoch: examples that went through the steps of each whole epoch, over all ranks.
+        unreadable: what data.on_error=skip left out on any rank, by its place. A damaged file that several ranks
+            read counts once.
+        examples_per_second: of all ranks, after the warm-up; None before.
+        step_seconds: mean time of a step after the warm-up; None before.
+        split: parts of the time of a step; None if steps are not timed.
+        stopped_by: the signal or limit that ended training early, in words; empty if none did.
+        exit_code: of the process, after a signal; 0 without.
+    """
+
+    records: list[EpochRecord] = field(default_factory=list)
+    rank_seconds: dict[int, list[float]] = field(default_factory=dict)
+    examples_each_epoch: list[int] = field(default_factory=list)
+    unreadable: dict[str, Unreadable] = field(default_factory=dict)
+    examples_per_second: float | None = None
+    step_seconds: float | None = None
+    split: "Split | None" = None
+    stopped_by: str = ""
+    exit_code: int = 0
+
+    @property
+    def num_skipped(self) -> int:
+        """Examples that were left out; those of files that broke off are not known, and count as none."""
+        return sum(part.num_examples or 0 for part in self.unreadable.values())
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One attempt at a run, from its first step on: what callbacks and the end of the run need.
+
+    weights compares the model's weights over the ranks; calling it is collective.
+    """
+
+    run: Run
+    model: keras.Model
+    position: Position
+    weights: WeightCheck
+    report: RunReport
+
+    @classmethod
+    def begin(cls, run: Run, model: keras.Model, start_step: int) -> "RunContext":
+        """Makes the context of a run that begins, or goes on, at a step (every rank).
+
+        Raises StorageError on all ranks if the history of a resumed run is damaged.
+        """
+        position = Position(run.plan, start_step)
+        weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
+        return cls(run, model, position, weights, _report_until(run, position))
+
+
+def _report_until(run: Run, position: Position) -> RunReport:
+    """Reads the rows of the epochs before the start; those after it were trained in vain, and are left out."""
+    comm = run.strategy.comm
+    records = comm.on_chief(lambda: read_history(run.folder))
+    # Compared by epochs: an earlier plan of the run counted steps differently.
+    records = [record for record in records if record.epoch <= position.epoch]
+    written = {record.epoch for record in records}
+    lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
+    if lost:
+        log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
+    seconds = comm.on_chief(lambda: read_rank_seconds(run.folder))
+    return RunReport(records, {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch})
+
+
+class RunCallback(keras.callbacks.Callback):
+    """A callback with access to its run."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__()
+        self.run = context.run
+        self.comm = context.run.strategy.comm
+        self.position = context.position
+        self.weights = context.weights
+        self.report = context.report

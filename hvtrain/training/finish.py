@@ -1,0 +1,257 @@
+"""Ends a run: its record, the trained model, the model of its best checkpoint, and predictions for the report."""
+
+import json
+import logging
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.checkpoint import store, writer
+from hvtrain.config.schema import RunConfig, to_dict
+from hvtrain.core.files import write_atomic
+from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
+from hvtrain.core.topology import Topology
+from hvtrain.errors import UserError, in_one_line
+from hvtrain.keras.optimizer import num_reductions
+from hvtrain.models.rates import take_averages
+from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.run import Run, versions
+from hvtrain.training.saved_model import BEST_FILE, export, save
+
+log = logging.getLogger(__name__)
+
+MAX_SECONDS = 10.0  # For the predictions. Other ranks wait meanwhile.
+MAX_BYTES = 256 << 20  # Of examples and outputs together.
+
+
+def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
+    """The numbers of the run, the same on every rank except for the counts of each process.
+
+    Args:
+        context: of the run, whose report is complete.
+        metrics: of the test data; empty without.
+    """
+    run = context.run
+    report = context.report
+    proof = {**_proof(context), "skipped": report.num_skipped}
+    unit = run.task.unit(run.source)
+    per_second = {}
+    if unit and report.examples_per_second:
+        name, per_example = unit
+        per_second = {name: report.examples_per_second * per_example}
+
+    return RunRecord(
+        test_accuracy=metrics.get("test_accuracy"),
+        test_loss=metrics.get("test_loss"),
+        examples_per_second=report.examples_per_second,
+        step_seconds=report.step_seconds,
+        num_ranks=run.topology.size,
+        num_parameters=context.model.count_params(),
+        num_steps=context.position.step,
+        global_batch=run.plan.global_batch,
+        seconds=time.monotonic() - run.state.began,
+        reductions=proof["reductions"],
+        first_step=context.position.start_step,
+        proof=proof,
+        metrics=metrics,
+        versions=versions(),
+        config=to_dict(run.config),
+        split=asdict(report.split) if report.split else None,
+        skipped_examples=report.num_skipped,
+        per_second=per_second,
+        changes=run.meta["changes"],
+        differences=list(run.strategy.differences),
+        num_replicas=run.strategy.num_computing,
+    )
+
+
+def _proof(context: RunContext) -> dict[str, Any]:
+    """The proof in result.json that the ranks trained together; reductions are those of this process."""
+    optimizer = context.model.optimizer
+    # A loss scale wraps the optimizer that accumulates.
+    accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+    position = context.position
+    return {
+        "reductions": num_reductions(optimizer),
+        "steps": (position.step - position.start_step) // accumulate,
+        "ranks": position.plan.size,
+        "weight_checks": context.weights.num_checks,
+        "steps_by_worker": list(context.run.strategy.steps_by_worker),
+        "examples_each_epoch": context.report.examples_each_epoch,
+        "examples": position.plan.num_examples,
+    }
+
+
+def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
+    """Writes result.json, model.keras and best.keras; returns the record with the best checkpoint's (every rank).
+
+    Of the models only the weights are kept; the optimizer's state is in the checkpoints. A run that was complete
+    already keeps its results, for their speed.
+    """
+    comm = run.strategy.comm
+    folder = run.folder
+    if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
+        log.info("test: %s", in_words(record.metrics))
+        log.info("this run was finished already and has been tested again; its results in %s stay as they are", folder)
+        return record
+
+    record = replace(record, best=_test_best(run, model, record))
+
+    def write() -> RunRecord:
+        export(model, run.source, run.task, run.topology, folder)
+        complete = replace(record, sample=run.task.sample(model, run.source, run.topology))
+        write_result(folder, complete)
+        return complete
+
+    record = comm.on_chief(write)
+    _log_results(record, folder)
+    return record
+
+
+def _log_results(record: RunRecord, folder: Path) -> None:
+    log.info("test: %s", in_words(record.metrics))
+    best = record.best
+    if best and best["step"] != record.num_steps:
+        log.info(
+            f"best: step {best['step']:,} ({best['metric']} {best['value']:.4f}), in {BEST_FILE}; "
+            f"{in_words(best['metrics'])}"
+        )
+    log.info("proof: %s", proof_in_words(record.proof))
+    if record.sample:
+        log.info("sample: %s", record.sample)
+
+    speed = ""
+    if record.step_seconds:
+        rates = {"examples": record.examples_per_second, **record.per_second}
+        # Replicas of one process, or of parameter servers, train as ranks do elsewhere.
+        number = record.num_replicas or record.num_ranks
+        kind = "rank" if number == record.num_ranks else "replica"
+        speed = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items()) + f" over {number} {kind}(s), "
+    log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
+
+
+def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
+    """The metrics of the test data by "test_NAME"; empty if there are none (every rank)."""
+    dataset = run.evaluation_data("test")
+    if dataset is None:
+        return {}
+    metrics = run.strategy.evaluate(model, dataset)
+    if metrics:
+        metrics = run.task.results(metrics)
+    return {f"test_{name}": value for name, value in metrics.items()}
+
+
+def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
+    """Tests the best checkpoint and saves it as best.keras; None if this run has none (every rank).
+
+    The model's weights are the same afterwards. A finished run does not fail for a checkpoint that cannot be read.
+    """
+    comm = run.strategy.comm
+    best = comm.on_chief(lambda: writer.read_best(run.folder / "checkpoints"))
+    if best is None:
+        return None
+
+    metrics = record.metrics
+    last_weights = None
+    if best["step"] != record.num_steps:
+        last_weights = model.get_weights()
+        if not comm.on_chief(lambda: _load_best(run, model, best)):
+            return None
+        comm.broadcast_model(model)
+        metrics = test_metrics(run, model)
+    comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
+    if last_weights is not None:
+        model.set_weights(last_weights)
+    return {**best, "metrics": metrics}
+
+
+def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
+    """Sets the weights to those of the best checkpoint; False, with a warning, if it cannot be read (chief only)."""
+    try:
+        if "host" in best:
+            raise UserError(f"it is on host {best['host']}")
+        load_weights(run.config, model, run.folder / "checkpoints" / store.folder_name(best["step"]))
+    except UserError as error:
+        log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
+        return False
+    return True
+
+
+def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
+    """Sets the weights to those of a checkpoint, or to their averages with train.ema (chief only).
+
+    Returns the manifest of the data on which it was trained, if the checkpoint has it.
+
+    Raises:
+        UserError: the checkpoint is damaged, cannot be read, or is of another model.
+    """
+    checkpoint = store.read(path)
+    if config.train.ema is None:
+        store.restore(checkpoint, model, ("model",))
+    else:  # The averages are the optimizer's, which has no step left to do.
+        store.restore(checkpoint, model)
+        take_averages(model)
+    return checkpoint.meta.get("data")
+
+
+def in_words(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "no test data"
+
+
+def write_review(run: Run, model: keras.Model) -> None:
+    """Writes review.json, the model's predictions for some test examples, for the report (chief only).
+
+    An error is only a warning, since the run itself has finished.
+    """
+    if not run.config.run.report or not run.task.num_reviewed:
+        return
+    try:
+        reviewed = _predict_some(run, model)
+        figures = run.task.review(reviewed, model, run.source) if reviewed else []
+        write_atomic(run.folder / REVIEW_FILE, json.dumps([asdict(figure) for figure in figures]) + "\n")
+    except Exception as error:
+        log.warning("the report will show no predictions: %s", in_one_line(error))
+
+
+def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
+    """The model's outputs for the first test examples, or those of validation; None if there are none.
+
+    As many as the task takes, unless time or memory run out.
+    """
+    source = run.source
+    limit = run.task.num_reviewed
+    split = next((split for split in ("test", "validation") if source.num_examples(split)), None)
+    if split is None:
+        return None
+
+    batches = []
+    num_examples = 0
+    num_bytes = 0
+    began = time.monotonic()
+    batch_size = min(run.plan.batch_sizes[0], limit)
+    # Topology() is one process: the chief reads the examples of all ranks.
+    for inputs, targets, *_ in source.evaluation(split, Topology(), batch_size).as_numpy_iterator():
+        run.strategy.watchdog.progress.beat()
+        outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))
+        batches.append((inputs, targets, outputs))
+        leaves = tf.nest.flatten(batches[-1])
+        num_examples += len(leaves[0])
+        num_bytes += sum(leaf.nbytes for leaf in leaves)
+        if num_examples >= limit or num_bytes > MAX_BYTES or time.monotonic() - began > MAX_SECONDS:
+            break
+    if not batches:
+        return None
+    inputs, targets, outputs = tf.nest.map_structure(lambda *parts: np.concatenate(parts)[:limit], *batches)
+    return ReviewedExamples(inputs, targets, outputs, min(num_examples, limit), split, source.num_examples(split))
+
+
+def _as_numpy(output: Any) -> np.ndarray:
+    array = keras.ops.convert_to_numpy(output)
+    # matplotlib and JSON know no bfloat16, in which a model with mixed precision may answer.
+    return array if array.dtype.kind in "iub" else array.astype(np.float32)
