@@ -68,12 +68,12 @@ from hvtrain.keras.collectives import (
     steps_per_epoch,
 )
 from hvtrain.keras.devices import pin_gpu
-from hvtrain.keras.loading import load_model
 from hvtrain.keras.loss import DistributedLoss, joint_mean
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     is_distributed,
+    load_model,
     num_reductions,
     ranks_at_fault,
 )

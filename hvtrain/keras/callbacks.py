@@ -1,5 +1,9 @@
-"""Horovod's Keras callbacks on Keras 3, and three more: two checks, and one that stops all ranks together."""
+"""Horovod's Keras callbacks on Keras 3, and three more.
 
+Two of these check what the ranks do, and one stops all ranks together.
+"""
+
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,20 +14,136 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.broadcast_callback import BroadcastGlobalVariablesCallback  # noqa: F401
-from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.collectives import broadcast_variables, sum_arrays
 from hvtrain.keras.equality import WeightCheck
+from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.in_graph import SharedFlag
+from hvtrain.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
 from hvtrain.keras.optimizer import is_distributed, num_reductions
-from hvtrain.keras.warmup import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
+from hvtrain.keras.tape import num_tape_reductions
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
+
+    Once for each model: before the first step if the model is built, as one with an Input is;
+    otherwise right after the first step, which
+    creates its variables, and with a warning: that step's gradients are those of each rank's own
+    weights. Also sets the state of other optimizers that are attributes of the model. Warns if the
+    first batch reduced nothing, neither by a DistributedOptimizer nor by a DistributedGradientTape.
+
+    Args:
+        root_rank: whose values all ranks get.
+        device: where the values are packed, such as "/CPU:0".
+        local_variables: one or several that stay each rank's own.
+
+    Raises:
+        RankError: if Keras knows that the ranks hold different numbers of batches.
+        ValueError: if local_variables holds anything but variables.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local: set[int] = set()
+        if not isinstance(local_variables, list | tuple | set):
+            local_variables = [local_variables]
+        for variable in local_variables:
+            if variable is None:
+                continue
+            if not isinstance(variable, keras.Variable | tf.Variable):
+                raise ValueError(f"local_variables holds a {type(variable).__name__}; variables are needed")
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Excludes this variable from the broadcast."""
+        self._local.add(variable_id(var))
+
+    def set_model(self, model: keras.Model) -> None:
+        if model is not self.model:
+            self.broadcast_done = False
+        super().set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._compare_steps()
+        self._tape_reductions_before = num_tape_reductions()
+        if self.broadcast_done:
+            return
+        if self.model.built:
+            self._broadcast()
+        elif hvd.size() > 1 and hvd.rank() == 0:
+            warnings.warn(
+                f"{self.model.name} is not built yet, so the ranks take their first step from different weights, and "
+                "are equal only after it; begin the model with a keras.Input, or call model.build(input_shape) "
+                "before fit",
+                stacklevel=2,
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self.broadcast_done:
+            self._broadcast()
+        if batch == 0 and self._trains_alone():
+            warnings.warn(
+                f"rank {hvd.rank()} of {hvd.size()} trains alone: the first batch reduced no gradient; wrap the "
+                "optimizer in hvtrain.keras.DistributedOptimizer, or the tape in DistributedGradientTape",
+                stacklevel=2,
+            )
+
+    def _compare_steps(self) -> None:
+        """Raises RankError if Keras knows that the ranks hold different numbers of batches."""
+        if hvd.size() == 1:
+            return
+        steps = hvd.allgather_object(self.params.get("steps"), name="hvtrain.steps")
+        different = [rank for rank, num_steps in enumerate(steps) if num_steps != steps[0]]
+        if different and None not in steps:
+            rank = different[0]
+            raise RankError(
+                f"an epoch has {steps[0]} batches on rank 0 and {steps[rank]} on rank {rank}, so some ranks "
+                "would wait for others that have ended; pass fit the same steps_per_epoch on all ranks "
+                "(hvtrain.keras.steps_per_epoch(number of batches) is the smallest)"
+            )
+
+    def _trains_alone(self) -> bool:
+        if hvd.size() == 1 or any(hook_of(optimizer) for optimizer in self._optimizers()):
+            return False
+        return num_tape_reductions() == self._tape_reductions_before
+
+    def _optimizers(self) -> list[Any]:
+        """Returns the optimizers that are attributes of the model, or elements of its lists."""
+        attributes = list(vars(self.model).values())
+        elements = [item for value in attributes if isinstance(value, list | tuple) for item in value]
+        return [item for item in [*attributes, *elements] if isinstance(item, keras.optimizers.Optimizer)]
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = list(self.model.weights)
+        for optimizer in self._optimizers():
+            variables += optimizer.variables
+        # By identity, since an optimizer may be found twice.
+        by_id = {variable_id(variable): variable for variable in variables}
+        shared = [variable for key, variable in by_id.items() if key not in self._local]
+        if shared:
+            with tf.device(self.device or None):
+                broadcast_variables(shared, self.root_rank)
+        self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
-    Every rank weighs the same, as in Horovod, even if shards differ. Put it before callbacks that act on the logs.
-    Raises RankError if ranks have unlike metrics.
+    Every rank weighs the same, as in Horovod, even if shards differ. Put it before callbacks that
+    act on the logs.
+
+    Args:
+        device: where the metrics are summed.
+
+    Raises:
+        RankError: if ranks have different metrics.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -33,24 +153,33 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         names = sorted(logs)
-        for rank, others in enumerate(hvd.allgather_object(names, name="hvtrain.metrics") if hvd.size() > 1 else []):
-            if others != names:
-                own, other = (sorted(set(mine) - set(theirs)) for mine, theirs in ((names, others), (others, names)))
-                raise RankError(
-                    f"ranks have unlike metrics after epoch {epoch + 1}: rank {hvd.rank()} alone has {own}, and rank "
-                    f"{rank} {other}; pass the same metrics and validation data, or none, on all ranks"
-                )
+        if hvd.size() > 1:
+            self._compare(names, epoch)
         with tf.device(self.device or None):
             sums = sum_arrays([logs[name] for name in names])
         logs.update({name: float(total) / hvd.size() for name, total in zip(names, sums)})
+
+    def _compare(self, names: list[str], epoch: int) -> None:
+        for rank, other_names in enumerate(hvd.allgather_object(names, name="hvtrain.metrics")):
+            if other_names != names:
+                only_here = sorted(set(names) - set(other_names))
+                only_there = sorted(set(other_names) - set(names))
+                raise RankError(
+                    f"ranks have different metrics after epoch {epoch + 1}: rank {hvd.rank()} alone has "
+                    f"{only_here}, and rank {rank} {only_there}; "
+                    "pass the same metrics and validation data, or none, on all ranks"
+                )
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's ModelCheckpoint with save_best_only. Only rank 0 writes.
 
-    Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's takes no filepath: its
-    Spark estimator sets one later. Here it is an argument, or an attribute set before fit. Raises ValueError at the
-    start of training if it is missing or has the wrong suffix.
+    Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's takes
+    no filepath: its Spark estimator sets one later. Here it is an argument, or an attribute set
+    before fit.
+
+    Raises:
+        ValueError: at the start of training if filepath is missing or has the wrong suffix.
     """
 
     def __init__(
@@ -81,34 +210,37 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class ReductionCheckCallback(keras.callbacks.Callback):
     """Checks that the first step that changes weights reduces gradients (every rank).
 
-    Raises RankError if there are several ranks and the optimizer is not a DistributedOptimizer, or if that step did not
-    increment the counter of reductions in the graph.
+    Raises:
+        RankError: if there are several ranks and the optimizer is not a DistributedOptimizer, or if
+            that step did not increment the counter of reductions in the graph.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: int | None = None
-        self._first = 0
+        self._reductions_before: int | None = None
+        self._first_iteration = 0
         self._checked = False
 
     def set_model(self, model: keras.Model) -> None:
         if model is not self.model:
-            self._before, self._checked = None, False
+            self._reductions_before = None
+            self._checked = False
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._before is None:
-            self._before = num_reductions(self.model.optimizer)
-            self._first = int(self.model.optimizer.iterations.numpy())
+        if self._reductions_before is None:
+            self._reductions_before = num_reductions(self.model.optimizer)
+            self._first_iteration = int(self.model.optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._checked or hvd.size() == 1:
             return
+        optimizer = self.model.optimizer
         # Not yet: this batch only accumulated gradients, or was skipped because of an overflow.
-        if is_distributed(self.model.optimizer) and int(self.model.optimizer.iterations.numpy()) == self._first:
+        if is_distributed(optimizer) and int(optimizer.iterations.numpy()) == self._first_iteration:
             return
         self._checked = True
-        if num_reductions(self.model.optimizer) == self._before:
+        if num_reductions(optimizer) == self._reductions_before:
             raise RankError(
                 f"the first step reduced no gradient over the {hvd.size()} ranks, so each would train alone; "
                 "wrap the optimizer that compile gets in hvtrain.keras.DistributedOptimizer"
@@ -116,11 +248,15 @@ class ReductionCheckCallback(keras.callbacks.Callback):
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
-    """Stops all ranks after the same step when a callback of one rank sets model.stop_training (every rank).
+    """Stops all ranks after the same step when one sets model.stop_training (every rank).
 
-    Put it after the callbacks that may stop. Within an epoch the request travels with the next step's gradients. At
-    the end of an epoch the ranks exchange a message; without a DistributedOptimizer they can stop only there.
-    Not in Horovod, where the ranks that continue would wait forever. exchange sums arrays over the ranks.
+    Put it after the callbacks that may stop. Within an epoch the request travels with the next
+    step's gradients. At the end of an epoch the ranks exchange a message; without a
+    DistributedOptimizer they can stop only there. Not in Horovod, where the ranks that continue
+    would wait forever.
+
+    Args:
+        exchange: sums arrays over the ranks.
     """
 
     def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
@@ -151,13 +287,20 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         requested = self._requested or self.model.stop_training
-        self.model.stop_training = bool(self._sum_arrays([np.array(float(requested))])[0] > 0)
+        (num_requests,) = self._sum_arrays([np.array(float(requested))])
+        self.model.stop_training = bool(num_requests > 0)
 
 
 class WeightCheckCallback(keras.callbacks.Callback):
-    """Compares trainable weights and optimizer state of all ranks every `every_batches` batches (every rank).
+    """Compares trainable weights and optimizer state of all ranks now and then (every rank).
 
-    Starts with the first batch and repeats at the end. Raises RankError on all ranks if they differ. Not in Horovod.
+    Starts with the first batch and repeats at the end. Not in Horovod.
+
+    Args:
+        every_batches: how often.
+
+    Raises:
+        RankError: on all ranks, if they differ.
     """
 
     def __init__(self, every_batches: int = 500) -> None:
@@ -168,7 +311,8 @@ class WeightCheckCallback(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         if model is not self.model:
-            self.check, self._batches = None, 0
+            self.check = None
+            self._batches = 0
         super().set_model(model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,7 +1,7 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
-Every rank, or every rank of the process set, must enter each of them. Values travel as tensors. Only shapes and types
-of variables are pickled, by Horovod, between ranks of one job.
+Every rank, or every rank of the process set, must enter each of them. Values travel as tensors.
+Only shapes and types of variables are pickled, by Horovod, between ranks of one job.
 """
 
 import inspect
@@ -15,15 +15,18 @@ import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
-from hvtrain.keras import reduction, unlike_weights
+from hvtrain.keras import forgotten_broadcast, reduction
 from hvtrain.keras.gradients import compare_structure
 from hvtrain.keras.in_graph import positional_name
-from hvtrain.keras.variables import is_seed
 
+# Size of a message of broadcast_variables.
 CHUNK_BYTES = 64 << 20
 
 # Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc).
-_BROADCAST_TYPES = "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
+_BROADCAST_TYPES = {
+    *("uint8", "int8", "uint16", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "bool"),
+}
 
 
 def allreduce(
@@ -36,7 +39,10 @@ def allreduce(
     compression: Any = hvd.Compression.none,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """The value reduced over all ranks (default: Average), as a tensor. Differentiable under a gradient tape."""
+    """Returns the value reduced over all ranks (default: Average), as a tensor.
+
+    Differentiable under a gradient tape. Arguments are those of Horovod.
+    """
     return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -50,62 +56,95 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """All ranks' values, concatenated along the first dimension, as a tensor. Only that dimension may differ.
+    """Returns all ranks' values, concatenated along the first dimension, as a tensor.
 
-    Under a tape its gradient is Horovod's: the mean over the ranks of their gradients with respect to this rank's rows.
+    Only that dimension may differ. Under a tape its gradient is Horovod's: the mean over the ranks
+    of their gradients with respect to this rank's rows.
     """
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
-    """The value of root_rank, on every rank, as a tensor. Shapes must be the same on all ranks."""
+def broadcast(
+    value: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = hvd.global_process_set,
+) -> Any:
+    """Returns root_rank's value, as a tensor; shapes must be the same on all ranks."""
     return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
-    value: Any, name: str | None = None, op: int = hvd.Average, process_set: Any = hvd.global_process_set
+    value: Any,
+    name: str | None = None,
+    op: int = hvd.Average,
+    process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """This rank's slice, along the first dimension, of the value reduced over all ranks (default: Average)."""
+    """Returns this rank's slice, along the first dimension, of the value reduced over all ranks."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_allreduce. Raises RankError if the ranks' tensors differ in number, type or shape."""
-    return _of_group(hvd.grouped_allreduce, tensors, args, kwargs)
+    """Horovod's grouped_allreduce, after a comparison.
+
+    Raises:
+        RankError: if the ranks' tensors differ in number, type or shape.
+    """
+    return _compare_and_call(hvd.grouped_allreduce, tensors, args, kwargs)
 
 
 def grouped_allgather(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_allgather. Raises RankError if they differ in number, type, or a dimension but the first."""
-    return _of_group(hvd.grouped_allgather, tensors, args, kwargs, has_own_length=True)
+    """Horovod's grouped_allgather, after a comparison.
+
+    Raises:
+        RankError: if the ranks' tensors differ in number, type, or a dimension other than the
+            first.
+    """
+    return _compare_and_call(hvd.grouped_allgather, tensors, args, kwargs, any_length=True)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_reducescatter. Raises RankError if the ranks' tensors differ in number, type or shape."""
-    return _of_group(hvd.grouped_reducescatter, tensors, args, kwargs)
+    """Horovod's grouped_reducescatter, after a comparison.
 
-
-def _of_group(
-    collective: Callable[..., Any], tensors: Sequence[Any], args: Any, kwargs: Any, has_own_length: bool = False
-) -> Any:
-    """Calls Horovod's collective, after the ranks have compared the types and shapes of their tensors.
-
-    Horovod compares tensors that travel alone, but not those of a group, and would read foreign memory.
-    has_own_length: the first dimension may differ.
+    Raises:
+        RankError: if the ranks' tensors differ in number, type or shape.
     """
-    tensors = [one if isinstance(one, tf.IndexedSlices) else tf.convert_to_tensor(one) for one in tensors]
-    given = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
-    process_set = given.get("process_set", hvd.global_process_set)
+    return _compare_and_call(hvd.grouped_reducescatter, tensors, args, kwargs)
+
+
+def _compare_and_call(
+    collective: Callable[..., Any],
+    tensors: Sequence[Any],
+    args: Any,
+    kwargs: Any,
+    any_length: bool = False,
+) -> Any:
+    """Calls Horovod's collective, after the ranks have compared their tensors' types and shapes.
+
+    Horovod compares tensors that travel alone, but not those of a group, and would read foreign
+    memory.
+
+    Args:
+        any_length: the first dimension may differ.
+    """
+    tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
+    arguments = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
+    process_set = arguments.get("process_set", hvd.global_process_set)
     if process_set.size() > 1:
-        kinds = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) if has_own_length else one for one in tensors]
-        settings = f"{collective.__name__}, op={given.get('op')}"
-        compare_structure(collective.__name__, settings, kinds, [None] * len(kinds), process_set, "tensor")
+        specs = tensors
+        if any_length:
+            specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
+        settings = f"{collective.__name__}, op={arguments.get('op')}"
+        no_variables = [None] * len(specs)
+        compare_structure(collective.__name__, settings, specs, no_variables, process_set, "tensor")
     return collective(tensors, *args, **kwargs)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The operation that broadcasts all global variables of the current tf.compat.v1 graph.
+    """Returns the operation that broadcasts all global variables of the current tf.compat.v1 graph.
 
-    Raises RuntimeError in eager mode, as Horovod does: TensorFlow 2 keeps no list of all variables.
+    Raises:
+        RuntimeError: in eager mode, as in Horovod: TensorFlow 2 keeps no list of all variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -117,23 +156,28 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Sets Keras or TensorFlow variables, in the same order on every rank, to the values of root_rank.
+    """Sets Keras or TensorFlow variables to the values of root_rank (every rank, in the same order).
 
-    Inside a tf.function it does so in the graph; in a TensorFlow 1 graph it returns the operation. Seeds of dropout and
-    the like, which `model.variables` holds too, stay each rank's own: see broadcast_model.
+    Inside a tf.function it does so in the graph; in a TensorFlow 1 graph it returns the operation.
+    Seeds of dropout and the like, which `model.variables` holds too, stay each rank's own: see
+    broadcast_model.
 
-    They are matched by position and packed into few messages: names that Keras generates (dense_1, sgd_3) may differ
-    between ranks, and Horovod, which pairs tensors by name, would then wait forever.
-    Raises RankError if ranks hold variables of different number, shape or type, and ValueError if there are none, as in
-    a model that is not built.
+    Variables are matched by position and packed into few messages: names that Keras generates
+    (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs tensors by name, would then
+    wait forever.
+
+    Raises:
+        RankError: if ranks hold variables of different number, shape or type.
+        ValueError: if there are no variables, as in a model that is not built.
     """
     variables = list(variables)
-    unlike_weights.made_equal()
-    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not is_seed(v)]
+    forgotten_broadcast.made_equal()
+    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not _is_seed(v)]
     if hvd.size() > 1:
         with tf.init_scope():
             if tf.executing_eagerly():
-                _compare_kinds([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
+                _compare_variables([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
+    # After the comparison, in which other ranks may wait for this one.
     if not variables:
         raise ValueError(
             "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; "
@@ -141,38 +185,56 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
         )
     if hvd.size() == 1:
         return None
+
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
-    assigned = []
-    for dtype, same in by_type.items():
-        sent_as = dtype if dtype.name in _BROADCAST_TYPES else tf.uint8  # Others travel as their bytes.
-        values = [tensor if sent_as == dtype else tf.bitcast(tensor, sent_as) for tensor in same]
-        sizes = [value.shape.num_elements() for value in values]
-        for bucket in in_buckets([size * sent_as.size for size in sizes], CHUNK_BYTES, CHUNK_BYTES):
-            packed = tf.concat([tf.reshape(values[i], [-1]) for i in bucket], axis=0)
-            received = hvd.broadcast(packed, root_rank, name=positional_name("broadcast"), ignore_name_scope=True)
-            for i, part in zip(bucket, tf.split(received, [sizes[i] for i in bucket])):
-                part = tf.reshape(part, values[i].shape)
-                assigned.append(same[i].assign(part if sent_as == dtype else tf.bitcast(part, dtype)))
+    assigned = [op for same_type in by_type.values() for op in _broadcast_packed(same_type, root_rank)]
     return None if tf.executing_eagerly() else tf.group(assigned)
 
 
-def _compare_kinds(kinds: list[tuple[tuple[int, ...], str]]) -> None:
-    for rank, others in enumerate(hvd.allgather_object(kinds, name="hvtrain.broadcast.kinds")):
-        if others != kinds:
-            at = next(i for i in range(max(len(kinds), len(others))) if kinds[i : i + 1] != others[i : i + 1])
+def _is_seed(variable: Any) -> bool:
+    """Returns True for the state of a Keras seed generator."""
+    name = getattr(variable, "path", None) or variable.name
+    return name.partition(":")[0].endswith("seed_generator_state")
+
+
+def _compare_variables(own: list[tuple[tuple[int, ...], str]]) -> None:
+    """Raises RankError unless all ranks hold variables of the same shapes and types."""
+    for rank, other in enumerate(hvd.allgather_object(own, name="hvtrain.broadcast.kinds")):
+        if other != own:
+            longest = max(len(own), len(other))
+            at = next(i for i in range(longest) if own[i : i + 1] != other[i : i + 1])
             raise RankError(
                 f"ranks {hvd.rank()} and {rank} hold different variables at position {at}: "
-                f"{kinds[at : at + 1]} and {others[at : at + 1]}; build the same model and optimizer on all ranks"
+                f"{own[at : at + 1]} and {other[at : at + 1]}; build the same model and optimizer on all ranks"
             )
+
+
+def _broadcast_packed(variables: list[Any], root_rank: int) -> list[Any]:
+    """Broadcasts variables of one type in few messages; returns the assignments."""
+    dtype = variables[0].dtype
+    is_sent_as_bytes = dtype.name not in _BROADCAST_TYPES
+    values = [tf.bitcast(variable, tf.uint8) if is_sent_as_bytes else variable for variable in variables]
+    lengths = [value.shape.num_elements() for value in values]
+    item_bytes = 1 if is_sent_as_bytes else dtype.size
+
+    assigned = []
+    for bucket in in_buckets([length * item_bytes for length in lengths], CHUNK_BYTES, CHUNK_BYTES):
+        packed = tf.concat([tf.reshape(values[i], [-1]) for i in bucket], axis=0)
+        received = hvd.broadcast(packed, root_rank, name=positional_name("broadcast"), ignore_name_scope=True)
+        for i, part in zip(bucket, tf.split(received, [lengths[i] for i in bucket])):
+            part = tf.reshape(part, values[i].shape)
+            assigned.append(variables[i].assign(tf.bitcast(part, dtype) if is_sent_as_bytes else part))
+    return assigned
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
 
-    Builds the optimizer first, so that its slots exist. Each rank keeps its own seeds of dropout and the like: with the
-    same masks on all ranks, training would be less random than in one process on the joint batch.
+    Builds the optimizer first, so that its slots exist. Each rank keeps its own seeds of dropout
+    and the like: with the same masks on all ranks, training would be less random than in one
+    process on the joint batch.
     """
     optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
     if optimizer is not None and not optimizer.built:
@@ -183,14 +245,17 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def steps_per_epoch(num_batches: int) -> int:
-    """The smallest number of batches that a rank holds: what every rank can pass to fit (every rank)."""
+    """Returns the smallest number of batches on a rank, which all can pass to fit (every rank)."""
     return int(hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch"))
 
 
 def join(*args: Any, **kwargs: Any) -> Any:
-    """Horovod's join: takes part in the other ranks' reductions, with zeros, until all ranks have joined (every rank).
+    """Takes part in the other ranks' reductions, with zeros, until all have joined (every rank).
 
-    Raises ValueError after sparse gradients, which are gathered: zeros cannot stand in for rows.
+    Arguments and result are those of Horovod's join.
+
+    Raises:
+        ValueError: after sparse gradients, which are gathered: zeros cannot stand in for rows.
     """
     if reduction.gathers_rows and hvd.size() > 1:
         raise ValueError(
@@ -201,11 +266,16 @@ def join(*args: Any, **kwargs: Any) -> Any:
 
 
 def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Element-wise sums over all ranks, as float64, in one message; shapes must be the same on all ranks."""
+    """Returns element-wise sums over all ranks, as float64, in one message (every rank).
+
+    Args:
+        arrays: of the same shapes on all ranks.
+    """
+    arrays = [np.asarray(array, np.float64) for array in arrays]
     if hvd.size() == 1 or not arrays:
-        return [np.asarray(array, np.float64) for array in arrays]
-    flat = np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])
+        return arrays
+    packed = np.concatenate([array.ravel() for array in arrays])
     with tf.device("/CPU:0"):
-        total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="hvtrain.sum").numpy()
-    ends = np.cumsum([np.size(array) for array in arrays])
-    return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays)]
+        total = hvd.allreduce(tf.constant(packed), op=hvd.Sum, name="hvtrain.sum").numpy()
+    ends = np.cumsum([array.size for array in arrays])
+    return [part.reshape(array.shape) for part, array in zip(np.split(total, ends[:-1]), arrays)]

@@ -1,7 +1,8 @@
 """One GPU for each local rank, chosen before TensorFlow initializes a device.
 
-Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its visible devices once
-one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all ranks' views and applies it.
+Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its
+visible devices once one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all
+ranks' views and applies it.
 """
 
 import ctypes
@@ -11,50 +12,54 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.early_exchange import exchange
 from hvtrain.system import cores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view of its host: local rank, and names of the visible GPUs in order.
-
-    ids are the GPUs' UUIDs, in the same order. Names are not enough where each rank is shown only GPUs of its own
-    (cgroups, as by srun --gpus-per-task): there each numbers its own from 0. Empty where there is no NVIDIA driver.
-    """
+    """One rank's view of its host: local rank, and names of the visible GPUs in order."""
 
     host: str
     local_rank: int
     gpus: tuple[str, ...]
     ids: tuple[str, ...] = ()
+    """The GPUs' UUIDs, in the same order; empty where there is no NVIDIA driver. Names are not
+    enough where each rank is shown only GPUs of its own (cgroups, as by srun --gpus-per-task):
+    there each numbers its own from 0."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What tells the GPUs of a host apart."""
+        """Identifies the GPUs among those of the host."""
         return self.ids or self.gpus
 
 
 def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
-    """The GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
+    """Returns the GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
-    views holds all ranks' views, by rank. Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set
-    for the host) take them by local rank. Ranks that see different ones (set for each rank) take their first. Raises
-    RankError if two ranks of a host would get the same GPU or none is left, unless share is true: then they share,
-    round robin. Raises it too if only some ranks see a GPU, for ranks on CPUs cannot reduce with ranks on GPUs.
+    Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set for the host) take
+    them by local rank. Ranks that see different ones (set for each rank) take their first.
+
+    Args:
+        views: all ranks' views, by rank.
+        share: ranks may use one GPU together; they take them round robin.
+
+    Raises:
+        RankError: if two ranks of a host would get the same GPU or none is left, unless share is
+            true; or if only some ranks see a GPU, for ranks on CPUs cannot reduce with ranks on
+            GPUs.
+
+    >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
+    [0, 1]
     """
-    if len({bool(view.gpus) for view in views}) == 2:
-        bare, others = (
-            ", ".join(dict.fromkeys(v.host for v in views if bool(v.gpus) is seen)) for seen in (False, True)
-        )
-        raise RankError(
-            f"ranks on {bare} see no GPU, and those on {others} do; see what nvidia-smi says on {bare}, leave it out, "
-            "or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
-        )
+    _check_all_or_none(views)
     chosen: list[int | None] = []
     for view in views:
         on_host = [other.keys for other in views if other.host == view.host]
@@ -65,12 +70,13 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
+            # A rank that asks no other (by_local_rank) sees only itself on its host.
             num_ranks = max(len(on_host), view.local_rank + 1)
             raise RankError(
                 f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
                 "start fewer ranks there, make more GPUs visible, or set strategy.share_gpus=true"
             )
-    (host, gpu), num_ranks = _most_used(views, chosen)
+    host, gpu, num_ranks = _most_used(views, chosen)
     if num_ranks > 1 and not share:
         raise RankError(
             f"{num_ranks} ranks on host {host} would use GPU {gpu}; give each rank its own in "
@@ -79,68 +85,108 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     return chosen
 
 
-def _most_used(views: list[View], chosen: list[int | None]) -> tuple[tuple[str, str], int]:
-    """The GPU that most ranks use, by host and name, and how many do."""
-    pairs = [(view, index) for view, index in zip(views, chosen) if index is not None]
-    names = {(view.host, view.keys[index]): view.gpus[index] for view, index in pairs}
-    users = Counter((view.host, view.keys[index]) for view, index in pairs).most_common(1)
-    return ((users[0][0][0], names[users[0][0]]), users[0][1]) if users else (("", ""), 0)
+def _check_all_or_none(views: list[View]) -> None:
+    """Raises RankError if only some ranks see a GPU."""
+    with_gpus = ", ".join(dict.fromkeys(view.host for view in views if view.gpus))
+    without = ", ".join(dict.fromkeys(view.host for view in views if not view.gpus))
+    if with_gpus and without:
+        raise RankError(
+            f"ranks on {without} see no GPU, and those on {with_gpus} do; see what nvidia-smi says on {without}, "
+            "leave it out, or hide the GPUs of all hosts (CUDA_VISIBLE_DEVICES=-1) to train on CPUs"
+        )
+
+
+def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
+    """Returns host and name of the GPU that most ranks use, and how many do."""
+    users: Counter[tuple[str, str]] = Counter()
+    names = {}
+    for view, index in zip(views, chosen):
+        if index is not None:
+            key = (view.host, view.keys[index])
+            users[key] += 1
+            names[key] = view.gpus[index]
+    if not users:
+        return "", "", 0
+    key, num_ranks = users.most_common(1)[0]
+    return key[0], names[key], num_ranks
 
 
 def _device(view: View, index: int | None, views: list[View]) -> str:
-    """A rank's device, by the GPU's name, or by its UUID where another GPU of the host has that name."""
+    """Returns a rank's device, such as "s1 GPU 0".
+
+    By the GPU's name, or by its UUID where another GPU of the host has that name.
+    """
     if index is None:
         return f"{view.host} CPU"
-    same = {
-        key
-        for other in views
-        if other.host == view.host
-        for name, key in zip(other.gpus, other.keys)
-        if name == view.gpus[index]
-    }
-    return f"{view.host} GPU {view.gpus[index] if len(same) == 1 else view.keys[index]}"
+    name = view.gpus[index]
+    on_host = [other for other in views if other.host == view.host]
+    same_name = {key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name}
+    return f"{view.host} GPU {name if len(same_name) == 1 else view.keys[index]}"
 
 
 def pin_gpu(
-    host: str | None = None, share: bool = False, pin_cores: bool = True, by_local_rank: bool = False
+    host: str | None = None,
+    share: bool = False,
+    pin_cores: bool = True,
+    by_local_rank: bool = False,
 ) -> list[str]:
-    """Makes this rank see one GPU, with memory growth, and returns all ranks' devices by rank (every rank).
+    """Makes this rank see one GPU, with memory growth; returns all ranks' devices (every rank).
 
-    With by_local_rank it asks no other rank, so it is not collective, and returns this rank's device alone. A rank that
-    joins an elastic job needs that: the others are training. Every rank must see all GPUs of its host then.
+    On a host without GPUs the rank keeps memory of freed tensors for new ones, and stays on its
+    share of the cores. Call it after init and before TensorFlow initializes a device.
 
-    On a host without GPUs the rank keeps memory of freed tensors for new ones, and with pin_cores it stays on its share
-    of the cores (system/cores.py). Call it after init and before TensorFlow initializes a device. A device reads
-    "s1 GPU 0" or "s1 CPU".
-    Raises RankError if ranks would share a GPU and share is false, or if TensorFlow has initialized one already.
+    Args:
+        host: name of this host; default: the socket's.
+        share: ranks may use one GPU together.
+        pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/cores.py).
+        by_local_rank: ask no other rank, so that the call is not collective, and return this rank's
+            device alone. A rank that joins an elastic job needs that: the others are training.
+            Every rank must see all GPUs of its host then.
+
+    Returns:
+        Devices by rank, such as "s1 GPU 0" or "s1 CPU".
+
+    Raises:
+        RankError: if ranks would share a GPU and share is false, or if TensorFlow has initialized
+            one already.
     """
-    if not (gpus := tf.config.list_physical_devices("GPU")):
-        # Before exchange, which allocates, and starts one TensorFlow thread for each core that this process may use.
-        # TensorFlow's GPU allocator (best fit with coalescing), with all of this host's memory: the CPU's returns each
-        # large gradient's memory to the system and takes new pages in the next step, which for 100 MB costs more than
-        # the reduction.
-        os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
-        mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(mib))
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        # Before exchange, which allocates, and starts one TensorFlow thread for each core that this
+        # process may use.
+        _keep_freed_memory()
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
-    own = View(host or socket.gethostname(), hvd.local_rank(), names, _uuids(len(names)))
+    own = View(host or socket.gethostname(), hvd.local_rank(), names, gpu_uuids(len(names)))
     views = [own] if by_local_rank else exchange(own, "hvtrain.devices")
     chosen = choose_gpus(views, share)
     index = chosen[0 if by_local_rank else hvd.rank()]
     if index is not None:
         use_only(gpus[index])
-    if _most_used(views, chosen)[1] > 1:
+    *_, num_ranks = _most_used(views, chosen)
+    if num_ranks > 1:
         # By default NCCL refuses two ranks of a communicator on one GPU.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return [_device(view, gpu, views) for view, gpu in zip(views, chosen)]
 
 
+def _keep_freed_memory() -> None:
+    """Lets TensorFlow's GPU allocator (best fit with coalescing) manage all of this host's memory.
+
+    The CPU's returns each large gradient's memory to the system and takes new pages in the next
+    step, which for 100 MB costs more than the reduction.
+    """
+    host_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
+    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(host_mib))
+
+
 def use_only(gpu: tf.config.PhysicalDevice) -> None:
     """Hides the other GPUs from this process, which takes memory of this one only as it needs it.
 
-    Raises RankError if TensorFlow has initialized its devices already.
+    Raises:
+        RankError: if TensorFlow has initialized its devices already.
     """
     try:
         tf.config.set_visible_devices(gpu, "GPU")
@@ -152,39 +198,64 @@ def use_only(gpu: tf.config.PhysicalDevice) -> None:
         ) from error
 
 
-def _uuids(count: int) -> tuple[str, ...]:
-    """UUIDs of the first `count` GPUs that CUDA shows this process, in its order; none if the driver does not say.
+def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
+    """Returns all ranks' values, by rank, before TensorFlow initializes a device (every rank).
 
-    By the driver's own interface: it starts no GPU, and unlike nvidia-smi it counts as CUDA_VISIBLE_DEVICES has it.
+    An eager collective would initialize TensorFlow's context with all GPUs and without a cluster,
+    which is final. A session without GPUs initializes nothing, so that devices and clusters can be
+    chosen afterwards. Call it after init.
     """
-    found = []
-    if count:
-        try:
-            cuda = ctypes.CDLL("libcuda.so.1")
-            ask = cuda.cuDeviceGetUuid_v2
-        except (OSError, AttributeError):
-            return ()
-        device, text = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        failed = cuda.cuInit(0)
-        for index in range(count):
-            failed = failed or cuda.cuDeviceGet(ctypes.byref(device), index) or ask(text, device)
-            found.append(f"GPU-{uuid.UUID(bytes=bytes(text))}")
-        if failed:
-            return ()
-    return tuple(found)
+    if hvd.size() == 1:
+        return [value]
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        return list(hvd.allgather_object(value, session=session, name=name))
+
+
+def gpu_uuids(count: int) -> tuple[str, ...]:
+    """Returns UUIDs of the first `count` GPUs that CUDA shows this process.
+
+    None if the driver does not say. By the driver's own interface: it starts no GPU, and unlike
+    nvidia-smi it counts as CUDA_VISIBLE_DEVICES has it.
+    """
+    if not count:
+        return ()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        get_uuid = cuda.cuDeviceGetUuid_v2
+    except (OSError, AttributeError):
+        return ()
+    device = ctypes.c_int()
+    buffer = (ctypes.c_ubyte * 16)()
+    uuids = []
+    # Each function of the driver returns 0 if it succeeded.
+    error = cuda.cuInit(0)
+    for index in range(count):
+        error = error or cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device)
+        uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
+    return () if error else tuple(uuids)
 
 
 @cache
 def uuid_in_use() -> str | None:
-    """The UUID of the GPU that this process uses, or of its first one; None where there is none, or none is told."""
-    if not (visible := tf.config.get_visible_devices("GPU")):
+    """Returns the UUID of the (first) GPU that this process uses; None if it is not known."""
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
         return None
     index = tf.config.list_physical_devices("GPU").index(visible[0])
-    found = _uuids(index + 1)
-    return found[index] if found else None
+    uuids = gpu_uuids(index + 1)
+    return uuids[index] if uuids else None
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Physical names of the `count` GPUs that TensorFlow lists, from CUDA_VISIBLE_DEVICES if it is set."""
-    named = tuple(name.strip() for name in variable.split(",")) if variable else ()
-    return named[:count] if len(named) >= count else tuple(str(index) for index in range(count))
+    """Returns physical names of the `count` GPUs that TensorFlow lists.
+
+    Args:
+        variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+
+    >>> visible_names("3,1", 2), visible_names(None, 2)
+    (('3', '1'), ('0', '1'))
+    """
+    names = tuple(name.strip() for name in variable.split(",")) if variable else ()
+    # CUDA stops at the first entry that is no GPU, so fewer may be visible than are named.
+    return names[:count] if len(names) >= count else tuple(str(index) for index in range(count))

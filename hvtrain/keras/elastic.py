@@ -1,9 +1,12 @@
 """Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
-An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was lost, from where it
-was after ranks joined. A new rank runs the code before `run` alone, so that code may not use collectives. Make all
-optimizers there, not in train: messages are named by the order in which a rank made its optimizers. Leave
-BroadcastGlobalVariablesCallback out: each rank broadcasts once in its life, and KerasState.sync does the same.
+An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was
+lost, from where it was after ranks joined. A new rank runs the code before `run` alone, so that
+code may not use collectives. Make all
+optimizers there, not in train: messages are named by the order in which a rank made its optimizers.
+Leave
+BroadcastGlobalVariablesCallback out: each rank broadcasts once in its life, and KerasState.sync
+does the same.
 """
 
 import copy
@@ -23,14 +26,16 @@ from hvtrain.keras.reduction import restart_numbering
 
 T = TypeVar("T")
 
-# The value of model.stop_training that ends an epoch early: true to Keras, and no other callback sets this object.
+# The value of model.stop_training that ends an epoch early: true to Keras, and no other callback
+# sets this object.
 _END_OF_EPOCH = "end of the epoch that began before the reset"
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates func(state, ...), which is called again whenever ranks are lost or join, until it returns (every rank).
+    """Decorates func(state, ...) so that it is called again whenever ranks are lost or join, until it returns.
 
-    An error of Horovod's operations returns to the last commit; every other error is raised unchanged.
+    Every rank calls it. An error of Horovod's operations returns to the last commit; every other
+    error is raised unchanged.
     """
 
     @functools.wraps(func)
@@ -51,17 +56,27 @@ def _restart() -> None:
 class KerasState(ObjectState):
     """State that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
 
-    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions again, because the
-    graph contains the number of ranks; create a tf.function of your own inside train.
+    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions
+    again, because the graph contains the number of ranks; create a tf.function of your own inside
+    train.
 
     Args:
-        model: a Keras model. Raises ValueError if it is not built and so has no weights yet.
+        model: a built Keras model.
         optimizer: default: the one that the model is compiled with.
-        kwargs: further values to keep and to sync, attributes of this object from now on, such as batch=0,
-            epoch=0. They are copied at each commit, so restore also undoes changes inside a list.
+        kwargs: further values to keep and to sync, attributes of this object from now on, such as
+            batch=0, epoch=0. They are copied at each commit, so restore also undoes changes inside
+            a list.
+
+    Raises:
+        ValueError: if the model is not built and so has no weights yet.
     """
 
-    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not model.built:
             raise ValueError(f"{model.name} is not built and has no weights to keep; call model.build(input_shape)")
         self.model = model
@@ -87,18 +102,24 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Sets the state to rank 0's, and saves it (every rank)."""
         with raise_for_elastic():
-            if variables := self._variables():
+            variables = self._variables()
+            if variables:
                 broadcast_variables(variables, root_rank=0)
-            self.__dict__.update(hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic"))
+            attributes = hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic")
+            self.__dict__.update(attributes)
         self.save()
 
     def reset(self) -> None:
         """Makes Keras trace its functions again, for another number of ranks."""
-        self.model.train_function = self.model.test_function = self.model.predict_function = None
+        self.model.train_function = None
+        self.model.test_function = None
+        self.model.predict_function = None
 
     def _variables(self) -> list[tf.Variable]:
-        optimizer = [] if self.optimizer is None else self.optimizer.variables
-        return [variable.value for variable in [*self.model.weights, *optimizer]]
+        variables = list(self.model.weights)
+        if self.optimizer is not None:
+            variables += self.optimizer.variables
+        return [variable.value for variable in variables]
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -107,13 +128,16 @@ class KerasState(ObjectState):
 class Resets(State):
     """`run` for a program that keeps its own state: repeats a function after ranks were lost or joined (every rank).
 
-    All ranks, including new ones, start from the function's beginning, so that no rank waits in a collective that
-    another does not enter. The function may create optimizers. It calls check_host_updates (every rank), which
-    restarts it if ranks are joining or leaving.
+    All ranks, including new ones, start from the function's beginning, so that no rank waits in a
+    collective that another does not enter. The function may create optimizers. It calls
+    check_host_updates (every rank), which restarts it if ranks are joining or leaving.
     """
 
     def __init__(self) -> None:
-        super().__init__(bcast_object=functools.partial(hvd.broadcast_object, name="hvtrain.resets"), get_rank=hvd.rank)
+        super().__init__(
+            bcast_object=functools.partial(hvd.broadcast_object, name="hvtrain.resets"),
+            get_rank=hvd.rank,
+        )
 
     def run_with_restarts(self, func: Callable[[], T]) -> T:
         """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
@@ -131,9 +155,9 @@ class Resets(State):
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
 
-    It commits at the beginning of the next batch or epoch, or at the end of fit. By then all callbacks, in whatever
-    order, have updated the state; and no commit falls between an epoch's last batch and its end, where fit would have
-    to resume with an epoch of no batches.
+    It commits at the beginning of the next batch or epoch, or at the end of fit. By then all
+    callbacks, in whatever order, have updated the state; and no commit falls between an epoch's
+    last batch and its end, where fit would have to resume with an epoch of no batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -162,7 +186,8 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int | None, logs: Any = None) -> None:
         if self._epoch_ended:
-            self._epoch_ended, self.batches_remaining = False, self.batches_per_commit
+            self._epoch_ended = False
+            self.batches_remaining = self.batches_per_commit
             self.commit()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -172,14 +197,15 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
 
-    (Upstream keeps the index of the last batch since the reset: it would repeat one batch, and forget the batches
-    before the first of two resets in one epoch.)
+    (Upstream keeps the index of the last batch since the reset: it would repeat one batch, and
+    forget the batches before the first of two resets in one epoch.)
 
-    The first epoch after a reset has only its remaining steps, at least one. Give fit the steps_per_epoch of a whole
-    epoch, and data that begin at batch number state.batch. If another number of ranks means other steps in an epoch,
-    scale state.batch before fit.
+    The first epoch after a reset has only its remaining steps, at least one. Give fit the
+    steps_per_epoch of a whole epoch, and data that begin at batch number state.batch. If another
+    number of ranks means other steps in an epoch, scale state.batch before fit.
 
-    Raises ValueError at the start of fit if Keras does not know the steps in an epoch.
+    Raises:
+        ValueError: at the start of fit, if Keras does not know the steps in an epoch.
     """
 
     def __init__(self, state: Any) -> None:
@@ -197,13 +223,16 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
-        # fit reads its number of steps once, before callbacks could change it. But it checks stop_training after each
-        # batch and again after the epoch, so setting and then clearing it ends only the epoch.
-        if self._done_before and self.state.batch >= self.params["steps"] and not self.model.stop_training:
+        # fit reads its number of steps once, before callbacks could change it. But it checks
+        # stop_training after each batch and again after the epoch, so setting and then clearing it
+        # ends only the epoch.
+        is_done = self._done_before and self.state.batch >= self.params["steps"]
+        if is_done and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.batch = self._done_before = 0
+        self.state.batch = 0
+        self._done_before = 0
         if self.model.stop_training is _END_OF_EPOCH:
             self.model.stop_training = False
 
@@ -211,8 +240,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 class UpdateEpochStateCallback(keras.callbacks.Callback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
-    Works with both ways to resume: fit(epochs=all - state.epoch), and fit(initial_epoch=state.epoch, epochs=all),
-    where other callbacks see the true epoch too.
+    Works with both ways to resume: fit(epochs=all - state.epoch), and
+    fit(initial_epoch=state.epoch, epochs=all), where other callbacks see the true epoch too.
     """
 
     def __init__(self, state: Any) -> None:
@@ -221,6 +250,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.initial_epoch = self.state.epoch
+        # The number that this fit gives its first epoch, which depends on the way to resume.
         self._first: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -1,4 +1,7 @@
-"""Checks that weights are equal on all ranks. Fingerprints make it cost one pass and one tiny message."""
+"""Checks that weights are equal on all ranks.
+
+Ranks compare fingerprints, so that a check costs one pass over the weights and one tiny message.
+"""
 
 import socket
 from collections import Counter
@@ -12,17 +15,18 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras import unlike_weights
+from hvtrain.keras import forgotten_broadcast
 from hvtrain.keras.collectives import sum_arrays
+
+MAX_NAMED_RANKS = 4
 
 
 class WeightCheck:
     """Compares a built model's weights and optimizer state over the ranks (every rank).
 
-    Weights that no gradient touches, such as the moving statistics of BatchNormalization, follow each rank's own
-    batches and so differ. `average_untrained` gives them one value, and only then are they compared too.
-
-    Fingerprints are FarmHash64 of the bytes (tf.fingerprint). Raises RankError on all ranks if they differ.
+    Weights that no gradient touches, such as the moving statistics of BatchNormalization, follow
+    each rank's own batches and so differ. `average_untrained` gives them one value, and only then
+    are they compared too.
 
     Args:
         model: a built model.
@@ -31,88 +35,117 @@ class WeightCheck:
     """
 
     def __init__(
-        self, model: keras.Model, enabled: bool = True, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        model: keras.Model,
+        enabled: bool = True,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._trained = [*model.trainable_variables, *(model.optimizer.variables if model.optimizer else ())]
-        known = {id(variable) for variable in self._trained}
-        self._untrained = [variable for variable in model.weights if id(variable) not in known]
+        self._trained = list(model.trainable_variables)
+        if model.optimizer:
+            self._trained += model.optimizer.variables
+        trained_ids = {id(variable) for variable in self._trained}
+        self._untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
         self._fingerprint = tf.function(_fingerprints, reduce_retracing=False)
         self.enabled = enabled
         self.waiting = waiting
         self.num_checks = 0
 
     def __call__(self, when: str, everything: bool = False) -> None:
-        """Compares; `when` goes into the message. everything: also the weights that no gradient touches."""
+        """Compares the weights of all ranks.
+
+        Args:
+            when: for the message, such as "at batch 500".
+            everything: also compare the weights that no gradient touches.
+
+        Raises:
+            RankError: on all ranks, if they differ.
+        """
         if self._is_alone or not self.enabled:
             return
         self.num_checks += 1
-        variables = [*self._trained, *(self._untrained if everything else ())]
+        variables = list(self._trained)
+        if everything:
+            variables += self._untrained
         with self.waiting():
-            if different := self._different(variables):
+            different = self._find_different(variables)
+            if different:
                 raise RankError(_describe(variables, different, when))
-        unlike_weights.made_equal()
+        forgotten_broadcast.made_equal()
 
     def average_untrained(self) -> None:
-        """Sets the weights that no gradient touches to their means over the ranks, where they differ.
+        """Sets weights that no gradient touches to their means over the ranks, where they differ.
 
         In double precision, so that the mean of equal values is that value, on any number of ranks.
         """
         if self._is_alone or not self._untrained:
             return
         with self.waiting():
-            different = [self._untrained[at] for at in self._different(self._untrained)]
-            floating = [v for v in different if keras.backend.is_float_dtype(v.dtype)]
-            for variable, total in zip(floating, sum_arrays([v.numpy() for v in floating])):
+            different = [self._untrained[position] for position in self._find_different(self._untrained)]
+            floating = [variable for variable in different if keras.backend.is_float_dtype(variable.dtype)]
+            sums = sum_arrays([variable.numpy() for variable in floating])
+            for variable, total in zip(floating, sums):
                 variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
 
     @property
     def _is_alone(self) -> bool:
         return not hvd.is_initialized() or hvd.size() == 1
 
-    def _different(self, variables: list[Any]) -> dict[int, np.ndarray]:
-        """Positions of the variables that differ between ranks, with all ranks' fingerprints [ranks, 8]."""
+    def _find_different(self, variables: list[Any]) -> dict[int, np.ndarray]:
+        """Returns the variables that differ: position, and all ranks' fingerprints [ranks, 8]."""
         own, whole = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
-            # The maximum of the fingerprints, and of their negations: if both are this rank's, all are equal.
+            # The maximum of the fingerprints, and of their negations: if both are this rank's, all
+            # are equal.
             largest = hvd.allreduce(tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint")
             if np.array_equal(largest[0], -largest[1]):
                 return {}
-            every = hvd.allgather(own[None], name="hvtrain.fingerprints").numpy()
-        differs = (every != every[:1]).any(axis=(0, 2))
-        return {int(at): every[:, at] for at in np.flatnonzero(differs)}
+            by_rank = hvd.allgather(own[None], name="hvtrain.fingerprints").numpy()
+        differs = (by_rank != by_rank[:1]).any(axis=(0, 2))
+        return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
 
 def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str) -> str:
-    """The error message: which ranks differ from the most common value, where first and by how much (every rank)."""
-    at, prints = next(iter(different.items()))
-    votes = [row.tobytes() for row in prints]
-    usual = Counter(votes).most_common(1)[0][0]
+    """Returns the error message (every rank).
+
+    It names the ranks that differ from the most common value, the first variable that differs, and
+    by how much.
+    """
+    position, fingerprints = next(iter(different.items()))
+    votes = [row.tobytes() for row in fingerprints]
+    usual, _ = Counter(votes).most_common(1)[0]
     reference = votes.index(usual)
-    value = np.asarray(variables[at].numpy(), np.float64)
-    right = hvd.broadcast(tf.constant(value), reference, name="hvtrain.reference").numpy()
+
+    own = np.asarray(variables[position].numpy(), np.float64)
+    expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
     with np.errstate(invalid="ignore"):
-        gap = float(np.max(np.abs(value - right), initial=0.0))
-    found: list[tuple[float, str]] = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
-    others = [rank for rank, vote in enumerate(votes) if vote != usual]
-    largest = max(found[rank][0] for rank in others)
-    named = ", ".join(f"rank {rank} on {found[rank][1]}" for rank in others[:4])
-    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    rest = f", and {len(different) - 1} more variables" if len(different) > 1 else ""
-    scale = np.max(np.abs(right), initial=0.0)
+        gap = float(np.max(np.abs(own - expected), initial=0.0))
+    scale = np.max(np.abs(expected), initial=0.0)
+    gathered = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
+    gaps, hosts = zip(*gathered)
+
+    wrong = [rank for rank, vote in enumerate(votes) if vote != usual]
+    largest = max(gaps[rank] for rank in wrong)
+    ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong[:MAX_NAMED_RANKS])
+    if len(wrong) > MAX_NAMED_RANKS:
+        ranks += f" and {len(wrong) - MAX_NAMED_RANKS} more"
+    others = f", and {len(different) - 1} more variables" if len(different) > 1 else ""
     return (
-        f"weights differ {when}: {named}{more} against rank {reference} on {found[reference][1]}; first in "
-        f"{variables[at].path} by up to {largest:.3g} (values up to {scale:.3g}){rest}; "
+        f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
+        f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
         "training stops, and the last checkpoint is from before; look for what changes weights on one rank alone"
     )
 
 
 def fingerprint(tensors: list[Any]) -> bytes:
-    """One fingerprint, 8 bytes, of all the bytes of some tensors or arrays."""
+    """Returns one fingerprint, 8 bytes, of all the bytes of some tensors or arrays."""
     return _fingerprints([tf.convert_to_tensor(tensor) for tensor in tensors])[1].numpy().tobytes()
 
 
 def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-    """A fingerprint of each tensor, uint8 [n, 8], and one of them all, int64."""
+    """Returns a fingerprint of each tensor, uint8 [n, 8], and one of them all, int64.
+
+    They are FarmHash64 of the bytes (tf.fingerprint).
+    """
     with tf.device("/CPU:0"):
         own = tf.concat([tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors], axis=0)
         whole = tf.bitcast(tf.fingerprint(tf.reshape(own, [1, -1]))[0], tf.int64)

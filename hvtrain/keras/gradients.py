@@ -1,7 +1,7 @@
-"""Checks of gradients: whether ranks are about to reduce the same ones, and whether the result is finite.
+"""Checks of gradients: do all ranks reduce the same ones, and is the result finite?
 
-Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past the end of a buffer,
-and a gradient that one rank lacks makes the others wait forever.
+Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past
+the end of a buffer, and a gradient that one rank lacks makes the others wait forever.
 """
 
 import hashlib
@@ -14,13 +14,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras import unlike_weights
+from hvtrain.keras import forgotten_broadcast
 
 _ADVICE = {
     "gradient": "build the same model, loss and optimizers",
     "tensor": "give tensors of the same types and shapes",
 }
 NOT_FINITE = "hvtrain: the gradient is not finite"
+
 # Names of reductions, and digests of the structures that all ranks were found to share.
 _compared: set[tuple[str, str]] = set()
 
@@ -37,98 +38,119 @@ def compare_structure(
     gradients: Sequence[Any],
     variables: Sequence[Any],
     process_set: Any,
-    what: str = "gradient",
+    noun: str = "gradient",
     num_steps: Callable[[], int] | None = None,
 ) -> None:
-    """Raises RankError on all ranks if they would not reduce the same gradients in the same way (every rank).
+    """Raises RankError on all ranks if they would not reduce the same gradients alike (every rank).
 
-    what: "gradient" or "tensor", for the message. num_steps: how many steps the reduction has done; if given, ranks
-    that go on from unlike weights are told so.
+    The ranks exchange one digest for each structure that is new to a reduction of this name: while
+    a step is traced, or in the first eager step. A step traced again, for a batch of another size,
+    sends nothing. All reductions share the name of that message, so that a rank that steps with
+    another optimizer meets the others there. Only the names of layer and weight are compared,
+    without the numbers that Keras adds (dense_1): numbers depend on what else a rank has built, and
+    the model's name on whether the rank loaded it.
 
-    The ranks exchange one digest for each structure that is new to a reduction of this name: while a step is traced,
-    or in the first eager step. A step traced again, for a batch of another size, sends nothing. All reductions share
-    the name of that message, so that a rank that steps with another optimizer meets the others there. Only the names of
-    layer and weight are compared, without the numbers that Keras adds (dense_1): numbers depend on what else a rank
-    has built, and the model's name on whether the rank loaded it.
+    Args:
+        reduction: its name, the same on all ranks.
+        settings: how it reduces.
+        gradients: tensors, IndexedSlices, TensorSpecs or None.
+        variables: one for each gradient, or None.
+        process_set: the ranks that compare.
+        noun: "gradient" or "tensor", for the message.
+        num_steps: returns the number of steps that the reduction has done. If given, ranks whose
+            weights differ too are watched, and warned if no broadcast follows.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
             return  # A TensorFlow 1 graph cannot exchange anything while it is built.
+
         pairs = zip_longest(gradients, variables[: len(gradients)])
         lines = [f"{settings}, name={reduction}", *(describe(*pair) for pair in pairs)]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        if (reduction, digest) in _compared:
+        structure = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        if (reduction, structure) in _compared:
             return
+
         options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
-        weights = unlike_weights.digest_of(variables) if num_steps else None
-        kinds, values = zip(*hvd.allgather_object((digest, weights), **options))
-        if len(set(kinds)) > 1:
-            found = hvd.allgather_object(lines, **options)
-            raise RankError(difference(found, getattr(process_set, "ranks", None) or range(len(found)), what))
-        _compared.add((reduction, digest))
-        if num_steps and None not in values and len(set(values)) > 1:
-            unlike_weights.watch(variables, num_steps, process_set)
+        weights = forgotten_broadcast.digest_of(variables) if num_steps else None
+        structures, all_weights = zip(*hvd.allgather_object((structure, weights), **options))
+        if len(set(structures)) > 1:
+            lines_by_rank = hvd.allgather_object(lines, **options)
+            ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
+            raise RankError(difference(lines_by_rank, ranks, noun))
+        _compared.add((reduction, structure))
+        if num_steps and None not in all_weights and len(set(all_weights)) > 1:
+            forgotten_broadcast.watch(variables, num_steps, process_set)
 
 
 def describe(gradient: Any, variable: Any) -> str:
-    """One line with the names of layer and weight, and the gradient's type and shape.
+    """Returns one line with the names of layer and weight, and the gradient's type and shape.
 
     >>> describe(tf.zeros([2, 3]), tf.Variable(tf.zeros([2, 3]), name="model_1/dense_4/kernel"))
     'dense/kernel float32 [2, 3]'
     """
-    name = getattr(variable, "path", None) or ("" if isinstance(variable, tf.Tensor) else getattr(variable, "name", ""))
+    name = getattr(variable, "path", None)
+    if not name and not isinstance(variable, tf.Tensor):
+        name = getattr(variable, "name", None)
     name = "/".join(re.sub(r"(_\d+|:\d+)(?=/|$)", "", name or "").split("/")[-2:])
     if gradient is None:
-        kind = "without a gradient"
+        description = "without a gradient"
     elif isinstance(gradient, tf.IndexedSlices):
-        kind = f"{gradient.dtype.name} rows of {_dimensions(gradient.values.shape[1:])}, sparse"
+        description = f"{gradient.dtype.name} rows of {_dimensions(gradient.values.shape[1:])}, sparse"
     else:
-        kind = f"{gradient.dtype.name} {_dimensions(gradient.shape)}"
-    return f"{name} {kind}".strip()
+        description = f"{gradient.dtype.name} {_dimensions(gradient.shape)}"
+    return f"{name} {description}".strip()
 
 
-def difference(found: Sequence[Sequence[str]], ranks: Sequence[int], what: str = "gradient") -> str:
-    """An error message on the first rank that differs from the first one. found: by rank, settings and then gradients.
+def difference(lines_by_rank: Sequence[Sequence[str]], ranks: Sequence[int], noun: str = "gradient") -> str:
+    """Returns an error message on the first rank that differs from the first one.
+
+    Args:
+        lines_by_rank: for each of the ranks one line for the settings and one for each gradient.
 
     >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]
     'cannot reduce the gradients of ranks 0 and 4: gradient 0 is a float32 [2] on rank 0, a float32 [3] on rank 4'
     """
-    other, lines = next((rank, lines) for rank, lines in zip(ranks, found) if lines != found[0])
-    pairs = enumerate(zip_longest(found[0], lines, fillvalue="missing"))
-    at, (first, second) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-    subject = f"{what} {at - 1} is" if at else "the reduction is set to"
+    first_lines = lines_by_rank[0]
+    other, other_lines = next((rank, lines) for rank, lines in zip(ranks, lines_by_rank) if lines != first_lines)
+    pairs = enumerate(zip_longest(first_lines, other_lines, fillvalue="missing"))
+    line, (first, second) = next((line, pair) for line, pair in pairs if pair[0] != pair[1])
+    subject = f"{noun} {line - 1} is" if line else "the reduction is set to"
     return (
-        f"cannot reduce the {what}s of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
-        f"{second} on rank {other}; {_ADVICE[what]}, in the same order, on every rank"
+        f"cannot reduce the {noun}s of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
+        f"{second} on rank {other}; {_ADVICE[noun]}, in the same order, on every rank"
     )
 
 
 def _dimensions(shape: tf.TensorShape) -> str:
-    return str(shape.as_list()) if shape.rank is not None else "of any shape"
+    return "of any shape" if shape.rank is None else str(shape.as_list())
 
 
 class FiniteCheck:
-    """Passes finite gradients on; otherwise remembers the ranks at fault and fails the step, before it changes weights.
+    """Fails a step on all ranks, before it changes weights, if its gradients are not finite.
 
-    NaN and infinity survive the sum over the ranks, so every rank sees them in the result and no message is needed to
-    agree. Only then do the ranks exchange whose own gradient it was. The step fails on every rank with
-    tf.errors.InvalidArgumentError, whose message holds NOT_FINITE.
-
-    waits: the update begins only once the check has passed. A GPU would stand idle meanwhile; there the update begins
-    at once, with zeros instead of gradients that are not finite, and the step fails all the same.
+    Remembers the ranks at fault.     NaN and infinity survive the sum over the ranks, so every rank
+    sees them in the result and no message is needed to agree. Only then do the ranks exchange whose
+    own gradient it was. The step fails on every rank with tf.errors.InvalidArgumentError, whose
+    message holds NOT_FINITE.
     """
 
     def __init__(self) -> None:
         self.waits = not tf.config.list_logical_devices("GPU")
+        """True if the update begins only once the check has passed. A GPU would stand idle
+        meanwhile. There the update begins at once, with zeros instead of gradients that are not
+        finite, and the step fails all the same."""
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
             nobody = tf.zeros([self.num_processes], tf.int32)
             self.at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
-        """The gradients in `reduced`, once they are known to be finite; `own` are this rank's before the reduction.
+        """Returns the gradients in `reduced`, once they are known to be finite.
 
-        excused: a condition, the same on all ranks, under which non-finite gradients pass.
+        Args:
+            own: this rank's gradients before the reduction.
+            reduced: the same on all ranks.
+            excused: a condition, the same on all ranks, under which non-finite gradients pass.
         """
 
         def fail() -> tf.Operation:
@@ -139,33 +161,40 @@ class FiniteCheck:
         is_fine = tf.logical_or(are_finite(reduced), excused)
         passed = tf.cond(is_fine, tf.no_op, fail)
 
-        def kept(values: tf.Tensor) -> tf.Tensor:
+        def checked(values: tf.Tensor) -> tf.Tensor:
             return tf.identity(values) if self.waits else tf.where(is_fine, values, tf.zeros_like(values))
 
         with tf.control_dependencies([passed] if self.waits else []):
-            return [None if gradient is None else map_values(kept, gradient) for gradient in reduced]
+            return [None if gradient is None else map_values(checked, gradient) for gradient in reduced]
 
     @property
     def num_processes(self) -> int:
         return int(hvd.size())
 
     def faults(self, own: Sequence[Any]) -> tf.Tensor:
-        """1 for each rank whose own gradients are not finite, else 0; int32 [ranks] (every rank)."""
+        """Returns int32 [ranks], 1 for ranks whose own gradients are not finite (every rank)."""
         fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
         return hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """True if all values are finite. One pass: a tensor's sum is not finite if one of its values is not."""
+    """Returns a boolean tensor, true if all values are finite.
+
+    One pass: a tensor's sum is not finite if one of its values is not.
+    """
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    if not values:
+        return tf.constant(True)
     # Half precision would overflow in the sum.
     values = [tf.cast(value, tf.float32) if value.dtype.size < 4 else value for value in values]
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in values]
-    return tf.math.is_finite(tf.add_n(sums)) if sums else tf.constant(True)
+    return tf.math.is_finite(tf.add_n(sums))
 
 
 def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rows whose indices are all different, with these: the same bits on every rank, since the CPU sums in order.
+    """Sums the rows that have the same index; returns the sums and their indices, each once.
+
+    The same bits on every rank, since the CPU sums in order.
 
     >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([7, 4, 7]))
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -176,8 +205,18 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
         return tf.math.unsorted_segment_sum(values, positions, tf.size(unique)), unique
 
 
-def map_values(function: Any, gradient: Any) -> Any:
+def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
     """Applies a function to a dense gradient, or to the values of IndexedSlices."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
+
+
+def overwrites(variable: Any) -> bool:
+    """Returns True if Keras sets this variable to its gradient, as it does for float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def variable_id(variable: Any) -> int:
+    """Returns the same number for a Keras variable and for the TensorFlow variable inside it."""
+    return id(variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable))

@@ -1,8 +1,9 @@
-"""Mixins behind DistributedOptimizer: where in the step of a Keras optimizer the gradients are reduced.
+"""Mixins behind DistributedOptimizer: where in an optimizer's step the gradients are reduced.
 
-Each mixin is put before the class of the wrapped optimizer, see `make_distributed`. It reduces where the step is
-entered, before anything that the optimizer's own class does. So a class that overrides the step, transforms gradients
-or hands them on to other optimizers works on the joint gradient too.
+Each mixin is put before the class of the wrapped optimizer, see `make_distributed`. It reduces
+where the step is entered, before anything that the optimizer's own class does. So a class that
+overrides the step, transforms gradients or hands them on to other optimizers works on the joint
+gradient too.
 """
 
 import io
@@ -23,7 +24,6 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.variables import VariableList
 
 
 @dataclass(eq=False)
@@ -33,9 +33,11 @@ class Hook:
     reducer: Reducer
     finite_check: FiniteCheck | None
     requires_scaled_loss: bool = True
-    """A LossScaleOptimizer raises if no loss went through its scale_loss, instead of leaving gradients unscaled."""
+    """True: a LossScaleOptimizer raises if no loss went through its scale_loss. False: it then
+    leaves gradients unscaled."""
     loss_was_scaled: bool = False
     variables: list[Any] = field(default_factory=list)
+    """Those of the accumulated gradients that are about to be clipped."""
 
 
 # Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.
@@ -43,13 +45,27 @@ _active = threading.local()
 
 
 def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[Any], Any]) -> None:
-    """Changes the optimizer's class, in place, to a subclass with the mixin. `wrap` does the same to a copy."""
-    # Past Keras's __setattr__, which would track the counters as state of the optimizer and save them.
+    """Changes the optimizer's class, in place, to a subclass with the mixin.
+
+    Args:
+        optimizer: a Keras optimizer.
+        mixin: Distributed, or a subclass of it.
+        hook: what the mixin needs.
+        wrap: makes a copy of the optimizer distributed too.
+    """
+    # Past Keras's __setattr__, which would track the counters as state of the optimizer and save
+    # them.
     object.__setattr__(optimizer, "_hvtrain", hook)
     base = type(optimizer)
-    # The base's own names: Keras writes them into saved models, which then load as the plain class.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (mixin, base), {**names, "_hvtrain_wrap": staticmethod(wrap)})
+    names = {
+        # The base's own names: Keras writes them into saved models, which then load as the plain
+        # class.
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_hvtrain_wrap": staticmethod(wrap),
+    }
+    optimizer.__class__ = type(base.__name__, (mixin, base), names)
 
 
 def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
@@ -57,14 +73,25 @@ def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
 
 
 def hook_of(optimizer: Any) -> Hook | None:
-    """The hook of a distributed optimizer; None of a plain one."""
+    """Returns the hook of a distributed optimizer, or None for a plain one."""
     return getattr(optimizer, "_hvtrain", None)
 
 
 def overridden_steps(cls: type) -> list[str]:
-    """Methods of Keras's step that an optimizer class overrides: none of Adam, "apply" of MultiOptimizer."""
+    """Returns the methods of Keras's step that a class overrides.
+
+    >>> overridden_steps(keras.optimizers.Adam)
+    []
+    """
     steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     return [name for name in steps if getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)]
+
+
+class VariableList(list[Any]):
+    """A list that can be called as well: optimizer.variables was a method in Keras 2."""
+
+    def __call__(self) -> list[Any]:
+        return self
 
 
 class Distributed:
@@ -77,27 +104,31 @@ class Distributed:
         return VariableList(super().variables)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        """For pickle and copy: saves as Keras does, as the plain class, and the copy reduces as this one does."""
-        reducer = self._hvtrain.reducer
-        if reducer.names_variables:
+        """Pickles and copies as the plain class, as Keras does; the copy reduces too."""
+        if self._hvtrain.reducer.names_variables:
             raise ValueError(
                 "a DistributedOptimizer with local variables, or with lists of variables as groups, cannot be copied: "
                 "a copy has other variables; copy the plain optimizer, and wrap the copy"
             )
-        return _load_copy, (super().__reduce__()[1][0], self._hvtrain_wrap)  # type: ignore[attr-defined]
+        saved = super().__reduce__()[1][0]
+        return _load_copy, (saved, self._hvtrain_wrap)  # type: ignore[attr-defined]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        variables = trainable_variables if trainable_variables is None else list(trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
         with _entering_step(self) as is_outermost:
-            return self._step(self._reduce(grads, variables) if is_outermost else grads, variables)
+            if is_outermost:
+                grads = self._reduce(grads, variables)
+            return self._step(grads, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        # Keras's own method calls apply, which the runner replaces while XLA compiles the rest of the step.
+        # Keras's own method calls apply, which the runner replaces while XLA compiles the rest of
+        # the step.
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
         with _entering_step(self) as is_outermost:
-            grads = self._reduce(grads, variables) if is_outermost else grads
+            if is_outermost:
+                grads = self._reduce(grads, variables)
             return super().apply_gradients(list(zip(grads, variables)))  # type: ignore[misc]
 
     def scale_loss(self, loss: Any) -> Any:
@@ -114,33 +145,34 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A copy that reduces too. The second base of a class that make_distributed made is the plain one."""
-        return cls._hvtrain_wrap(cls.__bases__[1].from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
+        """Makes a copy that reduces too."""
+        plain_class: Any = cls.__bases__[1]  # The second base of a class that make_distributed made.
+        return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
-        """The gradients of the joint batch from those of this rank."""
-        if (
-            any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
-            and not self._hvtrain.reducer.averages
-        ):
+        """Returns the gradients of the joint batch, made of those of all ranks."""
+        reducer = self._hvtrain.reducer
+        come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
+        if come_from_tape and not reducer.averages:
             raise ValueError(
                 "these gradients come from a DistributedGradientTape, and a DistributedOptimizer that does not average "
                 "would reduce them twice; use a plain optimizer, or a plain tape"
             )
-        known = variables or getattr(self, "_trainable_variables", ())
-        # Keras itself refuses a wrong number of gradients later.
-        known = known if len(known) == len(grads) else None
-        return self._check(grads, self._hvtrain.reducer(grads, known))
+        variables = variables or getattr(self, "_trainable_variables", ())
+        if len(variables) != len(grads):
+            variables = None  # Keras itself refuses a wrong number of gradients later.
+        return self._check(grads, reducer(grads, variables))
 
     def _check(self, own: Any, reduced: Any) -> Any:
-        return self._hvtrain.finite_check(own, reduced) if self._hvtrain.finite_check else reduced
+        check = self._hvtrain.finite_check
+        return check(own, reduced) if check else reduced
 
     def _step(self, grads: Any, variables: Any) -> Any:
         return super().apply(grads, variables)  # type: ignore[misc]
 
 
 class DistributedAccumulation(Distributed):
-    """Reduces the accumulated gradients instead, once for each step that changes weights, just before clipping."""
+    """Reduces accumulated gradients, once for each step that changes weights, before clipping."""
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         return grads
@@ -151,11 +183,14 @@ class DistributedAccumulation(Distributed):
 
     def _step(self, grads: Any, variables: Any) -> Any:
         reducer = self._hvtrain.reducer
-        before = reducer.num_calls
+        calls_before = reducer.num_calls
         result = super()._step(grads, variables)
+        # A micro-step that only accumulates reduces nothing. A graph has both branches, so its
+        # trace must reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            return result  # A micro-step that only accumulates; a graph has both branches.
-        if reducer.num_calls == before and not reducer.is_alone and any(gradient is not None for gradient in grads):
+            return result
+        has_reduced = reducer.num_calls > calls_before
+        if not has_reduced and not reducer.is_alone and any(gradient is not None for gradient in grads):
             raise RankError(
                 f"{type(self).__name__} stepped without reducing a gradient, so each rank would train alone; "
                 "accumulate with one of Keras's own optimizers, or without gradient_accumulation_steps"
@@ -172,16 +207,20 @@ class DistributedAccumulation(Distributed):
 
 
 class DistributedLossScale(Distributed):
-    """Wraps LossScaleOptimizer: reduces the scaled gradients first, so that all ranks see the same overflow."""
+    """Wraps LossScaleOptimizer: reduces scaled gradients, so that all ranks see an overflow."""
 
     built: bool
 
     def _check(self, own: Any, reduced: Any) -> Any:
-        """Excuses an overflow, which halves the scale; at a scale below 1 a gradient is not finite by itself."""
-        if not self._hvtrain.finite_check or not self.built:
+        """Excuses an overflow, which halves the scale.
+
+        At a scale below 1 it is none: the gradient is not finite by itself.
+        """
+        check = self._hvtrain.finite_check
+        if not check or not self.built:
             return reduced
         is_overflow = self.dynamic_scale.value >= 1.0  # type: ignore[attr-defined]
-        return self._hvtrain.finite_check(own, reduced, excused=is_overflow)
+        return check(own, reduced, excused=is_overflow)
 
     def _step(self, grads: Any, variables: Any) -> Any:
         if self._hvtrain.loss_was_scaled:
@@ -198,20 +237,26 @@ class DistributedLossScale(Distributed):
 
 
 class DistributedLossScaleAccumulation(DistributedLossScale):
-    """Wraps LossScaleOptimizer around accumulation: one flag travels with each micro-step, gradients with each step.
+    """Wraps a LossScaleOptimizer whose inner optimizer accumulates.
 
-    Ranks that skipped different micro-steps would reduce at different times and wait for each other.
+    One number travels with each micro-step, gradients with each step. Ranks that skipped different
+    micro-steps would reduce at different times and wait for each other.
     """
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         reducer = self._hvtrain.reducer
         if reducer.is_alone:
             return grads
-        fine = tf.cast(are_finite(grads), tf.float32)
-        name = f"{reducer.name}_overflow"
-        least = hvd.allreduce(fine, op=hvd.Min, name=name, ignore_name_scope=True, process_set=reducer.process_set)
-        # Keras decides by looking at the gradients, so an overflow on another rank is put into the first of them.
-        poison = tf.where(least > 0, 0.0, float("nan"))
+        all_finite = hvd.allreduce(
+            tf.cast(are_finite(grads), tf.float32),
+            op=hvd.Min,
+            name=f"{reducer.name}_overflow",
+            ignore_name_scope=True,
+            process_set=reducer.process_set,
+        )
+        # Keras decides by looking at the gradients, so an overflow on another rank is put into the
+        # first of them.
+        poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)
         poisoned[first] = map_values(lambda values: values + tf.cast(poison, values.dtype), grads[first])
@@ -220,9 +265,10 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
 @contextmanager
 def _entering_step(optimizer: Any) -> Iterator[bool]:
-    """True for the call that enters the optimizer's step, False for those that the step itself makes.
+    """Yields True for the call that enters the step, False for those that the step itself makes.
 
-    Raises ValueError inside another optimizer, which would reduce twice, or not on all ranks.
+    Raises:
+        ValueError: inside another optimizer, which would reduce twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
     is_outermost = all(other is not optimizer for other in active)
@@ -233,9 +279,9 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
         )
-    # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let each rank decide
-    # alone whether to step, and the ranks that step would wait for those that skip; and it would scale twice. It is
-    # then one of the nearest callers.
+    # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let
+    # each rank decide alone whether to step, and the ranks that step would wait for those that
+    # skip; and it would scale twice. It is then one of the nearest callers.
     callers = (frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16))
     if is_outermost and not is_accumulation and any(name.endswith("loss_scale_optimizer.py") for name in callers):
         raise ValueError(

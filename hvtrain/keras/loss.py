@@ -1,4 +1,4 @@
-"""Losses that are exact over ranks which hold unlike amounts of what counts; see hvtrain/step/joint_loss.py."""
+"""Losses that are exact over ranks, however much of what counts each rank holds; see hvtrain/step/joint_loss.py."""
 
 import horovod.tensorflow as hvd
 import keras
@@ -9,22 +9,33 @@ from hvtrain.step.joint_loss import joint_loss
 
 
 def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802, as DistributedOptimizer
-    """The loss, changed so that the mean of its gradients over all ranks is the gradient of the joint batch.
+    """Changes a loss so that the mean of its gradients over all ranks is the gradient of the joint batch.
 
-    Ranks may then hold different numbers of masked or ignored elements, or different sums of weights with
-    reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. Other losses stay as they are, and cost
-    nothing. It acts only where a gradient is taken, which has to be on every rank: in evaluation it is the plain loss.
-    Keras saves it as the plain loss. Use it with an optimizer or a tape that averages.
+    Ranks may then hold different numbers of masked or ignored elements, or different sums of
+    weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. Other
+    losses stay as they are, and cost nothing. It acts only where a gradient is taken, which has to
+    be on every rank: in evaluation it is the plain loss. Keras saves it as the plain loss. Use it
+    with an optimizer or a tape that averages.
+
+    Args:
+        loss: of Keras, or a subclass of keras.losses.Loss.
+
+    Returns:
+        A copy, of a subclass of the same name.
+
+    Example:
+        loss = hvd.DistributedLoss(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
+        model.compile(hvd.DistributedOptimizer(optimizer), loss, jit_compile=False)
     """
     return joint_loss(loss, mean_over_ranks, hvd.size)
 
 
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
-    """This rank's part of the weighted mean of all ranks' values, times the number of ranks (every rank).
+    """Returns this rank's part of the weighted mean of all ranks' values, times the number of ranks (every rank).
 
-    So the mean over ranks of these numbers is sum(values x weights) / sum(weights) over the joint batch, and a
-    DistributedGradientTape or DistributedOptimizer, which takes the mean of gradients, gets the joint gradient. 0 if no
-    rank has a weight above 0.
+    So the mean over ranks of these numbers is sum(values x weights) / sum(weights) over the joint
+    batch, and a DistributedGradientTape or DistributedOptimizer, which takes the mean of gradients,
+    gets the joint gradient. 0 if no rank has a weight above 0.
 
     Args:
         values: of any shape, such as a loss for each example or token.
@@ -37,7 +48,11 @@ def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor
 
 
 def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
-    """The mean of a scalar over all ranks, as float32. In the graph. Raises ValueError inside XLA."""
+    """Returns the mean of a scalar over all ranks, as float32, in the graph.
+
+    Raises:
+        ValueError: inside XLA.
+    """
     number = tf.cast(number, tf.float32)
     if hvd.size() == 1:
         return number

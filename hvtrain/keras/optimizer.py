@@ -1,15 +1,19 @@
 """DistributedOptimizer: a Keras 3 optimizer that steps on the gradients of all ranks.
 
-Horovod's own version hooks a method that Keras 3 never calls, so it silently reduces nothing. This one reduces where
-the step is entered, or, with Keras's gradient accumulation, just before clipping. So there is one reduction for each
-step that changes weights, and clipping, weight decay and whatever else the optimizer's class does act on the reduced
-gradient (checked against one process on the joint batch, see tests/keras).
+Horovod's own version hooks a method that Keras 3 never calls, so it silently reduces nothing. This
+one reduces where the step is entered, or, with Keras's gradient accumulation, just before clipping.
+So there is one reduction for each step that changes weights, and clipping, weight decay and
+whatever else the optimizer's class does act on the reduced gradient (checked against one process on
+the joint batch, see tests/keras).
 """
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import h5py
 import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
@@ -48,58 +52,67 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> keras.optimizers.Optimizer:
     """Makes this optimizer reduce gradients over all ranks before it steps, and returns the same object.
 
-    Its class becomes a subclass of the same name, so slots and iterations that it already has stay, and a saved model
-    loads as the plain Keras optimizer anywhere. After `keras.models.load_model` wrap the loaded optimizer again,
-    `DistributedOptimizer(model.optimizer)`, or use hvtrain.keras.load_model.
+    Its class becomes a subclass of the same name, so slots and iterations that it already has stay,
+    and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model`
+    wrap the loaded optimizer again, `DistributedOptimizer(model.optimizer)`, or use
+    hvtrain.keras.load_model.
 
-    It either steps on the joint gradient or raises. What the optimizer's class overrides (apply, apply_gradients) gets
-    gradients that are reduced already. Gradients that the class computes by itself in its step are its own to reduce,
-    with DistributedGradientTape.
+    It either steps on the joint gradient or raises. What the optimizer's class overrides (apply,
+    apply_gradients) gets gradients that are reduced already. Gradients that the class computes by
+    itself in its step are its own to reduce, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is wrapped: all ranks
-    see an overflow on one of them, and skip the step together. It scales nothing if no loss goes through its
-    scale_loss, as in a loop of your own or with compile(auto_scale_loss=False).
+    Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is
+    wrapped: all ranks see an overflow on one of them, and skip the step together. It scales nothing
+    if no loss goes through its scale_loss, as in a loop of your own or with
+    compile(auto_scale_loss=False).
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
         name: new name of the optimizer.
-        op: Average, Sum or Adasum, over the ranks. Adasum (Maleki et al. 2020): see adasum.py.
+        op: Average, Sum or Adasum (Maleki et al. 2020), over the ranks.
         compression: Compression.none or Compression.fp16 on the wire.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.
         backward_passes_per_step: accumulate that many batches for each step (Keras's
             gradient_accumulation_steps); their gradients are summed, or averaged if
             average_aggregated_gradients is true. Either way there is one reduction for each step.
-        num_groups, groups: number of fused messages for each type of gradient (default: one), or lists of
-            variables whose gradients travel together.
+        num_groups, groups: number of fused messages for each type of gradient (default: one), or
+            lists of variables whose gradients travel together.
         process_set: ranks that exchange gradients; the others step on their own.
-        scale_local_gradients: divide the gradients of local variables (see register_local_var on the result,
-            and PartialDistributedOptimizer) by the number of ranks, as the averaged ones are.
+        scale_local_gradients: divide the gradients of local variables (see register_local_var on
+            the result, and PartialDistributedOptimizer) by the number of ranks, as the averaged
+            ones are.
         device_dense, device_sparse: as in Horovod.
-        check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient is not
-            finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups, messages of about that many bytes, the last variables first,
-            reduced while other gradients are computed; gradients of 4 MiB or more alone (not in Horovod).
+        check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient
+            is not finite (not in Horovod; costs one pass over the gradients).
+        bucket_bytes: instead of num_groups and groups, messages of about that many bytes, the last
+            variables first, reduced while other gradients are computed; gradients of 4 MiB or more
+            alone (not in Horovod).
 
     Raises:
         TypeError: not a Keras 3 optimizer.
-        ValueError: wrapped twice, or a step inside another optimizer; arguments that exclude each other, or
-            gradient_accumulation_steps of an optimizer that overrides Keras's step.
-        RankError: in the first step that is traced, if the ranks' gradients differ in number, names, shapes or types.
+        ValueError: wrapped twice, or a step inside another optimizer; arguments that exclude each
+            other, or gradient_accumulation_steps of an optimizer that overrides Keras's step.
+        RankError: in the first step that is traced, if the ranks' gradients differ in number,
+            names, shapes or types.
+
+    Example:
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+        model.compile(optimizer, "mse", jit_compile=False)
     """
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
-    # Those that it steps with are in LossScaleOptimizer and MultiOptimizer.
-    parts = [getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or [])]
-    if any(is_distributed(part) for part in [optimizer, *parts]):
-        raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
+    _check_is_plain(optimizer)
     if check_finite and process_set is not None:
         raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
-    requires_scaled_loss = is_scaled = isinstance(optimizer, LossScaleOptimizer)
+
+    is_scaled = isinstance(optimizer, LossScaleOptimizer)
+    requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
-        optimizer, is_scaled = LossScaleOptimizer(optimizer), True
+        optimizer = LossScaleOptimizer(optimizer)
+        is_scaled = True
+
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
         if inner.built or inner.gradient_accumulation_steps:
@@ -110,6 +123,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         inner.gradient_accumulation_steps = backward_passes_per_step
     if name:
         optimizer.name = name
+    accumulates = bool(inner.gradient_accumulation_steps)
+
     reducer = Reducer(
         op=op,
         compression=compression,
@@ -117,31 +132,49 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         groups=groups or num_groups or None,
         bucket_bytes=bucket_bytes,
         predivide_factor=gradient_predivide_factor,
+        # Keras averages the gradients that it accumulates; Horovod sums them by default.
         scale=1.0 if average_aggregated_gradients else float(backward_passes_per_step),
         device_dense=device_dense,
         device_sparse=device_sparse,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    # A step that is not linear in the gradients: its mean over ranks is not that of the joint
+    # batch.
+    own_steps = overridden_steps(type(inner))
+    if accumulates and own_steps:
+        raise ValueError(
+            f"{type(inner).__name__} overrides {', '.join(own_steps)} and has gradient_accumulation_steps="
+            f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
+        )
+
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if inner.gradient_accumulation_steps:
-        # A step that is not linear in the gradients: its mean over ranks is not that of the joint batch.
-        if names := overridden_steps(type(inner)):
-            raise ValueError(
-                f"{type(inner).__name__} overrides {', '.join(names)} and has gradient_accumulation_steps="
-                f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
-            )
+    if accumulates:
         make_distributed(inner, DistributedAccumulation, hook, wrap)
-        if is_scaled:
-            make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
-    else:
-        make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
+    if is_scaled:
+        mixin = DistributedLossScaleAccumulation if accumulates else DistributedLossScale
+        make_distributed(optimizer, mixin, hook, wrap)
+    elif not accumulates:
+        make_distributed(optimizer, Distributed, hook, wrap)
     return optimizer
 
 
+def _check_is_plain(optimizer: Any) -> None:
+    """Raises TypeError for anything but a Keras 3 optimizer, and ValueError for a distributed one."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
+    # LossScaleOptimizer and MultiOptimizer step with optimizers inside them.
+    parts = [
+        getattr(optimizer, "inner_optimizer", None),
+        *(getattr(optimizer, "optimizers", None) or []),
+    ]
+    if any(is_distributed(part) for part in [optimizer, *parts]):
+        raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
+
+
 def _wrap_copy(optimizer: keras.optimizers.Optimizer, scale: float, **options: Any) -> keras.optimizers.Optimizer:
-    """Wraps a copy, which accumulates by itself, so that its gradients are summed or averaged as the original's are."""
+    """Wraps a copy, which accumulates by itself, with the scale of the original."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -153,7 +186,7 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     **kwargs: Any,
 ) -> keras.optimizers.Optimizer:
-    """A DistributedOptimizer that keeps the gradients of local_layers on their rank.
+    """Makes a DistributedOptimizer that keeps the gradients of local_layers on their rank.
 
     The layers must be built. Keep them out of the broadcast too:
     BroadcastGlobalVariablesCallback(0, local_variables=layer.trainable_weights).
@@ -165,37 +198,12 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     return wrapped
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """True if the optimizer came from DistributedOptimizer."""
-    return hook_of(optimizer) is not None
-
-
-def num_reductions(optimizer: Any) -> int:
-    """Reductions that this optimizer ran on this rank, counted in the graph; 0 for a plain optimizer."""
-    hook = hook_of(optimizer)
-    return int(hook.reducer.count.numpy()) if hook else 0
-
-
-def divide_losses(optimizer: Any) -> None:
-    """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
-
-    For a model whose step passes its loss through scale_loss once, as Keras's own does. The weights are the same.
-    Has no effect on a LossScaleOptimizer.
-    """
-    hook = hook_of(optimizer)
-    if hook and not isinstance(optimizer, LossScaleOptimizer):
-        hook.reducer.divide_losses()
-
-
-def ranks_at_fault(optimizer: Any) -> list[int]:
-    """Ranks whose own gradient was not finite, after a step failed because of it."""
-    hook = hook_of(optimizer)
-    faults = hook.finite_check.at_fault.numpy() if hook and hook.finite_check else []
-    return [rank for rank, fault in enumerate(faults) if fault]
-
-
 def local_weights(local_layers: Any) -> list[Any]:
-    """Trainable weights of one Keras layer or of several. Raises ValueError for anything else."""
+    """Returns the trainable weights of one Keras layer or of several.
+
+    Raises:
+        ValueError: for anything else, and for a layer that is not built.
+    """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
@@ -203,3 +211,106 @@ def local_weights(local_layers: Any) -> list[Any]:
         if not layer.built:
             raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
     return [weight for layer in layers for weight in layer.trainable_weights]
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Returns True if the optimizer came from DistributedOptimizer."""
+    return hook_of(optimizer) is not None
+
+
+def num_reductions(optimizer: Any) -> int:
+    """Returns the number of reductions that this optimizer ran on this rank, 0 if it is plain.
+
+    Counted in the graph.
+    """
+    hook = hook_of(optimizer)
+    return int(hook.reducer.count.numpy()) if hook else 0
+
+
+def divide_losses(optimizer: Any) -> None:
+    """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
+
+    For a model whose step passes its loss through scale_loss once, as Keras's own does. The weights
+    are the same. Has no effect on a LossScaleOptimizer.
+    """
+    hook = hook_of(optimizer)
+    if hook and not isinstance(optimizer, LossScaleOptimizer):
+        hook.reducer.divide_losses()
+
+
+def ranks_at_fault(optimizer: Any) -> list[int]:
+    """Returns the ranks whose own gradient was not finite, after a step failed because of it."""
+    hook = hook_of(optimizer)
+    if not hook or not hook.finite_check:
+        return []
+    return [rank for rank, is_at_fault in enumerate(hook.finite_check.at_fault.numpy()) if is_at_fault]
+
+
+def load_model(
+    filepath: str | Path,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = hvd.Compression.none,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Loads a model as keras.models.load_model does, and wraps its optimizer in DistributedOptimizer.
+
+    The optimizer's slots and iterations stay. A model that was saved without an optimizer comes
+    without one.
+
+    Args:
+        filepath: a .keras, .h5 or .hdf5 file.
+        custom_optimizers: classes of your own.
+        custom_objects: as in Keras; may also name a function that makes an optimizer from its
+            configuration, as in Horovod's examples.
+        compression: as in DistributedOptimizer.
+        legacy_opts: Horovod's; must be False.
+
+    Raises:
+        ValueError: for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for
+            a file that holds code, such as a Lambda layer's, unless
+            keras.config.enable_unsafe_deserialization() was called.
+    """
+    if legacy_opts:
+        raise ValueError("legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have")
+    objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    for name, maker in (custom_objects or {}).items():
+        objects[name] = _as_class(name, maker)
+    model = keras.models.load_model(filepath, custom_objects=objects)
+
+    if model.optimizer is not None and Path(filepath).suffix in (".h5", ".hdf5"):
+        model.optimizer = _h5_optimizer(model, filepath)
+    if model.optimizer is not None and not is_distributed(model.optimizer):
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _as_class(name: str, maker: Any) -> Any:
+    """Gives a function, such as a lambda that makes an optimizer, the from_config that Keras calls.
+
+    A function under its own name, such as a loss, stays: Keras takes it as it is.
+    """
+    if not isinstance(maker, FunctionType) or maker.__name__ == name:
+        return maker
+
+    class Maker:
+        from_config = staticmethod(lambda config: maker(**config))
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return maker(*args, **kwargs)
+
+    return Maker
+
+
+def _h5_optimizer(model: keras.Model, path: str | Path) -> keras.optimizers.Optimizer:
+    """Restores an optimizer with its slots.
+
+    Keras 3.15 builds it for no variable, and so drops them (legacy_h5_format.py).
+    """
+    optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+    optimizer.build(model.trainable_variables)
+    with h5py.File(path) as file:
+        group = file.get("optimizer_weights")
+        if group:
+            optimizer.set_weights([group[name][()] for name in group.attrs["weight_names"]])
+    return optimizer

@@ -1,8 +1,8 @@
 """Starts one rank under any launcher, or under none, and recognizes that others are lost.
 
-Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher at all (MPI cannot
-start alone from the MPI wheel, so Gloo starts instead), and settings for one launcher that are exported under another,
-which silently makes every rank a job of its own.
+Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher
+at all (MPI cannot start alone from the MPI wheel, so Gloo starts instead), and settings for one
+launcher that are exported under another, which silently makes every rank a job of its own.
 """
 
 import contextlib
@@ -19,17 +19,22 @@ from horovod.common.exceptions import HorovodInternalError
 from hvtrain.errors import RankError
 from hvtrain.system import console, cores, interfaces
 
-# Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and Intel MPI; srun.
+# Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and
+# Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
-# Open MPI's default for two ranks allocates as much memory as it sums, each time; segments stay in the cache.
+
+# Open MPI's default for two ranks allocates as much memory as it sums, each time; segments stay in
+# the cache.
 _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
-# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod is not enough:
-# a traceback out of the user's data function may hold it in the name of a folder.
+
+# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod
+# is not enough: a traceback out of the user's data function may hold it in the name of a folder.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -37,53 +42,64 @@ _LOST = re.compile(
 
 
 def launched_size() -> int | None:
-    """Number of ranks that the launcher started; None if no launcher started this process."""
+    """Returns the number of ranks that the launcher started; None without a launcher."""
     sizes = (os.environ.get(name, "") for name in _SIZE_VARIABLES)
     return next((int(size) for size in sizes if size.isdigit()), None)
 
 
 def is_elastic() -> bool:
-    """True in an elastic job, where the launcher's number of ranks may be out of date."""
+    """Returns True in an elastic job, where the launcher's number of ranks may be out of date."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; a second call does nothing. Arguments are those of horovod.tensorflow.init.
 
-    Raises RankError if the launcher started several ranks and this one finds no other.
+    Raises:
+        RankError: if the launcher started several ranks and this one finds no other.
     """
     _choose_interface()
     _set_defaults()
     if sys.excepthook is not _explain_lost_ranks:
         _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _explain_lost_ranks
-    elastic = is_elastic()
-    expected = launched_size()
-    if expected is None and not elastic:
+    expected_size = launched_size()
+    if expected_size is None and not is_elastic():
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
-    before = cores.threads()
+
+    threads_before = cores.threads()
     hvd.init(*args, **kwargs)
     if _uses_mpi() and not tf.config.list_physical_devices("GPU"):
-        # Horovod's threads poll inside MPI, without sleep, on cores that compute. A niceness 5 above the others' gives
-        # them a quarter of a contended core.
-        for thread in cores.threads() - before:
-            with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
-                os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
-    if expected is not None and expected > 1 and hvd.size() == 1 and not elastic:
+        _lower_priority(cores.threads() - threads_before)
+
+    if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not is_elastic():
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+        reason = f" with {settings}" if settings else ""
         hvd.shutdown()
         raise RankError(
-            f"the launcher started {expected} ranks but this one finds itself alone"
-            f"{f' with {settings}' if settings else ''}; unset those variables, or start with horovodrun"
+            f"the launcher started {expected_size} ranks but this one finds itself alone{reason}; "
+            "unset those variables, or start with horovodrun"
         )
 
 
-def keep_mpi_initialized() -> None:
-    """Initializes MPI before Horovod does, so that Horovod can be shut down and started again (call before init).
+def _lower_priority(threads: set[int]) -> None:
+    """Lets Horovod's threads, which poll inside MPI without sleep, give way to those that compute.
 
-    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once.
+    A niceness 5 above the others' gives them a quarter of a contended core.
+    """
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+            niceness = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness + 5))
+
+
+def keep_mpi_initialized() -> None:
+    """Initializes MPI before Horovod does, so that Horovod can be shut down and started again.
+
+    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once. Call it
+    before init.
     """
     if _uses_mpi():
         _set_defaults()
@@ -96,18 +112,23 @@ def _uses_mpi() -> bool:
 
 
 def _set_defaults() -> None:
-    """Sets how MPI waits and sums, Horovod's cycle time (ms) and fusion; variables that the user set stay.
+    """Sets how MPI waits and sums, Horovod's cycle time (ms) and fusion.
 
-    Horovod's threads meet once a cycle, and all but the last of them wait inside MPI, which takes a whole core of each.
-    So they yield to threads that compute; and since they wait all the time anyway, a shorter cycle costs nothing.
-    Between hosts each cycle is a message on the network, so Horovod's 1 ms stays there.
+    Variables that the user set stay.
+
+    Horovod's threads meet once a cycle, and all but the last of them wait inside MPI, which takes a
+    whole core of each. So they yield to threads that compute; and since they wait all the time
+    anyway, a shorter cycle costs nothing. Between hosts each cycle is a message on the network, so
+    Horovod's 1 ms stays there.
     """
-    # Buckets are the messages already; fusing them again would only copy. All ranks must set the same, or they hang.
+    # Buckets are the messages already; fusing them again would only copy. All ranks must set the
+    # same, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     # Horovod names a rank that others wait for after a minute, and would let them wait forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
     if not _uses_mpi():
         return
+
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # The launcher, Open MPI's or Horovod's, says whether it has put all ranks on this host.
     launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
@@ -122,23 +143,26 @@ def _choose_interface() -> None:
 
     horovodrun names one interface for all hosts, but names differ between hosts (eth0, ens5).
     """
-    launcher, named = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_IFACE")
+    launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    named = os.environ.get("HOROVOD_GLOO_IFACE")
     if not launcher or not named:
         return
     address = interfaces.address_towards(launcher)
-    # On the launcher's own host the route is local, and the name is right.
-    if address != launcher and (found := interfaces.interface_of(address)) and found != named:
-        os.environ["HOROVOD_GLOO_IFACE"] = found
+    if address == launcher:
+        return  # On the launcher's own host the route is local, and the name is right.
+    interface = interfaces.interface_of(address)
+    if interface and interface != named:
+        os.environ["HOROVOD_GLOO_IFACE"] = interface
         if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:  # Otherwise it is the user's own choice.
-            os.environ["NCCL_SOCKET_IFNAME"] = found
+            os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 @contextlib.contextmanager
 def raise_for_elastic() -> Iterator[None]:
-    """Turns TensorFlow's error for a lost rank into HorovodInternalError, which Horovod's elastic loop catches.
+    """Turns TensorFlow's error for a lost rank into the one that Horovod's elastic loop catches.
 
-    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat, such as shapes that
-    differ between ranks.
+    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat,
+    such as shapes that differ between ranks.
     """
     try:
         yield
@@ -148,19 +172,18 @@ def raise_for_elastic() -> Iterator[None]:
         raise
 
 
-def _explain_lost_ranks(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def is_lost_rank_error(error: BaseException) -> bool:
+    """Returns True if communication between ranks broke."""
+    return bool(_LOST.search(str(error)))
+
+
+def _explain_lost_ranks(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
     """Adds a line to the traceback of a rank that waited for others in vain."""
-    _explain_lost_ranks.previous(kind, error, trace)  # type: ignore[attr-defined]
+    _explain_lost_ranks.previous(error_type, error, trace)  # type: ignore[attr-defined]
     if is_lost_rank_error(error):
-        rank = console.launched_rank()
         print(
-            f"hvtrain: rank {rank} waited for a rank that is gone or never came. If another rank failed, its "
-            "error is the cause. If it only ended, it had fewer batches: pass fit the same steps_per_epoch on all "
-            "ranks (hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
+            f"hvtrain: rank {console.launched_rank()} waited for a rank that is gone or never came. If another rank "
+            "failed, its error is the cause. If it only ended, it had fewer batches: pass fit the same "
+            "steps_per_epoch on all ranks (hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
             file=sys.stderr,
         )
-
-
-def is_lost_rank_error(error: BaseException) -> bool:
-    """True if communication between ranks broke."""
-    return bool(_LOST.search(str(error)))

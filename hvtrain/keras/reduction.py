@@ -1,10 +1,12 @@
-"""Reduces gradients over all ranks, counted inside the graph. DistributedOptimizer and the tape call it.
+"""Reduces gradients over all ranks, and counts the reductions inside the graph.
 
-A Python counter inside a tf.function counts traces. This one is a variable that the graph increments after the reduced
-values have arrived, so it counts what ran.
+DistributedOptimizer and DistributedGradientTape call it. A Python counter inside a tf.function
+counts traces. Here the counter is a variable that the graph increments once the reduced values have
+arrived, so it counts the reductions that ran.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,41 +15,64 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvtrain.core.buckets import in_buckets
+from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
-from hvtrain.keras.adasum import check_adasum
-from hvtrain.keras.gradients import compare_structure, map_values, sum_duplicates
-from hvtrain.keras.grouping import in_groups
+from hvtrain.keras.gradients import (
+    compare_structure,
+    map_values,
+    overwrites,
+    sum_duplicates,
+    variable_id,
+)
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
-from hvtrain.keras.variables import overwrites, variable_id
 from hvtrain.step.step_timing import StepMarks
 
-# Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as float32.
+# Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as
+# float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
-# Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has built more models
-# than another; the order in which a program's optimizers take their first steps does not. Each process set has its own
-# numbers, since ranks outside of it do not step.
+# Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has
+# built more models than another; the order in which a program's optimizers take their first steps
+# does not. Each process set has its own numbers, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+
 gathers_rows = False
-"""True once this process has reduced sparse gradients."""
+"""True once this process has reduced sparse gradients, which hvd.join cannot stand in for."""
 
 
 def restart_numbering() -> None:
-    """Numbers new optimizers from 0, as a rank that just started does (every rank; none may use older ones)."""
+    """Numbers new optimizers from 0, as a rank that just started does.
+
+    Collective by its effect: every rank calls it, and none may use an older optimizer afterwards.
+    """
     _numbers.clear()
 
 
 @dataclass(eq=False)
 class Reducer:
-    """Reduces lists of gradients over the ranks. Calling it is collective (every rank of the process set).
+    """Reduces lists of gradients over the ranks.
 
-    Dense gradients travel in groups, so that they are fused into few messages: for each type num_groups of them, or as
-    `groups`, lists of variables, says (the remaining gradients each on their own). With bucket_bytes the groups are
-    those of in_buckets, the last variables first: their gradients are ready first, and are reduced while others are
-    computed (Li et al. 2020, "PyTorch Distributed", section 3.2). IndexedSlices are gathered by rows; None stays None,
-    at the same position. Gradients of local variables are not exchanged, only divided by the number of ranks if
-    scale_local_gradients is true (horovod#3695).
+    A call is collective: every rank of the process set makes it, in the same order.
+
+    Dense gradients travel in groups, which are fused into few messages. IndexedSlices are gathered
+    by rows. None stays None, at the same position. Gradients of local variables are not exchanged,
+    only divided by the number of ranks if scale_local_gradients is true (horovod#3695).
+
+    Args:
+        groups: number of groups for each type, or lists of variables whose gradients travel
+            together; the gradients of other variables then travel alone.
+        bucket_bytes: without groups, the size of a group, the last variables first: their gradients
+            are ready first, and are reduced while others are computed (Li et al. 2020, "PyTorch
+            Distributed", section 3.2).
+        scale: factor of the result.
+        message_name: beginning of its messages' names; drawn at the first step if empty.
+
+    The other arguments are those of DistributedOptimizer.
+
+    Raises:
+        ValueError: for arguments that exclude each other, before a step could hang on them.
     """
 
     op: int = hvd.Average
@@ -61,7 +86,7 @@ class Reducer:
     device_sparse: str = ""
     process_set: Any = None
     scale_local_gradients: bool = True
-    given_name: str = ""
+    message_name: str = ""
     count: tf.Variable = field(default_factory=new_counter)
     """Reductions that this rank has run."""
     num_calls: int = 0
@@ -69,41 +94,43 @@ class Reducer:
     flag: SharedFlag | None = None
     """Travels with the first group, or by itself if all gradients are sparse."""
     sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
-    """Rows of sparse gradients with the same index become their sum, as on GPUs, which would add them to a weight in an
-    order that changes: weights of different ranks would differ in their last digits."""
+    """Replaces rows of a sparse gradient that have the same index by their sum. Needed on GPUs,
+    which add such rows to a weight in an order that changes, so that weights of different ranks
+    would differ in their last digits."""
     marks: StepMarks | None = None
-    """Timer of the steps traced from now on: when gradients were ready, and when they were reduced."""
+    """Notes when gradients are ready and when they are reduced, in steps traced from now on."""
 
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
-        self._check_arguments()
         self._divides_losses = False
         self._local: set[int] = set()
 
-    def _check_arguments(self) -> None:
-        """Raises ValueError for arguments that exclude each other, before a step could hang on them."""
         if self.predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
         if self.op not in _OP_NAMES:
             raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
         if self.op == hvd.Adasum:
-            check_adasum(self.process_set, self.device_dense)
+            _check_adasum(self.process_set, self.device_dense)
         groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
 
     @property
     def name(self) -> str:
-        """The same on all ranks. Drawn at the first step, so that an optimizer that only one rank makes takes none."""
-        if not self.given_name:
-            of_set = self.process_set.process_set_id
-            place = f"of_set_{of_set}_" if of_set else ""
-            self.given_name = f"hvtrain_gradients_{place}{next(_numbers[of_set])}"
-        return self.given_name
+        """The beginning of its messages' names, the same on all ranks.
+
+        Drawn at the first step, so that an optimizer that only one rank makes and never steps takes
+        no number.
+        """
+        if not self.message_name:
+            set_id = self.process_set.process_set_id
+            infix = f"of_set_{set_id}_" if set_id else ""
+            self.message_name = f"hvtrain_gradients_{infix}{next(_numbers[set_id])}"
+        return self.message_name
 
     @property
     def is_alone(self) -> bool:
-        """True if there is no other rank to exchange with: one rank, or a rank outside the process set."""
+        """True for one rank, or a rank outside the process set: there is nobody to exchange with."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
@@ -113,7 +140,7 @@ class Reducer:
 
     @property
     def names_variables(self) -> bool:
-        """True if some variables have a way of their own."""
+        """True if it refers to variables, which a copy of the optimizer would not have."""
         return bool(self._local) or isinstance(self.groups, list)
 
     def register_local(self, variables: Iterable[Any]) -> None:
@@ -121,25 +148,32 @@ class Reducer:
         self._local.update(map(variable_id, variables))
 
     def divide_losses(self) -> None:
-        """Takes the mean by dividing each rank's loss, one number, by the number of ranks; gradients are then summed.
+        """Sums gradients of losses that are divided by the number of ranks, instead of averaging.
 
-        For steps whose loss goes through scale_loss, as in Keras's own train_step. Has no effect if values are
-        compressed on the wire, where smaller ones would lose digits.
+        The same mean, without a pass over the gradients. For steps whose loss goes through
+        scale_loss, as in Keras's own train_step. Has no effect if values are compressed on the
+        wire, where smaller ones would lose digits.
         """
         if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is hvd.Compression.none:
-            self.op, self._divides_losses = hvd.Sum, True
+            self.op = hvd.Sum
+            self._divides_losses = True
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """The loss to differentiate on this rank."""
+        """Returns the loss to differentiate on this rank."""
         if self.is_alone or not self._divides_losses:
             return loss
         return loss / tf.cast(self.process_set.size(), loss.dtype)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """The gradients reduced over the ranks, in the same order; unchanged if there is one rank.
+        """Returns the gradients reduced over the ranks, in the same order.
 
-        variables, one for each gradient, are needed if some are local or grouped by variables.
-        Raises RankError if ranks would not reduce the same gradients, see compare_structure.
+        Args:
+            gradients: tensors, IndexedSlices or None.
+            variables: one for each gradient; needed if some are local or grouped by variables.
+
+        Raises:
+            RankError: if ranks would not reduce the same gradients, see compare_structure.
+            ValueError: if XLA compiles the step.
         """
         self.num_calls += 1
         reduced = list(gradients)
@@ -150,32 +184,23 @@ class Reducer:
                 "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
                 "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
             )
+
         variables = list(variables or [None] * len(reduced))
-        ids = [variable_id(variable) for variable in variables]
-        exchanged = [i for i, key in enumerate(ids) if key not in self._local]
+        is_local = [variable_id(variable) in self._local for variable in variables]
         for i, gradient in enumerate(reduced):
-            if i not in exchanged and gradient is not None:
+            if is_local[i] and gradient is not None:
                 reduced[i] = self._scale_local(gradient)
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
-        structure = [reduced[i] for i in exchanged], [variables[i] for i in exchanged]
-        is_first = not self.given_name
-        try:
-            compare_structure(
-                self.name, self._settings(), *structure, self.process_set, num_steps=lambda: int(self.count.numpy())
-            )
-        except RankError:
-            # Other ranks have drawn this number for another optimizer. All draw a new one at their next step.
-            if is_first:
-                self.given_name = ""
-            raise
+        exchanged = [i for i in range(len(reduced)) if not is_local[i]]
+        self._compare([reduced[i] for i in exchanged], [variables[i] for i in exchanged])
+
         shared = [i for i in exchanged if reduced[i] is not None]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
-        wanted = self.groups
-        named = [set(map(variable_id, group)) for group in wanted] if isinstance(wanted, list) else wanted
-        groups = in_groups(reduced, dense, ids, named, self.bucket_bytes)
+        groups = self._in_groups(dense, reduced, variables)
+
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = []
         for number, group in enumerate(groups):
@@ -194,40 +219,86 @@ class Reducer:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
+
         done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
         if shared:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
-            # Only the last group waits for the clock: the others may be applied while it is on its way.
+            # Only the last group waits for the clock: the others may be applied while it is on its
+            # way.
             last = groups[-1] if groups else []
             for i, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
                 reduced[i] = value
         return reduced
 
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, those that become the values of their variables replaced by the largest of all ranks.
+        """Replaces gradients that overwrite their variables by their maxima over the ranks.
 
-        These are the scales of float8 and the histories of largest absolute values that they come from, so those of
-        the joint batch are the maxima over its parts.
+        These are float8's scales and the histories of largest absolute values that they come from.
+        Those of the joint batch are the maxima over its parts.
         """
-        found = list(gradients)
-        at = [i for i, variable in enumerate(variables) if overwrites(variable) and found[i] is not None]
-        if at and not self.is_alone:
-            options = {"op": hvd.Max, "process_set": self.process_set, "ignore_name_scope": True}
-            values = hvd.grouped_allreduce([found[i] for i in at], name=f"{self.name}_maxima", **options)
-            for i, value in zip(at, values):
-                found[i] = value
-        return found
+        gradients = list(gradients)
+        positions = [i for i, variable in enumerate(variables) if overwrites(variable) and gradients[i] is not None]
+        if positions and not self.is_alone:
+            values = hvd.grouped_allreduce(
+                [gradients[i] for i in positions],
+                name=f"{self.name}_maxima",
+                op=hvd.Max,
+                process_set=self.process_set,
+                ignore_name_scope=True,
+            )
+            for i, value in zip(positions, values):
+                gradients[i] = value
+        return gradients
 
-    def _settings(self) -> str:
-        """The settings that must be the same on all ranks for their messages to match."""
-        groups = self.groups if isinstance(self.groups, int | None) else [len(group) for group in self.groups]
+    def _compare(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Raises RankError unless all ranks are about to reduce the same in the same way."""
+        groups = [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
-        return (
+        settings = (
             f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}"
         )
+        is_first = not self.message_name
+        try:
+            compare_structure(
+                self.name,
+                settings,
+                gradients,
+                variables,
+                self.process_set,
+                num_steps=lambda: int(self.count.numpy()),
+            )
+        except RankError:
+            # Other ranks have drawn this number for another optimizer. All draw a new one at their
+            # next step.
+            if is_first:
+                self.message_name = ""
+            raise
+
+    def _in_groups(self, dense: list[int], gradients: list[Any], variables: list[Any]) -> list[list[int]]:
+        """Groups the positions of dense gradients by message; those of a group have one type."""
+        parts = [dense]
+        if isinstance(self.groups, list):
+            ids = [variable_id(variable) for variable in variables]
+            named = [{variable_id(variable) for variable in group} for group in self.groups]
+            parts = [[i for i in dense if ids[i] in group] for group in named]
+            parts += [[i] for i in dense if not any(ids[i] in group for group in named)]
+        elif self.bucket_bytes and self.groups is None:
+            last_first = dense[::-1]
+            # A shape that is only known at run time counts as 0 bytes.
+            sizes = [(gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in last_first]
+            parts = [[last_first[position] for position in bucket] for bucket in in_buckets(sizes, self.bucket_bytes)]
+
+        num_groups = self.groups if isinstance(self.groups, int) else 1
+        groups = []
+        for part in parts:
+            for dtype in dict.fromkeys(gradients[i].dtype for i in part):
+                same_type = [i for i in part if gradients[i].dtype == dtype]
+                length = math.ceil(len(same_type) / num_groups)
+                groups += [same_type[start : start + length] for start in range(0, len(same_type), length)]
+        return groups
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype
@@ -243,26 +314,68 @@ class Reducer:
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
-            # Horovod's grouped_allreduce fails on Adasum (an unbound name in horovod/tensorflow/__init__.py).
+            # Horovod's grouped_allreduce fails on Adasum (an unbound name in
+            # horovod/tensorflow/__init__.py).
             values = [hvd.allreduce(tensor, name=f"{name}_{i}", **options) for i, tensor in enumerate(tensors)]
         else:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
-        return [value if value.dtype == dtype else tf.cast(value, dtype) for value in values]
+        return [tf.cast(value, dtype) for value in values]
 
     def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         global gathers_rows
         gathers_rows = True
         if self.op not in (hvd.Average, hvd.Sum):
             raise ValueError("only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops")
+        options = {"process_set": self.process_set, "ignore_name_scope": True}
         with tf.device(self.device_sparse):
-            options = {"process_set": self.process_set, "ignore_name_scope": True}
             values = hvd.allgather(slices.values, name=f"{name}_values", **options)
             indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
-        factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
         if self.sums_duplicates:
             values, indices = sum_duplicates(values, indices)
+        factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
 
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
+
+
+def _check_adasum(process_set: Any, device_dense: str) -> None:
+    """Raises ValueError unless Horovod's Adasum (Maleki et al. 2020) can reduce on these ranks."""
+    if process_set.process_set_id not in (None, 0):
+        raise ValueError("Adasum works over all ranks only; leave process_set out")
+    topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    has_gpu = bool(hvd.nccl_built() and tf.config.get_visible_devices("GPU"))
+    on_gpus = has_gpu and "cpu" not in device_dense.lower()
+    check_adasum_topology(topology, on_gpus, hvd.is_homogeneous())
+    if topology.size > 1 and not hvd.mpi_enabled():
+        raise ValueError("Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun")
+
+
+def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bool) -> None:
+    """Raises ValueError where Horovod would fail in MPI, or silently combine the wrong ranks.
+
+    Rank r exchanges with r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs NCCL
+    takes the mean inside a host and the exchange begins with r ^ local_size, which has to be the
+    same local rank of another host.
+
+    Args:
+        topology: this rank's.
+        on_gpus: NCCL reduces.
+        hosts_are_equal: all hosts have as many ranks. With 2, 4, 8, ... ranks the number of hosts
+            is then one of these too.
+    """
+    size = topology.size
+    if size & (size - 1):
+        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks")
+    if on_gpus and not hosts_are_equal:
+        raise ValueError(
+            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
+            f"{topology.local_size} of {size} are on {topology.host}; use op=Average, or other -H"
+        )
+    if on_gpus and topology.rank % topology.local_size != topology.local_rank:
+        raise ValueError(
+            f"Adasum on GPUs needs ranks numbered host by host and rank {topology.rank} is local rank "
+            f"{topology.local_rank} of {topology.local_size} on {topology.host}; "
+            "start them with horovodrun or mpirun --map-by slot"
+        )

@@ -1,8 +1,10 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
-Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from it, and count
-go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of squares, which Horovod's layer for
-Keras 2 reduces, lose the variance if the mean is large: at thousands of standard deviations no digit is left.
+Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from
+it, and count go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of
+squares, which Horovod's layer for
+Keras 2 reduces, lose the variance if the mean is large: at thousands of standard deviations no
+digit is left.
 """
 
 from typing import Any
@@ -15,30 +17,36 @@ from hvtrain.keras.in_graph import counter, positional_name
 
 
 class _JointMoments:
-    """For a BatchNormalization: the moments of all ranks' batches together."""
+    """Mixin before BatchNormalization that takes the moments of all ranks' batches together."""
+
+    axis: int
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Overrides the moments of Keras's layer; inputs are float32 or float64 under any policy."""
+        """Overrides Keras's method; inputs are float32 or float64 under any policy."""
         if hvd.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
-        axes = [axis for axis in range(len(inputs.shape)) if axis != self.axis % len(inputs.shape)]  # type: ignore[attr-defined]
+        num_axes = len(inputs.shape)
+        channels = self.axis % num_axes
+        axes = [axis for axis in range(num_axes) if axis != channels]
         rows = _rows_of_all_ranks(tf.concat(local_moments(inputs, mask, axes), axis=0))
-        mean, variance = combine(rows, inputs.shape[self.axis])  # type: ignore[attr-defined]
+        mean, variance = combine(rows, inputs.shape[channels])
         return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
-    """keras.layers.BatchNormalization that trains on the mean and variance of all ranks' batches together.
+    """Batch normalization that trains on the mean and variance of all ranks' batches together.
 
-    In training each call is collective, forward and backward: every rank must make it, as often and in the same order.
-    Batches may differ in size, down to empty ones. Inference, and one rank, are Keras's. Outputs, gradients and moving
-    statistics are those of one process on the joint batch if gradients are averaged over the ranks
-    (DistributedOptimizer) and each rank's loss is the mean over its batch (for batches that differ in size, times its
-    size * number of ranks / size of the joint batch).
+    In training each call is collective, forward and backward: every rank must make it, as often and
+    in the same order. Batches may differ in size, down to empty ones. Inference, and one rank, are
+    Keras's. Outputs, gradients and moving statistics are those of one process on the joint batch if
+    gradients are averaged over the ranks (DistributedOptimizer) and each rank's loss is the mean
+    over its batch (for batches that differ in size, times its size * number of ranks / size of the
+    joint batch).
 
-    Arguments are those of Keras's layer; fused comes first as in Horovod's layer. Compile with jit_compile="auto" (the
-    default, which leaves XLA out because of this layer) or False.
+    Arguments are those of keras.layers.BatchNormalization; fused comes first as in Horovod's layer.
+    Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer) or
+    False.
 
     Raises:
         ValueError: fused=True or None, or synchronized=True.
@@ -56,27 +64,37 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
 
 
 def synchronize(layer: keras.layers.BatchNormalization) -> None:
-    """Makes a layer of Keras, in place, train on all ranks' batches as SyncBatchNormalization does.
+    """Makes a layer of Keras, in place, train as SyncBatchNormalization does.
 
-    Its class becomes a subclass of the same name, so that its variables stay, in a built model too, and a saved model
-    loads as the plain layer.
+    Its class becomes a subclass of the same name, so that its variables stay, in a built model too,
+    and a saved model loads as the plain layer.
     """
     base = type(layer)
-    # The base's own names, which Keras writes into saved models.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names = {
+        # The base's own names, which Keras writes into saved models.
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
     # Past Keras's __setattr__, which tracks what a layer gets.
     object.__setattr__(layer, "__class__", type(base.__name__, (_JointMoments, base), names))
     layer.supports_jit = False
 
 
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
-    """Mean, sum of squared deviations and count of this rank's batch; all zero for an empty batch.
+    """Returns mean, sum of squared deviations and count of this rank's batch.
 
-    The first two have one value for each channel. The count has one for all, or with a mask one for each channel: a
-    mask lacks the last axis only, so with channels first it may leave other positions to each channel.
+    All are zero for an empty batch. The first two have one value for each channel. The count has
+    one for all, or with a
+    mask one for each channel: a mask lacks the last axis only, so with channels first it may leave
+    other positions to each channel.
+
+    Args:
+        inputs: the batch.
+        mask: true where an element counts, of the inputs' shape without the last axis; or None.
+        axes: all but that of the channels.
     """
     zero = tf.zeros([], inputs.dtype)
-    used = None
     if mask is None:
         total = tf.reduce_sum(inputs, axes)
         num_elements = tf.reduce_prod(tf.gather(tf.shape(inputs, out_type=tf.int64), axes), keepdims=True)
@@ -85,17 +103,23 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
         total = tf.reduce_sum(tf.where(used, inputs, zero), axes)
         count = tf.reduce_sum(tf.cast(used, inputs.dtype), axes)
+
     mean = tf.math.divide_no_nan(total, count)
     differences = inputs - tf.reshape(mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))])
-    if used is not None:
+    if mask is not None:
         differences = tf.where(used, differences, zero)
     return mean, tf.reduce_sum(tf.square(differences), axes), count
 
 
 def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
-    """Mean and (biased) variance of each channel, from rows of mean, sum of squared deviations and count.
+    """Returns mean and (biased) variance of each channel, from all ranks' moments.
 
-    In float64, which is cheap for so few values: rounding is then that of one mean, not of one for each rank.
+    In float64, which is cheap for so few values: rounding is then that of one mean, not of one for
+    each rank.
+
+    Args:
+        rows: one for each rank, of means, sums of squared deviations and counts, see local_moments.
+        num_channels: of the layer.
     """
     means, deviations, counts = tf.split(tf.cast(rows, tf.float64), [num_channels, num_channels, -1], axis=1)
     count = tf.reduce_sum(counts, axis=0)
@@ -106,9 +130,10 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row: Any) -> Any:
-    """A matrix of all ranks' rows, the same on all ranks, as the sum of matrices that are zero elsewhere.
+    """Returns a matrix of all ranks' rows, as the sum of matrices that are zero elsewhere.
 
-    Not an allgather: that fails once a rank has joined (hvd.join), whose row is zeros here, a count of 0.
+    Not an allgather: that fails once a rank has joined (hvd.join), whose row is zeros here, a count
+    of 0.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -117,20 +142,23 @@ def _rows_of_all_ranks(row: Any) -> Any:
 
 @tf.custom_gradient
 def _own_row_of_sum(gradients: Any) -> Any:
-    """The gradient of _rows_of_all_ranks, and the other way round, so that higher derivatives are right too.
+    """Returns the gradient of _rows_of_all_ranks.
 
-    A sum, not a mean: the effect of each rank's row on the losses of all ranks. Each rank's gradient is then that of
-    the sum of all losses, and the mean over ranks that the optimizer takes is the gradient of their mean.
+    Each is the other's gradient, so that higher derivatives are right too. A sum, not a mean: the
+    effect of each rank's row on the losses of all ranks. Each rank's gradient is then that of the
+    sum of all losses, and the mean over ranks that the optimizer takes is the gradient of their
+    mean.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor: Any) -> Any:
-    # The name is not the layer's, which would occur twice at once in a model that uses the layer twice; nor the one
-    # of Horovod's registered gradient, which comes from Keras's names.
+    # The name is not the layer's, which would occur twice at once in a model that uses the layer
+    # twice; nor the one of Horovod's registered gradient, which comes from Keras's names.
     total = hvd.allreduce(tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True)
-    # A tf.function that is called twice in one graph has each of its names there twice. Functions that write the
-    # same variable run one after the other, in the order of the program: on all ranks the same sum comes first.
+    # A tf.function that is called twice in one graph has each of its names there twice. Functions
+    # that write the same variable run one after the other, in the order of the program: on all
+    # ranks the same sum comes first.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

@@ -7,10 +7,10 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.in_graph import counter, positional_name
 from hvtrain.keras.optimizer import local_weights
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.variables import variable_id
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
@@ -26,10 +26,17 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Makes this tape's gradient() reduce over all ranks (every rank must call it), and returns the same tape.
+    """Makes this tape's gradient() reduce over all ranks, and returns the same tape.
 
-    Arguments are those of DistributedOptimizer. Sources may be Keras or TensorFlow variables. Use it with a plain
-    optimizer: a DistributedOptimizer would reduce the gradients twice.
+    Every rank must call gradient(). Arguments are those of DistributedOptimizer. Sources may be
+    Keras or TensorFlow variables. Use it with a plain optimizer: a DistributedOptimizer would
+    reduce the gradients twice.
+
+    Example:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(value, model.trainable_variables)
     """
     gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
     gradtape._hvtrain_local = {}
@@ -53,7 +60,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     **kwargs: Any,
 ) -> tf.GradientTape:
-    """A DistributedGradientTape that keeps the gradients of local_layers on their rank."""
+    """Makes a DistributedGradientTape that keeps the gradients of local_layers on their rank."""
     weights = local_weights(local_layers)
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     for weight in weights:
@@ -62,7 +69,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
 
 def num_tape_reductions() -> int:
-    """Reductions that this rank's tapes have run, counted in the graph."""
+    """Returns the number of reductions that this rank's tapes have run, counted in the graph."""
     return int(counter("tape").numpy())
 
 
@@ -79,20 +86,27 @@ class _ReducesGradients:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("use_generic_names", None)  # Horovod's; our names never depend on those of variables.
         variables = tf.nest.flatten(sources)
-        flat = [s.value if isinstance(s, keras.Variable) else s for s in variables]
-        gradients = super().gradient(target, flat, output_gradients, **kwargs)  # type: ignore[misc]
-        reducer = Reducer(given_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
+        tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        gradients = super().gradient(target, tensors, output_gradients, **kwargs)  # type: ignore[misc]
+
+        # A reducer for each call: the name counts calls in the graph, so that it is the same on all
+        # ranks.
+        reducer = Reducer(message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:
-                gradient._hvtrain_reduced = True  # A DistributedOptimizer looks.
+                # A DistributedOptimizer refuses to sum such a gradient once more.
+                gradient._hvtrain_reduced = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Pairs (source, gradient): those of the local sources, and the others."""
-        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, **kwargs)))
-        local = [pair for pair in pairs if variable_id(pair[0]) in self._hvtrain_local]
-        return local, [pair for pair in pairs if variable_id(pair[0]) not in self._hvtrain_local]
+        """Returns pairs (source, gradient): those of the local sources, and the others."""
+        local: list[tuple[Any, Any]] = []
+        shared: list[tuple[Any, Any]] = []
+        for source, gradient in zip(sources, self.gradient(target, sources, output_gradients, **kwargs)):
+            pairs = local if variable_id(source) in self._hvtrain_local else shared
+            pairs.append((source, gradient))
+        return local, shared

@@ -5,8 +5,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.keras.adasum import check_places
-from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.reduction import Reducer, check_adasum_topology
 
 
 def told(ranks_by_host, on_gpus, by_host=True):
@@ -17,7 +16,9 @@ def told(ranks_by_host, on_gpus, by_host=True):
     found = []
     for rank, (host, local, many) in enumerate(places):
         try:
-            check_places(Topology(rank, len(places), local, many, f"s{host}"), on_gpus, len(set(ranks_by_host)) == 1)
+            check_adasum_topology(
+                Topology(rank, len(places), local, many, f"s{host}"), on_gpus, len(set(ranks_by_host)) == 1
+            )
             found.append("")
         except ValueError as error:
             found.append(str(error))
@@ -44,7 +45,7 @@ def test_unlike_hosts_are_refused_on_gpus_alone(ranks_by_host):
     """Horovod's own check for it asks whether a function is true, and lets them through."""
     assert not any(told(ranks_by_host, on_gpus=False))
     for said in told(ranks_by_host, on_gpus=True):
-        assert said.startswith("Adasum on GPUs needs equally many ranks on each of 1, 2, 4, ... hosts and ")
+        assert said.startswith("Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and ")
 
 
 def test_ranks_dealt_out_over_hosts_are_refused_on_gpus_alone():
@@ -66,6 +67,6 @@ def test_an_optimizers_reduction_asks(monkeypatch, device, is_refused):
     if not is_refused:
         assert Reducer(op=hvd.Adasum, device_dense=device).op == hvd.Adasum
         return
-    with pytest.raises(ValueError, match=r"Adasum on GPUs needs equally .* and 3 of 4 are on ") as error:
+    with pytest.raises(ValueError, match=r"Adasum on GPUs needs the same number .* and 3 of 4 are on ") as error:
         Reducer(op=hvd.Adasum, device_dense=device)
     assert "\n" not in str(error.value)

@@ -119,7 +119,7 @@ class FakeTensorFlow:
         monkeypatch.setattr(devices.hvd, "local_rank", lambda: views[rank].local_rank)
         monkeypatch.setattr(devices.hvd, "size", lambda: len(views))
         monkeypatch.setattr(devices, "exchange", self.exchange)
-        monkeypatch.setattr(devices, "_uuids", lambda number: views[rank].ids[:number])
+        monkeypatch.setattr(devices, "gpu_uuids", lambda number: views[rank].ids[:number])
         self.rank, self.views = rank, views
 
     def tell(self, *what):
@@ -200,8 +200,8 @@ def test_the_driver_is_asked_for_uuids(tmp_path, monkeypatch):
     load = ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
     first, second = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1"
-    assert devices._uuids(0) == () and devices._uuids(2) == (first, second)
-    assert devices._uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
+    assert devices.gpu_uuids(0) == () and devices.gpu_uuids(2) == (first, second)
+    assert devices.gpu_uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
 
 
 def test_ranks_that_share_are_told_the_same_gpu(monkeypatch):

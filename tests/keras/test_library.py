@@ -208,7 +208,9 @@ def test_variables_are_broadcast_inside_a_function(library):
 def test_a_loop_without_a_broadcast_is_told_how_far_the_ranks_are_apart(library):
     for rank, found in enumerate(idioms(library, "forgotten")):
         gap = len(library) - 1
-        said = f"the ranks train from unlike weights (largest difference {gap}, in w), and nothing has made them equal"
+        said = (
+            f"the ranks train from different weights (largest difference {gap}, in w), and nothing has made them equal"
+        )
         assert [text.partition(";")[0] for text in found["forgotten"]] == [said] * (rank == 0)
         assert found["after the first step"] == found["one step"] == []
 
@@ -246,7 +248,7 @@ def test_epochs_that_differ_between_ranks(library):
     last = len(library) - 1
     for found in idioms(library, "unlike"):
         assert f"an epoch has 4 batches on rank 0 and 3 on rank {last}" in found["batches"]
-        assert "unlike metrics after epoch 1" in found["metrics"] and "['val_loss']" in found["metrics"]
+        assert "different metrics after epoch 1" in found["metrics"] and "['val_loss']" in found["metrics"]
         assert found["smallest"] == 3
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from refusals import refused
 
 import hvtrain.keras as hvd
-from hvtrain.keras import reduction, unlike_weights
+from hvtrain.keras import forgotten_broadcast, reduction
 from hvtrain.keras.hooks import hook_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -69,7 +69,7 @@ def broadcast_inside_a_function():
     }
 
 
-def forgotten_broadcast():
+def loop_without_broadcast():
     """What is logged within the steps of a loop of the user's own, and at its end if there are only a few."""
     said = []
     handler = logging.Handler()
@@ -84,8 +84,8 @@ def forgotten_broadcast():
             step()
             if broadcasts and count == 0:
                 hvd.broadcast_variables(weights, 0)
-        for one in list(unlike_weights._watches):
-            one._at_exit()
+        for watch in list(forgotten_broadcast._watches):
+            watch._at_exit()
         return said[:]
 
     found = {
@@ -282,7 +282,7 @@ def joined_after_rows():
 def all_of_them(folder):
     return {
         "broadcast": broadcast_inside_a_function(),
-        "forgotten": forgotten_broadcast(),
+        "forgotten": loop_without_broadcast(),
         "copies": copies(),
         "xla": compiled_by_xla(),
         "schedule": learning_rate_schedule(),

@@ -8,19 +8,23 @@ import keras
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or (staircase=False) each batch.
+    """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or each batch.
 
     Args:
         initial_lr: learning rate at multiplier 1; None: the optimizer's rate when training begins.
-        multiplier: a function of the epoch (fractional if staircase is false), or a number m, which stands for
-            m ** (epoch - start_epoch).
+        multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
+            stands for m ** (epoch - start_epoch).
         start_epoch, end_epoch: epochs in which it acts; the end is not included.
-        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new / old rate
-            (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for that one step;
-            scaling the slots gives the same product, and works in a compiled step too.
+        staircase: set the rate at the beginning of an epoch only, not at each batch.
+        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new /
+            old rate (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for
+            that one step; scaling the slots gives the same product, and works in a compiled step
+            too.
         steps_per_epoch: needed if Keras does not know it.
 
-    Raises ValueError at the start of training if the optimizer's learning rate is a schedule.
+    Raises:
+        ValueError: at the start of training, if the optimizer's learning rate is a schedule, or if
+            the number of steps in an epoch is needed and not known.
     """
 
     def __init__(
@@ -41,10 +45,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        constant = multiplier
-        self.multiplier: Callable[[float], float] = (
-            multiplier if callable(multiplier) else lambda epoch: constant ** (epoch - start_epoch)  # type: ignore[operator]
-        )
+        self.multiplier: Callable[[float], float]
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
@@ -64,13 +69,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        ended = self.end_epoch is not None and self.current_epoch >= self.end_epoch
-        if self.current_epoch < self.start_epoch or ended:
+        has_ended = self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        if self.current_epoch < self.start_epoch or has_ended:
             return
-        if self.staircase and batch == 0:
-            self._set(self.current_epoch)
-        elif not self.staircase:
-            self._set(self.current_epoch + batch / (self.steps_per_epoch or 1))
+        if not self.staircase:
+            self._set_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
+        elif batch == 0:
+            self._set_rate(self.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
@@ -80,21 +85,31 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _optimizer(self) -> Any:
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
-    def _set(self, epoch: float) -> None:
-        optimizer = self._optimizer
+    def _set_rate(self, epoch: float) -> None:
         assert self.initial_lr is not None
-        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate = new
+        optimizer = self._optimizer
+        old_rate = float(optimizer.learning_rate)
+        new_rate = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new_rate
+
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
-        if self.momentum_correction and has_momentum and old not in (0, new):
+        if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
+            # SGD has momentums, RMSprop _momentums.
             for slot in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []):
-                slot.assign(slot * (new / old))
+                slot.assign(slot * (new_rate / old_rate))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the rate linearly from initial_lr / size to initial_lr over warmup_epochs, at each batch.
+    """Raises the rate at each batch, linearly from initial_lr / size to initial_lr.
 
-    initial_lr is the scaled rate. Source: Goyal et al. 2017, section 2.2.
+    Source: Goyal et al. 2017, section 2.2.
+
+    Args:
+        initial_lr: the rate after the warm-up, scaled by the number of ranks already; None: the
+            optimizer's.
+        warmup_epochs: length of the warm-up.
+        momentum_correction, steps_per_epoch: as in LearningRateScheduleCallback.
+        verbose: above 0: rank 0 prints a line at the end of the warm-up.
     """
 
     def __init__(
