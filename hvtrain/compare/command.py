@@ -13,18 +13,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare import longer
+from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import Contest
-from hvtrain.compare.contestants import JOINT, RANK, Contestant, contestants
-from hvtrain.compare.one_run import Starting
-from hvtrain.compare.pictures import write_png
-from hvtrain.compare.summary import aligned, rows, summary
-from hvtrain.compare.web_page import html
-from hvtrain.core.records import write_atomic
+from hvtrain.compare.contestants import JOINT, RANK, contestants
+from hvtrain.compare.one_run import Launcher
+from hvtrain.compare.page import html, write_png
+from hvtrain.compare.summary import summary, table
+from hvtrain.core.files import write_atomic
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output
 from hvtrain.system.host_facts import versions
 from hvtrain.system.secrets import without_secrets
+from hvtrain.system.text import aligned
 
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -40,99 +40,61 @@ docs/compare.md has the method, and measured comparisons.
 
 def main() -> int:
     """Checks all runs, then starts them one after the other. Returns 1 if one of them failed."""
-    options = _parser().parse_with_words(sys.argv[1:])
-    target = _target(options.target) if options.target else None
-    taking_part = contestants(options.words, options.np, options.single_batch)
-    if not taking_part:
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    target = parse_target(options.target) if options.target else None
+    strategies = contestants(options.overrides, options.np, options.single_batch)
+    if not strategies:
         return 0
-    contest = _contest(options, taking_part)
-    make_output(contest.folder)
+
+    folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
+    launcher = Launcher(options.np, _host_options(options), options.num_ps, options.single_cores)
+    contest = Contest(strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only)
+    make_output(folder)
     facts = _facts(options)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # Then the run that it started ends too.
-    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {contest.folder}", flush=True)
-    stopped: BaseException | None = None
+    _exit_at_signals()
+    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
+    ended_by: BaseException | None = None
     try:
         contest.run()
     except (KeyboardInterrupt, SystemExit) as error:
-        stopped = error
-    found = {**facts, "interrupted": stopped is not None}
-    found |= summary(taking_part, contest.rounds, contest.whole, contest.errors, options.np, target)
-    found["conclusion"] += facts["warnings"]
-    write(found, contest.folder)
-    if options.plan and not stopped and (line := longer.plan_line(found, options.plan)):
-        found["conclusion"] += longer.extend(line, contest.folder / "plan")
-        write(found, contest.folder)
-    print("\n" + "\n".join(aligned(rows(found))) + "\n\n" + "\n".join(found["conclusion"]))
-    print(f"\nresults in {contest.folder}: compare.html, compare.json, compare.png")
-    if isinstance(stopped, KeyboardInterrupt):
+        ended_by = error
+
+    comparison = {
+        **facts,
+        "interrupted": ended_by is not None,
+        **summary(strategies, contest.rounds, contest.whole, contest.errors, options.np, target),
+    }
+    comparison["conclusion"] += facts["warnings"]
+    write(comparison, folder)
+    if options.plan and ended_by is None:
+        arguments = plan_arguments(comparison, options.plan)
+        if arguments:
+            comparison["conclusion"] += on_more_ranks(arguments, folder / "plan")
+            write(comparison, folder)
+
+    print("\n" + "\n".join([*aligned(table(comparison)), "", *comparison["conclusion"]]))
+    print(f"\nresults in {folder}: compare.html, compare.json, compare.png")
+    if isinstance(ended_by, KeyboardInterrupt):
         print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
         return INTERRUPTED
-    if stopped:
-        raise stopped
+    if ended_by:
+        raise ended_by
     return 1 if contest.errors else 0
 
 
-def _contest(options: argparse.Namespace, taking_part: list[Contestant]) -> Contest:
-    folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    hosts = ["-H", options.hosts] if options.hosts else []
-    hosts += ["--hostfile", options.hostfile] if options.hostfile else []
-    starting = Starting(options.np, tuple(hosts), options.num_ps, options.single_cores)
-    return Contest(taking_part, starting, folder, options.rounds, options.speed_steps, options.speed_only)
-
-
-def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    """Facts about this start, for the results."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    return {
-        "command": shlex.join(["python", "-m", "hvtrain", "compare", *without_secrets(sys.argv[1:])]),
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "machine": machine(load, cores),
-        "versions": {name: version for name, version in versions().items() if version},
-        "num_rounds": options.rounds,
-        "speed_steps": options.speed_steps,
-        "warnings": busy(load, cores),
-    }
-
-
-def write(found: dict[str, Any], folder: Path) -> None:
+def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
-    shown = [{**one, "words": without_secrets(one["words"])} for one in found["strategies"]]
-    write_atomic(folder / "compare.json", json.dumps({**found, "strategies": shown}, indent=1) + "\n")
-    write_atomic(folder / "compare.html", html(found))
-    if any(one["rounds"] or one["curve"] for one in found["strategies"]):
-        write_png(found, folder / "compare.png")
+    strategies = comparison["strategies"]
+    public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
+    text = json.dumps({**comparison, "strategies": public}, indent=1)
+    write_atomic(folder / "compare.json", text + "\n")
+    write_atomic(folder / "compare.html", html(comparison))
+    if any(entry["rounds"] or entry["curve"] for entry in strategies):
+        write_png(comparison, folder / "compare.png")
 
 
-def machine(load: float, cores: int) -> dict[str, str]:
-    """This host, for the record."""
-    name = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "host": socket.gethostname(),
-        "processor": f"{name}, {cores} cores",
-        "memory": f"{memory / 1e9:.0f} GB",
-        "load before": f"{load:.1f} processes on average",
-    }
-
-
-def busy(load: float, cores: int) -> list[str]:
-    """A warning if others use this machine. load: processes that ran before the first run, on average.
-
-    >>> busy(0.2, 2)
-    []
-    >>> busy(3.1, 2)
-    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat this when it is idle.']
-    """
-    said = f"This machine was busy before the first run (load {load:.1f} on {cores} cores)"
-    return [f"{said}; repeat this when it is idle."] if load > cores / 2 else []
-
-
-def _target(text: str) -> tuple[str, float]:
+def parse_target(text: str) -> tuple[str, float]:
+    """Reads METRIC=VALUE. Raises ConfigError if it is something else."""
     metric, _, value = text.partition("=")
     try:
         number = float(value)
@@ -141,6 +103,65 @@ def _target(text: str) -> tuple[str, float]:
     if not metric or not math.isfinite(number):
         raise ConfigError(f"--target {text} is not a metric and its value; write it as val_accuracy=0.97")
     return metric, number
+
+
+def busy_warning(load: float, cores: int) -> list[str]:
+    """Warns if others use this machine.
+
+    Args:
+        load: processes that ran before the first run, on average over a minute.
+        cores: that this process may use.
+
+    >>> busy_warning(0.2, 2)
+    []
+    >>> busy_warning(3.1, 2)
+    ['This machine was busy before the first run (load 3.1 on 2 cores); repeat this when it is idle.']
+    """
+    if load <= cores / 2:
+        return []
+    return [
+        f"This machine was busy before the first run (load {load:.1f} on {cores} cores); repeat this when it is idle."
+    ]
+
+
+def _host_options(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.hosts:
+        return ("-H", options.hosts)
+    return ("--hostfile", options.hostfile) if options.hostfile else ()
+
+
+def _exit_at_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What the results say about this start."""
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "command": shlex.join(["python", "-m", "hvtrain", "compare", *without_secrets(sys.argv[1:])]),
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "machine": {
+            "host": socket.gethostname(),
+            "processor": f"{_processor()}, {cores} cores",
+            "memory": f"{memory / 1e9:.0f} GB",
+            "load before": f"{load:.1f} processes on average",
+        },
+        "versions": {name: version for name, version in versions().items() if version},
+        "num_rounds": options.rounds,
+        "speed_steps": options.speed_steps,
+        "warnings": busy_warning(load, cores),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()  # ARM has no model name there.
 
 
 def _parser() -> Parser:
@@ -156,16 +177,33 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
     option("-np", type=at_least(1), default=2, metavar="N", help="ranks, workers or replicas; default: 2")
     parser.add_hosts()
     option("--num-ps", type=at_least(1), metavar="P", help="parameter servers, for strategies that have some")
-    rounds = "rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6"
-    option("--rounds", type=at_least(1), default=6, metavar="N", help=rounds)
+    option(
+        "--rounds",
+        type=at_least(1),
+        default=6,
+        metavar="N",
+        help="rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6",
+    )
     option("--speed-steps", type=at_least(2), default=100, metavar="N", help="steps of a short run; default: 100")
     option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
-    target = "measure the time to this value; default: the best value that all strategies reach"
-    option("--target", metavar="METRIC=VALUE", help=target)
-    batch = f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})"
-    option("--single-batch", choices=(JOINT, RANK), default=JOINT, help=batch)
+    option(
+        "--target",
+        metavar="METRIC=VALUE",
+        help="measure the time to this value; default: the best value that all strategies reach",
+    )
+    option(
+        "--single-batch",
+        choices=(JOINT, RANK),
+        default=JOINT,
+        help=f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})",
+    )
     option("--single-cores", type=at_least(1), metavar="N", help="cores that strategy=single may use; default: all")
-    plan = "ranks up to which hvtrain plan extends the result; 0: not at all; default: 16"
-    option("--plan", type=at_least(0), default=16, metavar="N", help=plan)
+    option(
+        "--plan",
+        type=at_least(0),
+        default=16,
+        metavar="N",
+        help="ranks up to which hvtrain plan extends the result; 0: not at all; default: 16",
+    )
     option("--output", metavar="DIR", help="default: compare/DATE_TIME")
     return parser

@@ -1,114 +1,213 @@
-"""The conclusions of a comparison, in words. Pure."""
+"""The conclusions of a comparison as sentences, and those of `hvtrain plan` for more ranks."""
 
+import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hvtrain.compare.contestants import SINGLE
 from hvtrain.compare.rounds import Ratio, ratio
+from hvtrain.system.secrets import without_secrets
 
 FEWEST_ROUNDS = 3
-Speeds = Mapping[str, Mapping[int, float]]  # examples/s by contestant and round
+"""With fewer rounds the interval of order statistics says nothing: its coverage is at most 50%."""
+PLANNED = "horovod"
+"""The strategy whose ring `hvtrain plan` describes."""
+PAYS = 1.05
+"""More ranks pay if they reach more than this many times the speed of one."""
+
+Speeds = Mapping[str, Mapping[int, float]]
+"""Examples/s by contestant and round."""
 
 
-def against(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[Ratio, int] | None:
-    """The ratio of two speeds over the rounds that both have, and their number; None if there is none.
+def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> tuple[Ratio, int] | None:
+    """Returns the ratio of two speeds over the rounds that both have, and their number; None without such rounds.
 
     >>> against({1: 3.0, 2: 5.0}, {1: 2.0})
     (Ratio(median=1.5, low=1.5, high=1.5, coverage=0.0), 1)
     """
-    both = sorted(ours.keys() & theirs.keys())
-    found = ratio([ours[one] for one in both], [theirs[one] for one in both]) if both else None
-    return (found, len(both)) if found else None
+    common = sorted(numerators.keys() & denominators.keys())
+    if not common:
+        return None
+    return ratio([numerators[n] for n in common], [denominators[n] for n in common]), len(common)
 
 
-def in_words(found: Ratio, rounds: int) -> str:
+def ratio_text(speed_ratio: Ratio, num_rounds: int) -> str:
     """A ratio with its interval.
 
-    >>> in_words(Ratio(1.344, 1.2, 1.41, 0.969), 6)
+    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.969), 6)
     '1.34 times (1.20 to 1.41 with 97% confidence)'
-    >>> in_words(Ratio(1.344, 1.2, 1.41, 0.5), 2)
+    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.5), 2)
     '1.34 times (2 rounds, too few for a confidence)'
     """
-    if rounds < FEWEST_ROUNDS:
-        return f"{found.median:.2f} times ({rounds} round{'s' * (rounds > 1)}, too few for a confidence)"
-    return f"{found.median:.2f} times ({found.low:.2f} to {found.high:.2f} with {found.coverage:.0%} confidence)"
+    times = f"{speed_ratio.median:.2f} times"
+    if num_rounds < FEWEST_ROUNDS:
+        return f"{times} ({num_rounds} round{'s' * (num_rounds > 1)}, too few for a confidence)"
+    interval = f"{speed_ratio.low:.2f} to {speed_ratio.high:.2f}"
+    return f"{times} ({interval} with {speed_ratio.coverage:.0%} confidence)"
 
 
-def is_clear(found: Ratio, rounds: int) -> bool:
+def is_clear(speed_ratio: Ratio, num_rounds: int) -> bool:
     """True if there are enough rounds, and 1 is outside the interval."""
-    return rounds >= FEWEST_ROUNDS and not found.low <= 1 <= found.high
+    return num_rounds >= FEWEST_ROUNDS and not speed_ratio.low <= 1 <= speed_ratio.high
 
 
 def on_speed(speeds: Speeds) -> list[str]:
-    """Which contestant is the fastest, and how the others compare with it."""
-    middle = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
-    if len(middle) < 2:
+    """States which contestant is the fastest, and how the others compare with it."""
+    medians = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
+    if len(medians) < 2:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
-    first, *others = sorted(middle, key=lambda name: -middle[name])
-    groups: dict[str, list[str]] = {"Not distinguishable from it": [], "Too few rounds to say": [], "Slower": []}
+    first, *others = sorted(medians, key=lambda name: -medians[name])
+
+    equal: list[str] = []
+    unknown: list[str] = []
+    slower: list[str] = []
     for name in others:
-        if found := against(speeds[name], speeds[first]):
-            clear = is_clear(*found) and found[0].high < 1
-            kind = "Too few rounds to say" if found[1] < FEWEST_ROUNDS else "Not distinguishable from it"
-            groups["Slower" if clear else kind].append(f"{name} {in_words(*found)}")
-    is_first = not any(groups[kind] for kind in groups if kind != "Slower")
-    lines = [f"{'Fastest' if is_first else 'Most examples/s'} here: {first}, with {middle[first]:,.0f} examples/s."]
-    return [*lines, *(f"{kind}: {'; '.join(found)} as fast as {first}." for kind, found in groups.items() if found)]
+        comparison = against(speeds[name], speeds[first])
+        if comparison is None:
+            continue
+        speed_ratio, num_rounds = comparison
+        group = unknown if num_rounds < FEWEST_ROUNDS else equal
+        if is_clear(speed_ratio, num_rounds) and speed_ratio.high < 1:
+            group = slower
+        group.append(f"{name} {ratio_text(speed_ratio, num_rounds)}")
+
+    # "Fastest" claims a difference from all others.
+    verdict = "Most examples/s" if equal or unknown else "Fastest"
+    lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
+    for title, group in (
+        ("Not distinguishable from it", equal),
+        ("Too few rounds to say", unknown),
+        ("Slower", slower),
+    ):
+        if group:
+            lines.append(f"{title}: {'; '.join(group)} as fast as {first}.")
+    return lines
 
 
 def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
-    """Whether num_ranks ranks are worth it: each contestant against one process."""
+    """States whether num_ranks ranks are worthwhile: each contestant against one process."""
     lines = []
     for name in speeds:
-        if name == SINGLE or not (found := against(speeds[name], speeds.get(SINGLE, {}))):
+        comparison = against(speeds[name], speeds.get(SINGLE, {}))
+        if name == SINGLE or comparison is None:
             continue
-        words = f"{in_words(*found)} as fast as one process"
-        if found[1] < FEWEST_ROUNDS:
-            lines.append(f"{name} on {num_ranks} ranks: {words}; whether it pays is open.")
-        elif not is_clear(*found):
-            lines.append(f"{name} on {num_ranks} ranks: {words}; not distinguishable from it.")
-        elif found[0].low > 1:
-            efficiency = found[0].median / num_ranks
-            lines.append(f"{name} pays here on {num_ranks} ranks: {words}, an efficiency of {efficiency:.0%}.")
+        speed_ratio, num_rounds = comparison
+        times = f"{ratio_text(speed_ratio, num_rounds)} as fast as one process"
+        if num_rounds < FEWEST_ROUNDS:
+            lines.append(f"{name} on {num_ranks} ranks: {times}; whether it pays is open.")
+        elif not is_clear(speed_ratio, num_rounds):
+            lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
+        elif speed_ratio.low > 1:
+            efficiency = speed_ratio.median / num_ranks
+            lines.append(f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}.")
         else:
-            lines.append(f"{name} does not pay on {num_ranks} ranks here: {words}.")
+            lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
     return lines
 
 
 def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float] | None]) -> str:
-    """When each contestant reached the target: its epoch, and seconds of training.
+    """States when each contestant reached the target: its epoch, and seconds of training.
 
     >>> on_target("val_accuracy", 0.97, {"single": (3, 12.5), "horovod": (2, 8.0), "mirrored": None})
     'val_accuracy 0.97: horovod after 8.0 s (epoch 2), single after 12.5 s (epoch 3); not reached: mirrored.'
     """
-    there = sorted((at[1], name, at[0]) for name, at in reached.items() if at)
-    words = ", ".join(f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in there)
-    missing = [name for name, at in reached.items() if not at]
-    return f"{metric} {value:.4g}: {words or 'no strategy'}{f'; not reached: {_listed(missing)}' if missing else ''}."
+    times = []
+    missing = []
+    for name, epoch_and_seconds in reached.items():
+        if epoch_and_seconds is None:
+            missing.append(name)
+        else:
+            epoch, seconds = epoch_and_seconds
+            times.append((seconds, name, epoch))
+
+    parts = [f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in sorted(times)]
+    text = f"{metric} {value:.4g}: {', '.join(parts) or 'no strategy'}"
+    if missing:
+        text += f"; not reached: {', '.join(missing)}"
+    return f"{text}."
 
 
-def on_test(name: str, values: Mapping[str, float]) -> str:
-    """The spread of the final test metric.
+def on_test(metric: str, values: Mapping[str, float]) -> str:
+    """States the spread of the final test metric.
 
     >>> on_test("test_accuracy", {"single": 0.9722, "horovod": 0.975})
     'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may order them otherwise.'
     """
-    low, high = min(values, key=lambda one: values[one]), max(values, key=lambda one: values[one])
-    text = f"{name} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
-    return f"{text}; one run each, so another seed may order them otherwise."
+    low = min(values, key=lambda name: values[name])
+    high = max(values, key=lambda name: values[name])
+    spread = f"{metric} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
+    return f"{spread}; one run each, so another seed may order them otherwise."
 
 
 def on_examples(examples: Mapping[str, int]) -> list[str]:
-    """A warning if the whole runs trained on different numbers of examples, beyond what does not fill a batch.
+    """Warns if the whole runs trained on different numbers of examples.
+
+    10% are tolerated: what does not fill a batch is left out, and the batches of strategies differ.
 
     >>> on_examples({"single": 1000, "horovod": 990}), on_examples({"single": 1000, "horovod": 2000})
     ([], ['Not the same training: not the same number of examples (single 1,000, horovod 2,000); give train.epochs.'])
     """
     if not examples or max(examples.values()) <= 1.1 * min(examples.values()):
         return []
-    listed = _listed([f"{name} {number:,}" for name, number in examples.items()])
-    return [f"Not the same training: not the same number of examples ({listed}); give train.epochs."]
+    counts = ", ".join(f"{name} {count:,}" for name, count in examples.items())
+    return [f"Not the same training: not the same number of examples ({counts}); give train.epochs."]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
+def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
+    """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
+
+    The plan takes a rank's own work in a step from the rounds of horovod; None if it has not been measured.
+    """
+    strategies = comparison["strategies"]
+    entry = next((entry for entry in strategies if entry["name"].partition("@")[0] == PLANNED), None)
+    if entry is None:
+        return None
+    splits = [run["split"] for run in entry["rounds"] if run["split"]]
+    if not splits:
+        return None
+    seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
+    return [
+        *("-np", str(num_ranks)),
+        *("--ranks-per-host", str(comparison["num_ranks"])),
+        *("--step-seconds", f"{seconds:.4g}"),
+        *entry["words"],
+    ]
+
+
+def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Runs `hvtrain plan`, which writes into the folder; states its result and the command that repeats it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
+    costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
+    again = shlex.join(["python", "-m", "hvtrain", "plan", *without_secrets(arguments)])
+    return [
+        pays_from(costs),
+        f"This assumes cores or a GPU for each rank, and the links of this command: {again}",
+    ]
+
+
+def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
+    """States from how many ranks on a plan's costs beat one rank, and the speed of the most ranks.
+
+    >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
+    >>> pays_from([*costs, {"num_ranks": 4, "efficiency": 0.4}])
+    'Planned for more ranks: horovod pays from 4 ranks on, and 4 ranks are 1.6 times as fast as one.'
+    """
+    speedups = {cost["num_ranks"]: cost["num_ranks"] * cost["efficiency"] for cost in costs}
+    most = max(speedups)
+    paying = [number for number, speedup in speedups.items() if number > 1 and speedup > PAYS]
+    verdict = f"pays from {min(paying)} ranks on, and" if paying else "does not pay:"
+    return f"Planned for more ranks: {PLANNED} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."

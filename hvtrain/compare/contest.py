@@ -7,22 +7,35 @@ from pathlib import Path
 from statistics import mean
 
 from hvtrain.compare.contestants import Contestant
-from hvtrain.compare.one_run import Starting, Training, train
+from hvtrain.compare.one_run import Launcher, Training, train
 from hvtrain.compare.rounds import in_turns, progress
 from hvtrain.errors import LostRankError
 from hvtrain.system.text import duration
 
 WHOLE = 0
+"""In place of the number of a round: a whole run."""
 # Removed from short runs; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")
 
 
 @dataclass
 class Contest:
-    """What was measured so far. rounds: by contestant and number of the round; errors: of contestants that failed."""
+    """Starts the runs one after the other, and keeps what was measured so far.
+
+    Attributes:
+        contestants: the strategies.
+        launcher: how their runs are started.
+        folder: of the output.
+        num_rounds: of short runs.
+        speed_steps: steps of a short run.
+        speed_only: True leaves out the whole runs.
+        rounds: short runs by contestant and number of the round.
+        whole: whole runs by contestant.
+        errors: of contestants that failed.
+    """
 
     contestants: Sequence[Contestant]
-    starting: Starting
+    launcher: Launcher
     folder: Path
     num_rounds: int
     speed_steps: int
@@ -30,55 +43,80 @@ class Contest:
     rounds: dict[str, dict[int, Training]] = field(default_factory=dict)
     whole: dict[str, Training] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    _lasted: dict[bool, list[float]] = field(default_factory=dict)
 
     def schedule(self) -> list[tuple[Contestant, int]]:
-        """All runs in their order, each with the number of its round; WHOLE for a whole run."""
-        rounds = [(one, number) for number, order in in_turns(self.contestants, self.num_rounds) for one in order]
-        return rounds if self.speed_only else [*rounds, *((one, WHOLE) for one in self.contestants)]
+        """Returns all runs in their order, each with the number of its round, or WHOLE."""
+        runs = [
+            (contestant, number)
+            for number, order in in_turns(self.contestants, self.num_rounds)
+            for contestant in order
+        ]
+        if not self.speed_only:
+            runs += [(contestant, WHOLE) for contestant in self.contestants]
+        return runs
 
     def run(self) -> None:
         """Starts one run after the other. A contestant that fails takes no part in later runs."""
         schedule = self.schedule()
-        for at, (one, number) in enumerate(schedule):
-            if one.name in self.errors:
+        for index, (contestant, number) in enumerate(schedule):
+            if contestant.name in self.errors:
                 continue
-            about = f"round {number} of {self.num_rounds}" if number else "the whole run"
-            title = f"run {at + 1} of {len(schedule)}: {one.name}, {about}"
-            progress(f"{title}; {self.time_left(schedule[at:])} ...")
-            found = self._once(one, number, about)
+            about = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
+            title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {about}"
+            progress(f"{title}; {self.time_left(schedule[index:])} ...")
+            try:
+                outcome = _in_short(self._train(contestant, number))
+            except LostRankError as error:
+                log = self._folder(contestant, number) / "output.txt"
+                self.errors[contestant.name] = f"{about}: {error}; its output is in {log}"
+                outcome = "failed"
             progress("")
-            print(f"{title:<58} {_in_short(found)}; {self.time_left(schedule[at + 1 :])}", flush=True)
-
-    def _once(self, one: Contestant, number: int, about: str) -> Training | None:
-        words = one.speed_words(self.speed_steps) if number else one.words
-        folder = (self.folder / f"round-{number}" if number else self.folder) / one.name
-        try:
-            found = train(self.starting.command(one, words, folder / "run"), self.starting.cores(one), folder)
-        except LostRankError as error:
-            self.errors[one.name] = f"{about}: {error}; its output is in {folder / 'output.txt'}"
-            return None
-        self._lasted.setdefault(bool(number), []).append(found.seconds)
-        if number:
-            self.rounds.setdefault(one.name, {})[number] = found
-            for path in (folder / "run" / name for name in _LARGE):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        else:
-            self.whole[one.name] = found
-        return found
+            print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
-        """Estimates the time left from the runs so far. Whole runs count as unknown until one has ended."""
-        kinds = [bool(number) for one, number in schedule if one.name not in self.errors]
-        known = [mean(self._lasted[kind]) for kind in kinds if kind in self._lasted]
-        parts = [f"about {duration(sum(known))}"] if known else []
-        if unknown := len(kinds) - len(known):
-            parts.append(f"{unknown} runs of unknown length")
+        """Estimates the time left from the runs so far. Whole runs are unknown until one has ended."""
+        short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
+        known_seconds = 0.0
+        num_known = 0
+        num_unknown = 0
+        for contestant, number in schedule:
+            if contestant.name in self.errors:
+                continue
+            similar = list(self.whole.values()) if number == WHOLE else short_runs
+            if similar:
+                known_seconds += mean(training.seconds for training in similar)
+                num_known += 1
+            else:
+                num_unknown += 1
+
+        parts = [f"about {duration(known_seconds)}"] if num_known else []
+        if num_unknown:
+            parts.append(f"{num_unknown} runs of unknown length")
         return f"left: {' and '.join(parts) or 'nothing'}"
 
+    def _train(self, contestant: Contestant, number: int) -> Training:
+        folder = self._folder(contestant, number)
+        overrides = contestant.overrides if number == WHOLE else contestant.speed_overrides(self.speed_steps)
+        command = self.launcher.command(contestant, overrides, folder / "run")
+        training = train(command, self.launcher.cores(contestant), folder)
+        if number == WHOLE:
+            self.whole[contestant.name] = training
+            return training
 
-def _in_short(found: Training | None) -> str:
-    if found is None:
-        return "failed"
-    rate = found.result["examples_per_second"]
-    return f"{f'{rate:,.0f} examples/s' if rate else 'too few steps to time'}, {found.seconds:.0f} s"
+        self.rounds.setdefault(contestant.name, {})[number] = training
+        for path in (folder / "run" / name for name in _LARGE):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return training
+
+    def _folder(self, contestant: Contestant, number: int) -> Path:
+        parent = self.folder if number == WHOLE else self.folder / f"round-{number}"
+        return parent / contestant.name
+
+
+def _in_short(training: Training) -> str:
+    rate = training.result["examples_per_second"]
+    speed = f"{rate:,.0f} examples/s" if rate else "too few steps to time"
+    return f"{speed}, {training.seconds:.0f} s"

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hvtrain.config.accumulation import whole
 from hvtrain.config.compose import CONFIGS, compose, own_folders
-from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 
 SINGLE = "single"
-JOINT, RANK = "joint", "rank"
+JOINT = "joint"
+RANK = "rank"
 ORDER = "takes the examples in another order, since its data is one shard"
-# Short runs, which are timed, neither validate nor save.
+# A short run only takes steps, and all of them: validation and checkpoints would be timed too.
 _ONLY_STEPS = (
     "train.divide_steps_by_size=false",
     "train.validate_every_epochs=null",
@@ -27,14 +26,21 @@ _ONLY_STEPS = (
 
 @dataclass(frozen=True)
 class Contestant:
-    """One strategy. name is what the user wrote; words are all settings of its run.
+    """One strategy of a comparison.
 
-    differences: those that the comparison itself makes; the strategy's own are in the run's record.
+    Attributes:
+        name: as the user wrote it, with its own settings: "horovod@compression=fp16".
+        strategy: the choice of `strategy=`.
+        overrides: all settings of its run.
+        accumulate: train.accumulate, of which a run's steps are a multiple.
+        has_servers: True for strategies with parameter servers.
+        differences: the inequalities that the comparison itself makes; those of the strategy are in
+            the record of its run.
     """
 
     name: str
     strategy: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     accumulate: int = 1
     has_servers: bool = False
     differences: tuple[str, ...] = ()
@@ -44,65 +50,104 @@ class Contestant:
         """True for one process, which needs no launcher."""
         return self.strategy == SINGLE
 
-    def speed_words(self, num_steps: int) -> list[str]:
+    def speed_overrides(self, num_steps: int) -> list[str]:
         """Settings of a short run, which is timed."""
-        return [*self.words, f"train.steps={whole(num_steps, self.accumulate)}", *_ONLY_STEPS]
+        steps = round_up_to_accumulation(num_steps, self.accumulate)
+        return [*self.overrides, f"train.steps={steps}", *_ONLY_STEPS]
 
 
-def contestants(words: Sequence[str], num_ranks: int, single_batch: str = JOINT) -> list[Contestant]:
-    """The contestants of these words, `strategy=A,B,...` and settings of the run; all are composed and checked.
+def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JOINT) -> list[Contestant]:
+    """Composes and checks the run of each strategy.
 
-    Empty if the words only ask Hydra to print the run. Raises ConfigError.
+    Args:
+        overrides: `strategy=A,B,...` and settings of the run.
+        num_ranks: of all strategies but `single`.
+        single_batch: JOINT if `single` takes the batch of all ranks, RANK for that of one.
+
+    Returns:
+        The contestants; none if the overrides only ask Hydra to print the run.
+
+    Raises:
+        ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    given = [word for word in words if word.partition("=")[0] == "strategy"]
-    names = given[-1].partition("=")[2].split(",") if given else []
+    chosen = [override for override in overrides if override.partition("=")[0] == "strategy"]
+    names = chosen[-1].partition("=")[2].split(",") if chosen else []
     if len(names) < 2:
-        came = f"{given[-1]} came" if given else "no strategy=A,B came"
-        raise ConfigError(f"{came} where at least two strategies were needed; for example: strategy=single,horovod")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{given[-1]} names {twice} twice; write each once, or give one settings: {twice}@NAME=VALUE")
-    if folder := next((word for word in words if word.startswith("run.")), None):
+        received = chosen[-1] if chosen else "no strategy=A,B"
+        raise ConfigError(
+            f"{received} came where at least two strategies were needed; for example: strategy=single,horovod"
+        )
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated:
+        raise ConfigError(
+            f"{chosen[-1]} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
+        )
+    folder = next((override for override in overrides if override.startswith("run.")), None)
+    if folder:
         raise ConfigError(f"{folder} came, and each strategy has a run folder of its own; choose --output DIR instead")
-    common = [word for word in words if word not in given]
-    found = [_contestant(name, common, num_ranks, single_batch) for name in names]
-    return [one for one in found if one]
+
+    common = [override for override in overrides if override not in chosen]
+    composed = [_contestant(name, common, num_ranks, single_batch) for name in names]
+    return [contestant for contestant in composed if contestant]
 
 
 def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant | None:
     strategy, *settings = name.split("@")
-    known = sorted(
-        path.stem for folder in (CONFIGS, *own_folders(common)) for path in (folder / "strategy").glob("*.yaml")
-    )
+    folders = (CONFIGS, *own_folders(common))
+    known = sorted(path.stem for folder in folders for path in (folder / "strategy").glob("*.yaml"))
     if strategy not in known:
         raise ConfigError(f"strategy={strategy} is not a strategy; {nearest(strategy, known)}")
-    own = [f"strategy.{one}" if "." not in one.partition("=")[0] else one for one in settings]
-    words = [*common, f"strategy={strategy}", *own]
-    if not (trees := compose(words)):
+
+    overrides = [*common, f"strategy={strategy}"]
+    for setting in settings:
+        is_of_strategy = "." not in setting.partition("=")[0]
+        overrides.append(f"strategy.{setting}" if is_of_strategy else setting)
+    trees = compose(overrides)
+    if not trees:
         return None
+
     config = from_dict(trees[0])
     if not isinstance(config.train.batch_size, int):
-        listed = config.train.batch_size
-        raise ConfigError(f"train.batch_size={listed} has a number for each rank; compare needs one number for all")
-    unequal: tuple[str, ...] = ()
-    if strategy == SINGLE:
-        joint, unequal = single_words(config, num_ranks, single_batch)
-        words += joint
-        compose(words)
-    return Contestant(name, strategy, tuple(words), config.train.accumulate, "num_ps" in config.strategy, unequal)
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size} has a number for each rank; compare needs one number for all"
+        )
+    differences: tuple[str, ...] = ()
+    if strategy == SINGLE and single_batch == RANK:
+        differences = (ORDER, "takes the batch and the learning rate of one rank")
+    elif strategy == SINGLE:
+        overrides += joint_overrides(config, num_ranks)
+        compose(overrides)
+        differences = (ORDER,)
+        if learning_rate_factor(config, num_ranks) != 1 and config.schedule.get("warmup_epochs"):
+            differences += ("has no warm-up: its learning rate begins at the peak",)
+    return Contestant(
+        name,
+        strategy,
+        tuple(overrides),
+        config.train.accumulate,
+        has_servers="num_ps" in config.strategy,
+        differences=differences,
+    )
 
 
-def single_words(config: RunConfig, num_ranks: int, single_batch: str) -> tuple[list[str], tuple[str, ...]]:
-    """Settings with which one process trains as num_ranks ranks would, and the differences that remain.
+def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
+    """Returns the settings with which one process trains as num_ranks ranks would.
 
-    JOINT: it takes the batch of all ranks and their peak learning rate. RANK: the batch and rate of one rank.
+    It takes the batch of all ranks, their peak learning rate, and as many steps as each of them.
     """
-    if single_batch == RANK:
-        return [], (ORDER, "takes the batch and the learning rate of one rank")
-    train: Any = config.train
-    factor = {"linear": num_ranks, "sqrt": math.sqrt(num_ranks), "none": 1}[train.learning_rate_scale]
-    words = [f"train.batch_size={train.batch_size * num_ranks}"]
-    words.append(f"optimizer.learning_rate={config.optimizer['learning_rate'] * factor!r}")
+    train = config.train
+    assert isinstance(train.batch_size, int)
+    peak = config.optimizer["learning_rate"] * learning_rate_factor(config, num_ranks)
+    overrides = [
+        f"train.batch_size={train.batch_size * num_ranks}",
+        f"optimizer.learning_rate={peak!r}",
+    ]
     if train.steps and train.divide_steps_by_size:
-        words.append(f"train.steps={max(1, train.steps // num_ranks)}")
-    has_warmup = factor != 1 and config.schedule.get("warmup_epochs")
-    return words, (ORDER, *(("has no warm-up: its learning rate begins at the peak",) if has_warmup else ()))
+        overrides.append(f"train.steps={max(1, train.steps // num_ranks)}")
+    return overrides
+
+
+def learning_rate_factor(config: RunConfig, num_ranks: int) -> float:
+    """Returns by how much num_ranks ranks multiply the learning rate of one."""
+    factors = {"linear": num_ranks, "sqrt": math.sqrt(num_ranks), "none": 1}
+    return factors[config.train.learning_rate_scale]

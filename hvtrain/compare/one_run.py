@@ -1,4 +1,4 @@
-"""Starts one training in processes of its own, watches and ends it, and reads its results."""
+"""Starts one training in processes of its own, measures what they use, and reads its results."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from hvtrain.compare.contestants import Contestant
-from hvtrain.config.words import word
-from hvtrain.core.records import RESULT_FILE, EpochRecord, read_history
+from hvtrain.config.compose import override
+from hvtrain.core.run_files import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import ends_within, failure, started
 
@@ -27,10 +27,15 @@ SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from 
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run: its record (result.json), its epochs, and what its processes on this host used.
+    """One finished run, and what its processes on this host used.
 
-    seconds: from the start of the command to its end. cpu_seconds: of all its processes. peak_bytes: the largest sum of
-    their resident memory. gpu_bytes: the largest growth of the used memory of all GPUs together. None: not known.
+    Attributes:
+        result: its record, result.json.
+        epochs: its history.csv.
+        seconds: from the start of the command to its end.
+        cpu_seconds: of all its processes.
+        peak_bytes: the largest sum of their resident memory; None if unknown.
+        gpu_bytes: the largest growth of the used memory of all GPUs together; None if unknown.
     """
 
     result: dict[str, Any]
@@ -42,50 +47,74 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Starting:
-    """How runs are started. more: options of python -m hvtrain launch."""
+class Launcher:
+    """Makes the command lines of runs.
+
+    Attributes:
+        num_ranks: of all strategies but `single`.
+        host_options: -H or --hostfile, for `hvtrain launch`.
+        num_ps: parameter servers, for strategies that have some.
+        single_cores: cores that `single` may use; None: all.
+    """
 
     num_ranks: int
-    more: tuple[str, ...] = ()
+    host_options: tuple[str, ...] = ()
     num_ps: int | None = None
     single_cores: int | None = None
 
-    def command(self, one: Contestant, words: Sequence[str], folder: Path) -> list[str]:
-        """The command line of a run that leaves its results in this folder."""
-        run = [*words, word("run.dir", str(folder)), "notify=[]"]
-        if one.is_single:
-            return [sys.executable, "-m", "hvtrain", *run]
-        servers = ["--num-ps", str(self.num_ps)] if self.num_ps and one.has_servers else []
-        return [sys.executable, "-m", "hvtrain", "launch", "-np", str(self.num_ranks), *self.more, *servers, "--", *run]
+    def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
+        """Returns the command of a run that leaves its results in this folder."""
+        python = [sys.executable, "-m", "hvtrain"]
+        # The comparison is one piece of work for the user, so its runs send no notices.
+        settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
+        if contestant.is_single:
+            return [*python, *settings]
+        options = ["-np", str(self.num_ranks), *self.host_options]
+        if self.num_ps and contestant.has_servers:
+            options += ["--num-ps", str(self.num_ps)]
+        return [*python, "launch", *options, "--", *settings]
 
-    def cores(self, one: Contestant) -> set[int]:
-        """The cores that the run may use; a launcher divides them among its ranks."""
+    def cores(self, contestant: Contestant) -> set[int]:
+        """Returns the cores that the run may use; a launcher divides them among its ranks."""
         cores = sorted(os.sched_getaffinity(0))
-        return set(cores[: self.single_cores] if one.is_single and self.single_cores else cores)
+        if contestant.is_single and self.single_cores:
+            cores = cores[: self.single_cores]
+        return set(cores)
 
 
 def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
-    """Runs the command, whose run folder is folder/run. Raises LostRankError with its last line if it fails."""
+    """Runs the command, whose run folder is folder/run.
+
+    Raises:
+        LostRankError: the run failed; the message has the line of its output that says why.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    log, before, began = folder / "output.txt", _children_seconds(), time.monotonic()
-    gpu_before, peaks = gpu_bytes(), [0, 0]
+    log = folder / "output.txt"
+    began = time.monotonic()
+    cpu_before = _children_seconds()
+    gpu_before = gpu_bytes()
+    peak_bytes = 0
+    peak_gpu_bytes = 0
+
     with started(command, log, cores) as process:
         while not ends_within(process, SECONDS_BETWEEN_SAMPLES):
-            peaks = [max(peaks[0], resident_bytes(process.pid)), max(peaks[1], gpu_bytes() or 0)]
+            peak_bytes = max(peak_bytes, resident_bytes(process.pid))
+            peak_gpu_bytes = max(peak_gpu_bytes, gpu_bytes() or 0)
     if process.returncode:
         raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
+
     return Training(
         result=read_result(folder / "run"),
         epochs=read_history(folder / "run"),
         seconds=time.monotonic() - began,
-        cpu_seconds=_children_seconds() - before,
-        peak_bytes=peaks[0] or None,
-        gpu_bytes=None if gpu_before is None else max(0, peaks[1] - gpu_before),
+        cpu_seconds=_children_seconds() - cpu_before,
+        peak_bytes=peak_bytes or None,
+        gpu_bytes=None if gpu_before is None else max(0, peak_gpu_bytes - gpu_before),
     )
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """The record of a run. Raises LostRankError if there is none."""
+    """Reads the record of a run. Raises LostRankError if there is none."""
     try:
         return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,28 +122,29 @@ def read_result(run: Path) -> dict[str, Any]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of the training processes at or below a process; pages that they share count in each."""
+    """Resident memory of the training processes at or below a process; shared pages count in each."""
     total = 0
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
+            # Processes end while they are counted. Shells and ssh clients of the launcher train nothing.
             with suppress(psutil.Error):
-                words = process.cmdline()
-                if ("-m", "hvtrain") in pairwise(words):
+                if ("-m", "hvtrain") in pairwise(process.cmdline()):
                     total += process.memory_info().rss
     return total
 
 
 def gpu_bytes() -> int | None:
     """Used memory of all GPUs of this host; None without nvidia-smi."""
-    if not (program := shutil.which("nvidia-smi")):
+    program = shutil.which("nvidia-smi")
+    if not program:
         return None
     query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    numbers = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return sum(numbers) << 20 if numbers else None
+    mebibytes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return sum(mebibytes) * 2**20 if mebibytes else None
 
 
 def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

@@ -14,6 +14,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+COVERAGE = 0.95
+"""Probability that an interval should contain the true median."""
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -33,26 +36,40 @@ class Ratio:
         >>> str(Ratio(0.9, 0.8, 1.0, 0.75))
         '0.900 [0.800, 1.000, 75% sure]'
         """
-        sure = "" if self.coverage >= 0.95 else f", {self.coverage:.0%} sure"
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}{sure}]"
+        note = "" if self.coverage >= COVERAGE else f", {self.coverage:.0%} sure"
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}{note}]"
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """ours[i] / theirs[i] over the rounds i, with the interval of order statistics (no distribution is assumed)."""
-    found = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
-    number, cut = len(found), 0
-    while cut + 1 < number / 2 and _coverage(number, cut + 1) >= 0.95:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Returns the ratio of two measurements by round, with the interval of order statistics.
+
+    No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as fewer than k of n
+    tosses of a coin show heads, and above the k-th largest as often.
+
+    Args:
+        numerators: of each round.
+        denominators: of the same rounds.
+
+    >>> ratio([3.0, 5.0, 4.0], [2.0, 2.0, 2.0])
+    Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
+    """
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    count = len(ratios)
+    cut = 0
+    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
         cut += 1
-    return Ratio(median(found), found[cut], found[number - 1 - cut], _coverage(number, cut))
+    return Ratio(median(ratios), ratios[cut], ratios[count - 1 - cut], _coverage(count, cut))
 
 
-def _coverage(number: int, cut: int) -> float:
-    """Probability that the true median lies between the sorted values `cut` and `number - 1 - cut` (from 0)."""
-    return 1 - 2 * sum(comb(number, k) for k in range(cut + 1)) / 2**number
+def _coverage(count: int, cut: int) -> float:
+    """Probability that the true median lies between the sorted values `cut` and `count - 1 - cut` (from 0)."""
+    return 1 - 2 * sum(comb(count, k) for k in range(cut + 1)) / 2**count
 
 
 def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
     """Yields each round's number, from 1, and its order; every second round goes backwards.
+
+    A machine that becomes slower during a round thus favors each of two contenders as often as the other.
 
     >>> list(in_turns("ab", 3))
     [(1, ['a', 'b']), (2, ['b', 'a']), (3, ['a', 'b'])]
@@ -65,5 +82,6 @@ def progress(text: str) -> None:
     """Shows what is running, on a terminal only, until the next call; "" clears the line."""
     if sys.stderr.isatty():
         # A line that wraps could not be cleared.
-        sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}")
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
         sys.stderr.flush()

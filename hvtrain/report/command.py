@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from hvtrain.core.records import write_atomic
+from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.report import comparison, page
 from hvtrain.report.curves import charts_of, write_png
@@ -14,25 +14,29 @@ COMPARISON_FILE = "comparison.html"
 
 
 def main() -> int:
-    """Reads the run folders and writes the page."""
+    """Reads the run folders, writes the page, and prints which files it wrote."""
     options = _parser().parse_args(sys.argv[1:])
     runs = [read_run(Path(folder)) for folder in options.runs]
-    is_one = len(runs) == 1
-    path = (
-        Path(options.output)
-        if options.output
-        else runs[0].folder / page.REPORT_FILE
-        if is_one
-        else Path(COMPARISON_FILE)
-    )
+    is_comparison = len(runs) > 1
+
+    default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / page.REPORT_FILE
+    path = Path(options.output or default)
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
-    write_atomic(path, page.html(runs[0]) if is_one else comparison.html(runs))
-    written = [str(path)]
-    if is_one and (charts := charts_of(runs[0])):
-        write_png(charts, path.parent / page.CURVES_FILE)
-        written.append(str(path.parent / page.CURVES_FILE))
-    print(" and ".join(written))
+
+    if is_comparison:
+        write_atomic(path, comparison.html(runs))
+        print(path)
+        return 0
+
+    write_atomic(path, page.html(runs[0]))
+    charts = charts_of(runs[0])
+    if charts:
+        curves = path.parent / page.CURVES_FILE
+        write_png(charts, curves)
+        print(f"{path} and {curves}")
+    else:
+        print(path)
     return 0
 
 
@@ -45,6 +49,9 @@ going or has failed. Several runs are compared on one page: a sortable table of 
 the settings that differ.""",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; python -m hvtrain runs lists them")
-    text = f"the page; default: RUN/{page.REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder"
-    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"the page; default: RUN/{page.REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
+    )
     return parser

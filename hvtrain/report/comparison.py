@@ -1,81 +1,90 @@
-"""Compares several runs: figures in a sortable table, curves in common charts, and the settings that differ."""
+"""Compares several runs on one page: a sortable table, curves in common charts, and settings that differ."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hvtrain.config.validate import flatten
-from hvtrain.report.curves import NUM_COLORS, charts_of_several, svg
-from hvtrain.report.page import duration, in_words, render, text_of
+from hvtrain.report.charts import SERIES
+from hvtrain.report.curves import charts_of_several, svg
+from hvtrain.report.page import FOLDER, render, state_text, yaml_text
 from hvtrain.report.run_files import RunFiles
+from hvtrain.system.text import exact_duration
 
-_PLACES = ("run.dir", "run.name", "run.report")  # Different in any two runs, or of no interest.
+# They differ between any two runs, or say nothing about the training.
+_NOT_COMPARED = ("run.dir", "run.name", "run.report")
+_SPEED_COLUMNS = ("examples/s", "of each rank", "efficiency")
+
+Cell = tuple[Any, str]
+"""The value to sort by, None if it is unknown, and the text."""
 
 
 def html(runs: Sequence[RunFiles]) -> str:
-    """The page that compares runs."""
-    labels = labelled(runs)
+    """Returns the page that compares runs."""
+    labels = folder_labels(runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
-    best = list(dict.fromkeys(f"best {one['metric']}" for run in runs if (one := run.result.get("best"))))
-    speeds = ["examples/s", "of each rank", "efficiency"]
+    bests = [run.result["best"] for run in runs if run.result.get("best")]
+    best_columns = list(dict.fromkeys(f"best {best['metric']}" for best in bests))
+    charts = charts_of_several(runs, labels)
+
     return render(
         "comparison.html.j2",
         title=f"{len(runs)} runs",
-        columns=["run", "state", *metrics, *best, "ranks", *speeds, "time", "began"],
-        rows=[_row(run, label, metrics, best) for run, label in zip(runs, labels)],
+        columns=["run", "state", *metrics, *best_columns, "ranks", *_SPEED_COLUMNS, "time", "began"],
+        rows=[_row(run, label, metrics, best_columns) for run, label in zip(runs, labels)],
         labels=labels,
-        num_colors=NUM_COLORS,
-        drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts_of_several(runs, labels)],
+        num_colors=len(SERIES),
+        drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
         settings=differing([run.config for run in runs]),
-        script=(Path(__file__).parent / "sort.js").read_text(encoding="utf-8"),
+        script=(FOLDER / "sort.js").read_text(encoding="utf-8"),
     )
 
 
-def labelled(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of the folders, with as many parent folders as it takes to tell them apart."""
-    parts = [run.folder.parts for run in runs]
-    for depth in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
+def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of the run folders, with as many parent folders as it takes to tell them apart."""
+    paths = [run.folder.parts for run in runs]
+    for depth in range(1, max(map(len, paths), default=1) + 1):
+        labels = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(labels)) == len(set(paths)):
+            return labels
     return [str(run.folder) for run in runs]
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs, with each run's value; "" where a run has no such setting.
+    """Returns the settings that are not the same in all runs, with each run's value; "" where it is missing.
 
     >>> differing([{"seed": 1, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}, "new": True}])
     [('train.epochs', ['2', 'null']), ('new', ['', 'true'])]
     """
-    flat = [{name: text_of(value) for name, value in flatten(config).items()} for config in configs]
-    names = dict.fromkeys(name for one in flat for name in one)
-    found = [(name, [one.get(name, "") for one in flat]) for name in names if name not in _PLACES]
-    return [(name, values) for name, values in found if len(set(values)) > 1]
+    runs = [{name: yaml_text(value) for name, value in flatten(config).items()} for config in configs]
+    names = dict.fromkeys(name for settings in runs for name in settings)
+    rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
 
 
-def _row(run: RunFiles, label: str, metrics: Sequence[str], best: Sequence[str]) -> list[tuple[Any, str]]:
-    """Cells: the value to sort by, None if it is not known, and the text."""
+def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequence[str]) -> list[Cell]:
     result = run.result
-    own, found = result.get("metrics", {}), result.get("best") or {}
+    values = result.get("metrics", {})
+    best = result.get("best")
+    bests = {f"best {best['metric']}": best["value"]} if best else {}
+
+    rate = run.examples_per_second
+    ranks = run.num_ranks
+    rate_of_each = rate / ranks if rate and ranks else None
     split = result.get("split") or {}
-    rate, ranks, efficiency, seconds = (
-        run.examples_per_second,
-        run.num_ranks,
-        split.get("efficiency"),
-        result.get("seconds"),
-    )
+
     return [
         (label, label),
-        (run.state, in_words(run)),
-        *((own.get(name), f"{own[name]:.4g}" if name in own else "") for name in metrics),
-        *(
-            (found["value"], f"{found['value']:.4g}") if name == f"best {found.get('metric')}" else (None, "")
-            for name in best
-        ),
+        (run.state, state_text(run)),
+        *(_cell(values.get(name), ".4g") for name in metrics),
+        *(_cell(bests.get(name), ".4g") for name in best_columns),
         (ranks, str(ranks or "")),
         (rate, f"{rate:,.0f}" if rate else ""),
-        (rate / ranks if rate and ranks else None, f"{rate / ranks:,.0f}" if rate and ranks else ""),
-        (efficiency, f"{efficiency:.0%}" if efficiency is not None else ""),
-        (seconds, duration(seconds) if seconds is not None else ""),
+        _cell(rate_of_each, ",.0f"),
+        _cell(split.get("efficiency"), ".0%"),
+        (result.get("seconds"), exact_duration(result["seconds"]) if "seconds" in result else ""),
         (run.began, run.began),
     ]
+
+
+def _cell(value: float | None, form: str) -> Cell:
+    return value, "" if value is None else format(value, form)

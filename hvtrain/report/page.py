@@ -10,192 +10,237 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.config.validate import flatten
-from hvtrain.core.proof import proof_in_words
-from hvtrain.core.records import write_atomic
-from hvtrain.core.starts import STARTS_FILE
+from hvtrain.core.files import write_atomic
+from hvtrain.core.run_files import STARTS_FILE, proof_in_words
 from hvtrain.errors import in_one_line
 from hvtrain.report.curves import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
+from hvtrain.system.text import exact_duration
 from hvtrain.version import VERSION
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE, CURVES_FILE = "report.html", "curves.png"
-# Lines of the summary that the page shows elsewhere.
-_SHOWN = ("versions", "devices", "differs", "run folder", "resumed", "changed")
+FOLDER = Path(__file__).parent
+REPORT_FILE = "report.html"
+CURVES_FILE = "curves.png"
+_DIFF_LEFT_OUT = f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
+# Lines of the run's description that the page shows elsewhere.
+_SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
+_SERIES_OF_PART = {"data": 3, "compute": 1, "communication": 2}
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
-    """Writes both files into the run folder. An error is only a warning, since the run itself has finished.
+    """Writes report.html and curves.png into a run folder that has just been completed (chief only).
 
-    with_diff: show the changes of the user's checkout that are not committed.
+    An error is logged as a warning, since the run itself has succeeded.
+
+    Args:
+        folder: the run folder.
+        with_diff: shows the uncommitted changes of the user's checkout.
     """
     try:
-        run = replace(read_run(folder), state="finished")  # This process still holds the lock.
+        # This process still holds the lock of the folder, by which it looks like a running one.
+        run = replace(read_run(folder), state="finished")
         write_atomic(folder / REPORT_FILE, html(run, with_diff))
-        if charts := charts_of(run):
+        charts = charts_of(run)
+        if charts:
             write_png(charts, folder / CURVES_FILE)
     except Exception as error:
         log.warning(
-            "%s is not written: %s; python -m hvtrain report %s tries again", REPORT_FILE, in_one_line(error), folder
+            "%s is not written: %s; python -m hvtrain report %s tries again",
+            REPORT_FILE,
+            in_one_line(error),
+            folder,
         )
 
 
 def html(run: RunFiles, with_diff: bool = True) -> str:
-    """The page of a run, with or without the changes of the user's checkout that are not committed."""
-    start: dict[str, Any] = run.starts[-1] if run.starts else {}
+    """Returns the page of a run, with or without the uncommitted changes of the user's checkout."""
+    start = run.last_start
     git = start.get("git")
     if git and not with_diff:
-        git = {**git, "diff": f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."}
-    described = start.get("described", {})
+        git = {**git, "diff": _DIFF_LEFT_OUT}
+    description = start.get("described", {})
     split = run.result.get("split")
-    proof = run.result.get("proof")
+
     return render(
         "page.html.j2",
         title=run.name,
         run=run,
-        state=in_words(run),
+        state=state_text(run),
         numbers=_numbers(run),
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
-        figures=[{**one, "drawn": scatter_svg(one)} if one.get("kind") == "scatter" else one for one in run.review],
-        proof=[line[:1].upper() + line[1:] for line in proof_in_words(proof).split("; ")] if proof else [],
+        figures=_figures(run.review),
+        proof=_proof(run.result.get("proof")),
         differences=run.result.get("differences", []),
         split=_split(split) if split else [],
-        slowest=_slowest(run.result) if split else "",
+        slowest=_slowest_rank(run.result) if split else "",
         command=start.get("command"),
-        again=_again(run, start),
+        again=_command_again(run, start),
         place=start.get("folder"),
-        described=[(name, text) for name, text in described.items() if name not in _SHOWN],
+        described=[item for item in description.items() if item[0] not in _SHOWN_ELSEWHERE],
         starts=run.starts,
         changes=_changes(run.result),
         messages=run.messages,
-        environment=_environment(run, start, described),
+        environment=_environment(run, start, description),
         git=git,
-        settings=[(name, text_of(value)) for name, value in flatten(run.config).items()],
+        settings=[(name, yaml_text(value)) for name, value in flatten(run.config).items()],
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this folder as a page. Text in the values is escaped; drawn SVG is not."""
-    return (
-        _environment_of_templates()
-        .get_template(template)
-        .render(
-            style=(Path(__file__).parent / "style.css").read_text(encoding="utf-8"),
-            version=VERSION,
-            made=f"{datetime.now():%Y-%m-%d %H:%M}",
-            **values,
-        )
+def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
+    """Renders a template as a page in the style of this folder.
+
+    Text in the values is escaped; SVG, which the templates mark as safe, is not.
+
+    Args:
+        template: its file name. It may extend base.html.j2.
+        folder: of the template.
+        **values: what the template shows.
+    """
+    page = _templates(folder).get_template(template)
+    return page.render(
+        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
+        version=VERSION,
+        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+        **values,
     )
 
 
 @cache
-def _environment_of_templates() -> Any:
+def _templates(folder: Path) -> Any:
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([folder, FOLDER]),
         autoescape=jinja2.select_autoescape(default=True, default_for_string=True),
+        # A run that failed early lacks much of what a page can show.
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-def in_words(run: RunFiles) -> str:
-    """The state of a run: "finished", "stopped at 40%, resumable"."""
-    part = f" at {run.progress:.0%}" if run.progress is not None and run.state != "finished" else ""
-    return f"{run.state}{part}{', resumable' if run.is_resumable else ''}"
+def state_text(run: RunFiles) -> str:
+    """The state of a run with its progress: "finished", "stopped at 40%, resumable"."""
+    text = run.state
+    if run.progress is not None and run.state != "finished":
+        text += f" at {run.progress:.0%}"
+    if run.is_resumable:
+        text += ", resumable"
+    return text
 
 
-def duration(seconds: float) -> str:
-    """Seconds, in at most two units.
+def yaml_text(value: Any) -> str:
+    """A setting as YAML has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
-    >>> duration(4.21), duration(312), duration(7380)
-    ('4.2 s', '5 min 12 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+def _figures(review: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of a task's review; scatter plots with their SVG."""
+    figures = []
+    for figure in review:
+        if figure.get("kind") == "scatter":
+            figure = {**figure, "drawn": scatter_svg(figure)}
+        figures.append(figure)
+    return figures
+
+
+def _proof(proof: dict[str, Any] | None) -> list[str]:
+    """A line for each thing that the run has proved, with a capital letter."""
+    lines = proof_in_words(proof).split("; ") if proof else []
+    return [line[:1].upper() + line[1:] for line in lines]
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    """The large figures: name, value, and a line below it."""
-    result, rows = run.result, run.history
-    tested = sorted((result.get("metrics") or {}).items(), key=lambda item: item[0] == "test_loss")
-    found = [(name, f"{value:.4g}", "") for name, value in tested]
-    if best := result.get("best"):
-        found.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
+    """The large figures at the top: name, value, and a line below it."""
+    result = run.result
+    metrics = result.get("metrics") or {}
+    names = sorted(metrics, key=lambda name: name == "test_loss")
+    numbers = [(name, f"{metrics[name]:.4g}", "") for name in names]
+
+    best = result.get("best")
+    if best:
+        numbers.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
     elif not result and run.score:
-        found.append((run.score[0], f"{run.score[1]:.4g}", "so far"))
-    if rate := run.examples_per_second:
+        name, value = run.score
+        numbers.append((name, f"{value:.4g}", "so far"))
+
+    if run.examples_per_second:
         ranks = run.num_ranks
-        found.append(("examples per second", f"{rate:,.0f}", f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""))
-    if (split := result.get("split")) and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
-        found.append(("efficiency", f"{split['efficiency']:.0%}", "of a run whose reductions take no time"))
+        note = f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
+        numbers.append(("examples per second", f"{run.examples_per_second:,.0f}", note))
+
+    split = result.get("split")
+    if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
+        note = "of a run whose reductions take no time"
+        numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
+
     if result:
-        found.append(("time in all", duration(result["seconds"]), f"{result['num_steps']:,} steps"))
-    elif rows:
-        found.append(("epochs", f"{rows[-1].epoch:,}", f"{rows[-1].step:,} steps"))
-    if parameters := result.get("num_parameters"):
-        found.append(("parameters", f"{parameters:,}", ""))
-    return found
+        seconds = exact_duration(result["seconds"])
+        numbers.append(("time in all", seconds, f"{result['num_steps']:,} steps"))
+    elif run.history:
+        newest = run.history[-1]
+        numbers.append(("epochs", f"{newest.epoch:,}", f"{newest.step:,} steps"))
+
+    if result.get("num_parameters"):
+        numbers.append(("parameters", f"{result['num_parameters']:,}", ""))
+    return numbers
 
 
 def _split(split: dict[str, Any]) -> list[tuple[str, float, str, int]]:
-    """The parts of a step's time: name, share, milliseconds, color."""
-    parts = {name: split[f"{name}_seconds"] or 0.0 for name in ("data", "compute", "communication")}
-    whole = sum(parts.values()) or 1.0
+    """The parts of a step's time: name, share of the whole, milliseconds, and number of the color."""
+    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART}
+    total = sum(seconds.values()) or 1.0
     return [
-        (name, seconds / whole, f"{1000 * seconds:.2f} ms", color)
-        for color, (name, seconds) in zip((3, 1, 2), parts.items())
-        if seconds
+        (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name]) for name, part in seconds.items() if part
     ]
 
 
-def _slowest(result: dict[str, Any]) -> str:
-    split = result["split"]
+def _slowest_rank(result: dict[str, Any]) -> str:
     if result["num_ranks"] == 1:
         return ""
+    split = result["split"]
     return (
-        f"Means over {result['num_ranks']} ranks. Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, "
-        f"with {1000 * split['slowest_seconds']:.2f} ms of its own work in a step; the median is "
-        f"{1000 * split['median_seconds']:.2f} ms."
+        f"Means over {result['num_ranks']} ranks. "
+        f"Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, "
+        f"with {1000 * split['slowest_seconds']:.2f} ms of its own work in a step; "
+        f"the median is {1000 * split['median_seconds']:.2f} ms."
     )
 
 
-def _again(run: RunFiles, start: dict[str, Any]) -> str:
+def _command_again(run: RunFiles, start: dict[str, Any]) -> str:
     """The command that repeats the run in a new folder."""
+    command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
     processes = sum(start.get("hosts", {}).values())
-    launcher = ["horovodrun", "-np", str(processes)] if processes > 1 else []
-    return shlex.join([*launcher, "python", "-m", "hvtrain", "--config-dir", str(run.folder)])
+    if processes > 1:
+        command = ["horovodrun", "-np", str(processes), *command]
+    return shlex.join(command)
 
 
 def _changes(result: dict[str, Any]) -> list[tuple[Any, str, str, str]]:
+    """Settings that changed when the run was resumed: step, name, before, now."""
     return [
-        (change["step"], name, text_of(before), text_of(now))
+        (change["step"], name, yaml_text(before), yaml_text(now))
         for change in result.get("changes", [])
         for name, (before, now) in change["changed"].items()
     ]
 
 
-def _environment(run: RunFiles, start: dict[str, Any], described: dict[str, str]) -> Sequence[tuple[str, str]]:
-    versions, system, git = (start.get(key) or {} for key in ("versions", "system", "git"))
-    versions = versions or run.result.get("versions", {})
-    hosts = start.get("hosts", {})
+def _environment(run: RunFiles, start: dict[str, Any], description: dict[str, str]) -> list[tuple[str, str]]:
+    versions = start.get("versions") or run.result.get("versions", {})
+    system = start.get("system") or {}
+    git = start.get("git") or {}
+    hosts = [f"{host} ({count} rank{'s' * (count > 1)})" for host, count in start.get("hosts", {}).items()]
     rows = {
-        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
-        "hosts": ", ".join(f"{host} ({number} rank{'s' * (number > 1)})" for host, number in hosts.items()),
-        "devices": described.get("devices", ""),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "hosts": ", ".join(hosts),
+        "devices": description.get("devices", ""),
         "processor": f"{system['processor']}, {system['cores']} cores" if system else "",
         "system": system.get("system", ""),
         "git commit": f"{git['commit']} ({git['branch']})" if git else "",
         "run folder": str(run.folder),
     }
     return [(name, text) for name, text in rows.items() if text]
-
-
-def text_of(value: Any) -> str:
-    """A setting as YAML has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

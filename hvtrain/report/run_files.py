@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.checkpoint.notes import newest_step
-from hvtrain.core.rank_seconds import read_rank_seconds
-from hvtrain.core.records import RESULT_FILE, REVIEW_FILE, EpochRecord, read_file, read_history
-from hvtrain.core.starts import read_starts
+from hvtrain.core.files import read_file
+from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, EpochRecord, read_history, read_rank_seconds, read_starts
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import is_held
 
 CONFIG_FILE = "config.yaml"
-MAX_LOGS, LOG_BYTES, MAX_MESSAGES = 64, 100_000, 30
-_MESSAGE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+MAX_LOGS = 64
+LOG_BYTES = 100_000
+"""Bytes that are read from the end of a log."""
+MAX_MESSAGES = 30
+MAX_MESSAGE_LENGTH = 400
+_LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,18 @@ class Message:
 class RunFiles:
     """The contents of a run folder.
 
-    state is "running", "finished", "stopped" (it was asked to save and stop), or "failed" (it ended in any other way).
+    Attributes:
+        folder: the run folder, absolute.
+        config: the settings, as config.yaml has them.
+        result: result.json; empty until the run has finished.
+        history: a record for each epoch.
+        rank_seconds: by epoch, the seconds that each rank works in a step.
+        starts: starts.json, one entry for each start of the ranks.
+        review: figures of the predictions (core/figures.py), as plain values.
+        messages: the newest warnings and errors of the ranks on this host.
+        state: "running", "finished", "stopped" (it was asked to save and stop), or "failed" (it
+            ended in any other way).
+        checkpoint_step: the step of the newest checkpoint on this host, if there is one.
     """
 
     folder: Path
@@ -52,57 +66,72 @@ class RunFiles:
         return self.folder.name
 
     @property
+    def last_start(self) -> dict[str, Any]:
+        """The newest entry of starts.json; empty if there is none."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
     def is_resumable(self) -> bool:
         """True if it has not finished, and has a checkpoint on this host to continue from."""
         return self.state in ("stopped", "failed") and self.checkpoint_step is not None
 
     @property
     def num_ranks(self) -> int | None:
-        """How many computed gradients at the same time: replicas and workers count like ranks."""
-        found = self.result or (self.starts[-1] if self.starts else {})
-        return found.get("num_replicas") or found.get("num_ranks")
+        """Number of replicas that compute gradients at the same time: ranks, workers, or devices of one process."""
+        facts = self.result or self.last_start
+        return facts.get("num_replicas") or facts.get("num_ranks")
 
     @property
     def examples_per_second(self) -> float | None:
-        """Over all ranks: of the result, or of the newest epoch."""
-        rates = [row.examples_per_second for row in self.history[-1:]]
-        return self.result.get("examples_per_second") or next(iter(rates), None)
+        """Speed over all ranks: that of the result, or of the newest epoch."""
+        rate = self.result.get("examples_per_second")
+        if not rate and self.history:
+            return self.history[-1].examples_per_second
+        return rate
 
     @property
     def began(self) -> str:
-        """Date and time of the first start; empty if it is not known."""
-        return str(self.starts[0].get("began", "")).replace("T", " ")[:16] if self.starts else ""
+        """Date and time of the first start; empty if it is unknown."""
+        if not self.starts:
+            return ""
+        return str(self.starts[0].get("began", "")).replace("T", " ")[:16]
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the steps that are done and saved or recorded, 0 to 1."""
-        planned = self.starts[-1].get("num_steps") if self.starts else None
-        done = max(
-            [self.checkpoint_step or 0, self.result.get("num_steps", 0), *(row.step for row in self.history[-1:])]
-        )
-        return min(done / planned, 1.0) if planned else None
+        """Fraction of the steps that are done and saved or recorded, 0 to 1; None if their number is unknown."""
+        num_steps = self.last_start.get("num_steps")
+        if not num_steps:
+            return None
+        recorded = self.history[-1].step if self.history else 0
+        done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
+        return min(done / num_steps, 1.0)
 
     @property
     def sign(self) -> int:
         """1 if a higher score is better, otherwise -1."""
-        return self.starts[-1].get("sign", 1) if self.starts else 1
+        return self.last_start.get("sign", 1)
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """The task's metric and its name: on the test data, or else the best value in validation or training."""
-        best = self.result.get("best") or {}
-        name = self.starts[-1].get("best") if self.starts else best.get("metric")
+        """The task's metric and its value: on the test data, or else the best in validation or training."""
         tested = self.result.get("metrics") or {}
+        best = self.result.get("best") or {}
+        name = self.last_start.get("best") if self.starts else best.get("metric")
+
         if name is None:
             names = [key for key in tested if key != "test_loss"] or list(tested)
             return (names[0], tested[names[0]]) if names else None
-        own = f"test_{name.removeprefix('val_')}"
-        if own in tested:
-            return own, tested[own]
-        for column in (name, name.removeprefix("val_")):
-            measured = [row.metrics.get(column, math.nan) for row in self.history]
-            if values := [value for value in measured if math.isfinite(value)]:
-                return column, self.sign * max(self.sign * value for value in values)
+
+        training_name = name.removeprefix("val_")
+        test_name = f"test_{training_name}"
+        if test_name in tested:
+            return test_name, tested[test_name]
+
+        for column in (name, training_name):
+            values = [row.metrics.get(column, math.nan) for row in self.history]
+            finite = [value for value in values if math.isfinite(value)]
+            if finite:
+                return column, self.sign * max(self.sign * value for value in finite)
         return None
 
 
@@ -111,77 +140,92 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run folder. Raises ConfigError if it is not one, StorageError if its history is damaged."""
+    """Reads a run folder.
+
+    Raises:
+        ConfigError: it is not a run folder, or its result is damaged.
+        StorageError: its history is damaged.
+    """
     if not is_run_folder(folder):
         raise ConfigError(
             f"{folder} is not a run folder, which has config.yaml and checkpoints/; give the run.dir of a run "
             "(python -m hvtrain runs lists them)"
         )
-    result, messages, steps = _result(folder), _messages(folder), newest_step(folder)
+    result = _read_result(folder)
+    messages = _read_messages(folder)
+    step = newest_step(folder)
+    review = _read_json(folder / REVIEW_FILE, list)
     return RunFiles(
         folder=folder.absolute(),
-        config=result.get("config") or _config(folder),
+        config=result.get("config") or _read_config(folder),
         result=result,
         history=read_history(folder),
         rank_seconds=read_rank_seconds(folder),
         starts=read_starts(folder),
-        review=[figure for figure in _json(folder / REVIEW_FILE, list) if isinstance(figure, dict)],
-        messages=[one for one in messages if one.level != "INFO"][-MAX_MESSAGES:],
-        state=_state(folder, result, steps, messages),
-        checkpoint_step=steps,
+        review=[figure for figure in review if isinstance(figure, dict)],
+        messages=[message for message in messages if message.level != "INFO"][-MAX_MESSAGES:],
+        state=_state(folder, result, step, messages),
+        checkpoint_step=step,
     )
 
 
-def _state(folder: Path, result: dict[str, Any], steps: int | None, messages: list[Message]) -> str:
+def _state(folder: Path, result: dict[str, Any], step: int | None, messages: list[Message]) -> str:
     if is_held(folder):
         return "running"
-    if result and (steps is None or result.get("num_steps", 0) >= steps):
+    # A checkpoint after the result's last step is of a run that was resumed with more steps.
+    if result and (step is None or result.get("num_steps", 0) >= step):
         return "finished"
-    of_chief = [one for one in messages if one.rank == 0 and one.level != "WARNING"]
-    return "stopped" if of_chief and of_chief[-1].text.startswith("stopped by ") else "failed"
+    of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
+    was_stopped = bool(of_chief) and of_chief[-1].text.startswith("stopped by ")
+    return "stopped" if was_stopped else "failed"
 
 
-def _result(folder: Path) -> dict[str, Any]:
+def _read_result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT_FILE
-    if path.exists() and not (found := _json(path, dict)):
+    if not path.exists():
+        return {}
+    result = _read_json(path, dict)
+    if not result:
         raise ConfigError(f"{path} is damaged; move it away, and the same command tests the run again")
-    return found if path.exists() else {}
+    return result
 
 
-def _json(path: Path, kind: type) -> Any:
-    """The content of the file, of that kind; empty if there is none or it is damaged."""
+def _read_json(path: Path, expected: type) -> Any:
+    """Reads a list or a dict; an empty one if the file is missing, damaged or of another type."""
     try:
-        found = json.loads(read_file(path))
+        content = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
-        return kind()
-    return found if isinstance(found, kind) else kind()
+        return expected()
+    return content if isinstance(content, expected) else expected()
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The settings of a run without results."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Reads the settings of a run that has no result yet."""
     import yaml
 
     try:
-        found = yaml.safe_load(read_file(folder / CONFIG_FILE))
+        tree = yaml.safe_load(read_file(folder / CONFIG_FILE)) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return {key: value for key, value in found.items() if key not in ("defaults", "hydra")} if found else {}
+    # Hydra's own keys are no settings of the run.
+    return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
 
 
-def _messages(folder: Path) -> list[Message]:
-    """Messages of the ranks on this host, by rank and in order; only the ends of long logs."""
-    found = []
+def _read_messages(folder: Path) -> list[Message]:
+    """Reads the logs of the ranks on this host, by rank and in order; only the ends of long ones."""
+    messages = []
     for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
-        rank = path.stem.removeprefix("rank-")
+        digits = path.stem.removeprefix("rank-")
+        rank = int(digits) if digits.isdigit() else 0
         try:
-            if not path.is_file():
+            if not path.is_file():  # The reader of a pipe would wait for a writer for ever.
                 continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        matches = filter(None, map(_MESSAGE.match, lines))
-        number = int(rank) if rank.isdigit() else 0
-        found += [Message(match[1], match[2], number, match[3][:400]) for match in matches]
-    return found
+        for match in filter(None, map(_LOG_LINE.match, lines)):
+            when, level, text = match.groups()
+            messages.append(Message(when, level, rank, text[:MAX_MESSAGE_LENGTH]))
+    return messages

@@ -12,15 +12,35 @@ from hvtrain.report.run_files import is_run_folder, read_run
 from hvtrain.system.command import Parser
 
 DEFAULT_FOLDER = "runs"
-SORTED_BY: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "date": lambda row: row["began"],
-    "score": lambda row: None if row["score"] is None else (row["metric"], -row["sign"] * row["score"]),
-    "speed": lambda row: None if row["examples_per_second"] is None else -row["examples_per_second"],
+DEPTH = 3
+"""Levels of folders below DIR that are searched."""
+WIDTH = 80
+"""Characters of a line, unless names need more."""
+MIN_SCORE_WIDTH = 16
+MIN_NAME_WIDTH = 12
+
+Row = dict[str, Any]
+"""A run as --json prints it. Unknown values are None, an unknown date is empty."""
+
+
+def _score_key(row: Row) -> Any:
+    # Scores of different metrics cannot be compared, so they stand together by metric.
+    return None if row["score"] is None else (row["metric"], -row["sign"] * row["score"])
+
+
+def _speed_key(row: Row) -> Any:
+    speed = row["examples_per_second"]
+    return None if speed is None else -speed
+
+
+SORT_KEYS: dict[str, Callable[[Row], Any]] = {
+    "date": lambda row: row["began"] or None,
+    "score": _score_key,
+    "speed": _speed_key,
     "state": lambda row: row["state"],
     "name": lambda row: row["run"],
 }
-DEPTH = 3  # How many levels below DIR are searched.
-WIDTH = 80
+"""Scores and speeds are sorted best first. None stands for unknown, which comes last."""
 
 
 def main() -> int:
@@ -29,11 +49,13 @@ def main() -> int:
     folder = Path(options.dir)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder that holds the runs")
-    rows = [described(path, folder) for path in find_runs(folder)]
-    key = SORTED_BY[options.sort]
-    # Scores (by metric) and speeds are sorted best first. Unknown values come last.
-    known, unknown = ([row for row in rows if (key(row) in (None, "")) is missing] for missing in (False, True))
+
+    rows = [run_row(path, folder) for path in find_runs(folder)]
+    key = SORT_KEYS[options.sort]
+    known = [row for row in rows if key(row) is not None]
+    unknown = [row for row in rows if key(row) is None]
     rows = [*sorted(known, key=key), *unknown]
+
     if options.json:
         print(json.dumps(rows, indent=1))
     elif rows:
@@ -44,68 +66,103 @@ def main() -> int:
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Run folders in a folder and those below it; it may be one itself."""
+    """Returns the run folders in a folder and the levels below it; it may be one itself."""
     try:
         if is_run_folder(folder):
             return [folder]
         if depth == 0:
             return []
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:  # Another user's.
+    except OSError:  # A folder that another user keeps private.
         return []
     return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
 
 
-def described(path: Path, folder: Path) -> dict[str, Any]:
-    """A run as a row; a damaged one has the state "damaged" and the error."""
+def run_row(path: Path, folder: Path) -> Row:
+    """Describes the run in `path`, below the listed folder. A damaged run has that state, and the error."""
     name = str(path.relative_to(folder)) if path != folder else path.absolute().name
-    empty: dict[str, Any] = dict.fromkeys(("metric", "score", "sign", "examples_per_second", "num_ranks", "progress"))
-    row = {"run": name, "state": "damaged", "resumable": False, **empty, "began": "", "error": None}
+    row: Row = {
+        "run": name,
+        "state": "damaged",
+        "resumable": False,
+        "metric": None,
+        "score": None,
+        "sign": None,
+        "examples_per_second": None,
+        "num_ranks": None,
+        "progress": None,
+        "began": "",
+        "error": None,
+    }
     try:
         run = read_run(path)
     except UserError as error:
         return {**row, "error": str(error)}
+
     metric, score = run.score or (None, None)
-    if score is not None and not math.isfinite(score):  # It has no place in an order, nor in JSON.
-        metric = score = None
-    found = {"metric": metric, "score": score, "sign": run.sign, "examples_per_second": run.examples_per_second}
-    more = {"num_ranks": run.num_ranks, "progress": run.progress, "began": run.began}
-    return {**row, "state": run.state, "resumable": run.is_resumable, **found, **more}
+    if score is not None and not math.isfinite(score):  # It can be neither sorted nor written as JSON.
+        metric = None
+        score = None
+    return {
+        **row,
+        "state": run.state,
+        "resumable": run.is_resumable,
+        "metric": metric,
+        "score": score,
+        "sign": run.sign,
+        "examples_per_second": run.examples_per_second,
+        "num_ranks": run.num_ranks,
+        "progress": run.progress,
+        "began": run.began,
+    }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of at most WIDTH characters, unless names need more."""
-    lines = [["began", "state", "ranks", "ex/s", "score", "run"]]
-    for row in rows:
-        part = f" {row['progress']:.0%}" if row["progress"] is not None and row["state"] != "finished" else ""
-        rate, score = row["examples_per_second"], row["score"]
-        lines.append(
-            [
-                row["began"],
-                f"{row['state']}{part}{'*' * row['resumable']}",
-                str(row["num_ranks"] or ""),
-                f"{rate:,.0f}" if rate else "",
-                f"{score:.4g} {row['metric']}" if score is not None else "",
-                row["run"],
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*lines)]
+def table(rows: list[Row]) -> list[str]:
+    """Returns lines of at most WIDTH characters, unless names need more."""
+    cells = [("began", "state", "ranks", "ex/s", "score", "run"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+
     # The name of the metric is cut first, then the beginning of the run's name, which is often a date.
-    room = WIDTH - sum(widths[:4]) - 2 * 5
-    widths[4] = min(widths[4], max(16, room - widths[5]))
-    widths[5] = min(widths[5], max(12, room - widths[4]))
-    text = []
-    for began, state, ranks, rate, score, run in lines:
-        numbers = f"{ranks:>{widths[2]}}  {rate:>{widths[3]}}"
-        short = f"{began:<{widths[0]}}  {state:<{widths[1]}}  {numbers}  {_cut(score, widths[4]):<{widths[4]}}"
-        text.append(f"{short}  {run if len(run) <= widths[5] else '…' + run[1 - widths[5] :]}".rstrip())
+    left = WIDTH - sum(widths[:4]) - 2 * 5
+    score_width = min(widths[4], max(MIN_SCORE_WIDTH, left - widths[5]))
+    name_width = min(widths[5], max(MIN_NAME_WIDTH, left - score_width))
+
+    lines = []
+    for began, state, ranks, rate, score, name in cells:
+        if len(score) > score_width:
+            score = f"{score[: score_width - 1]}…"
+        if len(name) > name_width:
+            name = f"…{name[1 - name_width :]}"
+        columns = [
+            began.ljust(widths[0]),
+            state.ljust(widths[1]),
+            ranks.rjust(widths[2]),
+            rate.rjust(widths[3]),
+            score.ljust(score_width),
+            name,
+        ]
+        lines.append("  ".join(columns).rstrip())
+
     if any(row["resumable"] for row in rows):
-        text += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
-    return text
+        lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
+    return lines
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+def _cells(row: Row) -> tuple[str, ...]:
+    state = row["state"]
+    if row["progress"] is not None and state != "finished":
+        state += f" {row['progress']:.0%}"
+    if row["resumable"]:
+        state += "*"
+    rate = row["examples_per_second"]
+    return (
+        row["began"],
+        state,
+        str(row["num_ranks"] or ""),
+        f"{rate:,.0f}" if rate else "",
+        "" if row["score"] is None else f"{row['score']:.4g} {row['metric']}",
+        row["run"],
+    )
 
 
 def _parser() -> Parser:
@@ -117,8 +174,12 @@ metric on the test data, or else the best value so far; the speed is in examples
         epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
     )
     parser.add_argument(
-        "dir", nargs="?", default=DEFAULT_FOLDER, metavar="DIR", help=f"folder to search; default: {DEFAULT_FOLDER}"
+        "dir",
+        nargs="?",
+        default=DEFAULT_FOLDER,
+        metavar="DIR",
+        help=f"folder to search; default: {DEFAULT_FOLDER}",
     )
-    parser.add_argument("--sort", choices=SORTED_BY, default="date", help="order of the runs; default: date")
+    parser.add_argument("--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date")
     parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
     return parser

@@ -1,4 +1,4 @@
-"""The search: trains with one size after another, on all ranks together, until one does not fit."""
+"""Trains with one batch size after another, on all ranks together, until one does not fit."""
 
 import gc
 import logging
@@ -17,8 +17,15 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.plan.forecast import footprint
-from hvtrain.search.batch_results import in_words, write
-from hvtrain.search.fitting import Room, Trial, fastest, lacking, predicted_peak
+from hvtrain.search.batch_sizes import (
+    RankMemory,
+    Trial,
+    fastest,
+    lacking_host,
+    predicted_peak,
+    write_json,
+    write_png,
+)
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.system.free_memory import forget_peak, free_bytes, peak_bytes, resident_bytes
@@ -28,11 +35,15 @@ from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.planning import make_plan
 from hvtrain.training.repeated_step import step_without_update
 from hvtrain.training.resume import RunState, Start
-from hvtrain.training.run import Run, described, summary
+from hvtrain.training.run import Run, describe, summary
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+# Each size has its own of these lines of a run's description.
+_DIFFER_BY_SIZE = ("global batch", "learning rate", "steps")
+# CUDA's libraries have words of their own for it.
+_OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -43,23 +54,35 @@ class Stopwatch(keras.callbacks.Callback):
         self.step_seconds: list[float] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._begin = time.perf_counter(), batch
+        self._began = time.perf_counter()
+        self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        float(next(iter((logs or {"loss": 0.0}).values())))  # A GPU may still be at work.
-        began, first = self._begin
-        self.step_seconds.append((time.perf_counter() - began) / (batch + 1 - first))
+        # A GPU may still be at work; a value that is read has been computed.
+        float(next(iter((logs or {"loss": 0.0}).values())))
+        seconds = time.perf_counter() - self._began
+        self.step_seconds.append(seconds / (batch + 1 - self._first))
 
 
-def search(config: RunConfig, largest: int | None, limit_bytes: int | None, words: Sequence[str]) -> list[Trial]:
+def search(
+    config: RunConfig,
+    largest: int | None,
+    limit_bytes: int | None,
+    overrides: Sequence[str],
+) -> list[Trial]:
     """Tries sizes from train.batch_size on, doubled each time; returns the trials on every rank.
 
     Args:
+        config: the run, as find_batch.as_search makes it.
         largest: the last size to try; None: until one does not fit.
         limit_bytes: memory of all ranks of a host; None: what is free.
-        words: of the command line, for the line that uses the result.
+        overrides: of the command line, for the command that uses the result.
+
+    Raises:
+        ConfigError: the strategy has steps of another kind.
+        TrainingError: not even the first size fits.
     """
-    attempt = partial(_attempt, largest=largest, limit_bytes=limit_bytes, words=words)
+    attempt = partial(_attempt, largest=largest, limit_bytes=limit_bytes, overrides=overrides)
     trials: list[Trial] = runner.on_all_ranks(config, attempt)
     return trials
 
@@ -70,7 +93,7 @@ def _attempt(
     state: RunState,
     largest: int | None,
     limit_bytes: int | None,
-    words: Sequence[str],
+    overrides: Sequence[str],
 ) -> list[Trial]:
     if not strategy.is_plain:
         raise ConfigError(
@@ -79,94 +102,130 @@ def _attempt(
         )
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model, start = runner.restore(run, None)
-    of_sizes = ("global batch", "learning rate", "steps")  # Each size has its own.
-    log.info("%s", summary({name: text for name, text in described(run, model, start).items() if name not in of_sizes}))
+    description = describe(run, model, start)
+    log.info("%s", summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE}))
+
+    on_chief = strategy.comm.on_chief
     sizes = Sizes(run, model, start, limit_bytes)
-    size, reason = run.plan.batch_sizes[0], ""
+    trials = sizes.trials
+    size = run.plan.batch_sizes[0]
+    reason = ""
     while not reason:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
-        elif not (reason := sizes.obstacle(size)):
-            reason = sizes.measure(size)
-            if not reason:
-                log.info("%s", in_words(sizes.trials[-1]))
-                strategy.comm.on_chief(lambda: write(run.folder, sizes.trials))
-        size *= 2
+        else:
+            reason = sizes.obstacle(size) or sizes.measure(size)
+        if not reason:
+            log.info("%s", trials[-1])
+            on_chief(lambda: write_json(run.folder, trials))
+            size *= 2
+
     log.info("ended: %s", reason)
-    if not sizes.trials:
+    if not trials:
         raise TrainingError(f"no batch was tried: {reason}; choose a smaller --first, or a smaller model")
-    strategy.comm.on_chief(lambda: write(run.folder, sizes.trials, reason))
+
+    def write_results() -> None:
+        write_json(run.folder, trials, reason)
+        write_png(run.folder, trials)
+
+    on_chief(write_results)
     strategy.stop()
-    _report(sizes.trials, run, words)
-    return sizes.trials
+    _report(trials, run, overrides)
+    return trials
 
 
 class Sizes:
-    """Measures sizes, one after the other, and says what stands in the way of the next (every rank)."""
+    """Measures sizes, one after the other, and says what prevents the next (every rank).
+
+    Args:
+        run: the run, whose plan each size replaces.
+        model: its model, restored.
+        start: where the run begins.
+        limit_bytes: memory of all ranks of a host; None: what is free.
+    """
 
     def __init__(self, run: Run, model: keras.Model, start: Start, limit_bytes: int | None) -> None:
-        self.run, self.model, self.start, self.limit_bytes = run, model, start, limit_bytes
+        self.run = run
+        self.model = model
+        self.start = start
+        self.limit_bytes = limit_bytes
         self.comm = run.strategy.comm
         self.trials: list[Trial] = []
         self._peaks = [(0, resident_bytes())]  # Of this rank on the host, by size.
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
 
     def plan_of(self, size: int) -> StepPlan:
-        """The plan with batches of that size. Raises ConfigError if the data set has too few examples."""
-        run, train = self.run, replace(self.run.config.train, batch_size=size)
+        """Returns the plan with batches of that size. Raises ConfigError if the data set has too few examples."""
+        run = self.run
+        train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
         return make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
 
     def obstacle(self, size: int) -> str:
-        """What is known before the size is tried: too few examples, or too little memory of a host; else empty."""
+        """Returns what is known to prevent the size: too few examples, or too little memory of a host; else ""."""
         try:
             self.plan_of(size)
         except ConfigError as error:
             return str(error).partition(";")[0]
+
+        # Activations are on the GPU, if there is one, and its memory is not predicted: what does not fit there
+        # is an error that leaves the process alive.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
-        room = Room(self.comm.topology.host, growth, free_bytes(), resident)
-        if found := lacking(self.comm.gather(room), self.limit_bytes):
-            host, needed, free = found
-            more = f"about {needed / GIB:.2f} GiB more on {host}, where {free / GIB:.2f} GiB are left"
-            return f"train.batch_size={size} would take {more}"
-        return ""
+        memory = RankMemory(self.comm.topology.host, growth, free_bytes(), resident)
+        lacking = lacking_host(self.comm.gather(memory), self.limit_bytes)
+        if lacking is None:
+            return ""
+        host, needed, free = lacking
+        return (
+            f"train.batch_size={size} would take about {needed / GIB:.2f} GiB more on {host}, "
+            f"where {free / GIB:.2f} GiB are left"
+        )
 
     def measure(self, size: int) -> str:
-        """Trains some steps; the reason if the size does not fit on a rank, else empty."""
-        run, stopwatch = replace(self.run, plan=self.plan_of(size)), Stopwatch()
+        """Trains some steps. Returns the reason if the size does not fit on a rank, else ""."""
+        run = replace(self.run, plan=self.plan_of(size))
         forget_peak()
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
-        if ranks := [rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits]:
-            return f"train.batch_size={size} exceeds the memory of {named(ranks)}"
+
+        full_ranks = [rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits]
+        if full_ranks:
+            return f"train.batch_size={size} exceeds the memory of {named(full_ranks)}"
+
+        stopwatch = Stopwatch()
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
         context = RunContext.begin(run, self.model, self.start.step)
         with explain_errors(context):
             run.strategy.fit(self.model, run.batches_from, run.plan, 0, [context.position, stopwatch], steps)
-        self._peaks.append((size, peak_bytes()))
-        peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if self._gpu else self._peaks[-1][1]
-        # The chief's clock: ranks wait for each other in each step. Other work on the machine can only add to a call.
+
+        peak = peak_bytes()
+        self._peaks.append((size, peak))
+        if self._gpu:
+            peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+        # The chief's clock: ranks wait for each other in each step. The first call traces the graph, and other
+        # work on the machine can only add to a call, so the fastest of the others counts.
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
-        gc.collect()
+        gc.collect()  # What this size leaves in reference cycles would count in the peak of the next.
         return ""
 
     def _fits(self, run: Run) -> bool:
-        """Whether a step without reduction and update finds memory on this rank.
+        """True if a step without reduction and update finds memory on this rank.
 
         A rank that failed in a step of all ranks would leave the others waiting for its gradients. What the reduction
         itself needs does not depend on the batch.
         """
         model = self.model
 
-        def alone(batch: Any) -> Any:
+        def gradients_alone(batch: Any) -> Any:
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
+        step = tf.function(gradients_alone, jit_compile=bool(model.jit_compile))
         try:
-            tf.function(alone, jit_compile=bool(model.jit_compile))(next(iter(run.batches_from(0))))
+            step(next(iter(run.batches_from(0))))
         except tf.errors.OpError as error:
             if not is_out_of_memory(error):
                 raise
@@ -176,20 +235,23 @@ class Sizes:
 
 
 def is_out_of_memory(error: tf.errors.OpError) -> bool:
-    """True if the error says that a device had no memory left. CUDA's libraries have words of their own for it."""
-    words = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
-    return isinstance(error, tf.errors.ResourceExhaustedError) or any(word in str(error) for word in words)
+    """True if the error says that a device had no memory left."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def _report(trials: Sequence[Trial], run: Run, words: Sequence[str]) -> None:
-    """Prints the largest and the fastest size, and how to use it."""
-    best, largest, ranks = fastest(trials), trials[-1], run.plan.size
-    kept = [word for word in words if not word.startswith(("run.dir=", "train.batch_size="))]
-    line = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
-    prefix = f"horovodrun -np {ranks} python" if ranks > 1 else "python"
-    log.info("largest that fits, of those tried: train.batch_size=%d", largest.batch_size)
+def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
+    """Logs the largest and the fastest size, and how to use it."""
+    best = fastest(trials)
+    kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
+    settings = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
+    ranks = run.plan.size
+    python = f"horovodrun -np {ranks} python" if ranks > 1 else "python"
+
+    log.info("largest that fits, of those tried: train.batch_size=%d", trials[-1].batch_size)
     log.info("fastest: train.batch_size=%d, with %s examples/s", best.batch_size, f"{best.examples_per_second:,.0f}")
-    log.info("  %s -m hvtrain %s", prefix, line)
+    log.info("  %s -m hvtrain %s", python, settings)
     log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
-    log.info("  %s -m hvtrain find_lr %s", prefix, line)
+    log.info("  %s -m hvtrain find_lr %s", python, settings)
     log.info("picture and figures in %s", run.folder)

@@ -1,8 +1,8 @@
 """`python -m hvtrain find_batch`: trains some steps with ever larger batches, and says which fit and which is fastest.
 
 All sizes are tried in one process for each rank, which is started once: memory is read as a peak that is reset before
-each size, and sizes only grow, so what an earlier one left behind is never the larger part. search measures; fitting
-judges.
+each size, and sizes only grow, so what an earlier one left behind is never the larger part. batch_search measures,
+batch_sizes judges.
 """
 
 import sys
@@ -11,7 +11,7 @@ from dataclasses import replace
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.search.trial_run import as_trial
+from hvtrain.search.find_lr import as_trial
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, positive
 
@@ -30,20 +30,26 @@ CALLS = 4
 
 def main() -> int:
     """Composes the run, tries the sizes, and prints the result on rank 0."""
-    options = _parser().parse_with_words(sys.argv[1:])
+    options = _parser().parse_with_overrides(sys.argv[1:])
     if options.largest is not None and options.first > options.largest:
         raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
-    for tree in compose(options.words):
+    for tree in compose(options.overrides):
         config = as_search(from_dict(tree), options.first, options.steps)
         with console.quiet_import(config.verbose):
             from hvtrain.search.batch_search import search
-        limit = None if options.memory is None else int(options.memory * 2**30)
-        search(config, options.largest, limit, options.words)
+        limit_bytes = None if options.memory is None else int(options.memory * 2**30)
+        search(config, options.largest, limit_bytes, options.overrides)
     return 0
 
 
-def as_search(config: RunConfig, first: int, call_steps: int) -> RunConfig:
-    """The run as a trial that begins with the first size."""
+def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
+    """Returns the run as a trial that begins with the first size.
+
+    Args:
+        config: the user's run.
+        first_size: examples of a step and a rank.
+        call_steps: steps of a call of the graph, rounded up to whole accumulations.
+    """
     trial = as_trial(
         config,
         call_steps,
@@ -51,7 +57,12 @@ def as_search(config: RunConfig, first: int, call_steps: int) -> RunConfig:
         data=replace(config.data, uneven="trim"),
     )
     steps = trial.train.steps or call_steps
-    train = replace(trial.train, batch_size=first, steps=CALLS * steps, steps_per_execution=steps)
+    train = replace(
+        trial.train,
+        batch_size=first_size,
+        steps=CALLS * steps,
+        steps_per_execution=steps,
+    )
     return replace(trial, train=train)
 
 
@@ -69,9 +80,16 @@ A size that would exceed the memory of the host or of its container is not begun
     parser.add_argument("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
     parser.add_argument("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
     parser.add_argument(
-        "--steps", type=at_least(1), default=5, metavar="N", help="steps of a call; a size takes 4 calls; default: 5"
+        "--steps",
+        type=at_least(1),
+        default=5,
+        metavar="N",
+        help=f"steps of a call; a size takes {CALLS} calls; default: 5",
     )
     parser.add_argument(
-        "--memory", type=positive, metavar="GIB", help="memory of all ranks of a host; default: what is free"
+        "--memory",
+        type=positive,
+        metavar="GIB",
+        help="memory of all ranks of a host; default: what is free",
     )
     return parser

@@ -1,14 +1,16 @@
 """`python -m hvtrain find_lr`: trains some steps at a growing learning rate, and suggests a rate (Smith 2015).
 
-The test is a run like any other, on all ranks, with another schedule. trial trains; suggestion judges the losses.
+The test is a run like any other, on all ranks, with another schedule (arxiv.org/abs/1506.01186). range_test trains and
+judges the losses.
 """
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
 from hvtrain.errors import ConfigError
-from hvtrain.search.trial_run import as_trial
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, positive
 
@@ -23,21 +25,54 @@ examples:
 
 def main() -> int:
     """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
-    options = _parser().parse_with_words(sys.argv[1:])
+    options = _parser().parse_with_overrides(sys.argv[1:])
     if options.lowest >= options.highest:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
-    for tree in compose(options.words):
+    for tree in compose(options.overrides):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
-            from hvtrain.search.trial import try_rates
+            from hvtrain.search.range_test import try_rates
         try_rates(as_range_test(config, options.steps, options.lowest, options.highest))
     return 0
 
 
 def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
-    """The run as a trial with another schedule."""
+    """Returns the run as a trial whose rate grows from the lowest to the highest."""
     schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
     return as_trial(config, num_steps, schedule=schedule)
+
+
+def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
+    """Returns the settings of a run that only tries something out; find_batch uses it too.
+
+    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir stays as it is: a folder named by
+    the clock could differ between ranks, so the chief makes the name.
+
+    Args:
+        config: the user's run.
+        num_steps: rounded up to whole accumulations.
+        **changes: other settings, by the fields of RunConfig.
+    """
+    accumulate = config.train.accumulate
+    train = replace(
+        config.train,
+        steps=round_up_to_accumulation(num_steps, accumulate),
+        steps_per_execution=accumulate,
+        divide_steps_by_size=False,
+        max_time=None,
+        validate_every_steps=None,
+        ema=None,
+    )
+    checkpoint = replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None)
+    return replace(
+        config,
+        train=train,
+        checkpoint=checkpoint,
+        callbacks={},
+        notify=[],
+        resume="never",
+        **changes,
+    )
 
 
 def _parser() -> Parser:

@@ -1,4 +1,4 @@
-"""The settings that a sweep searches, read from YAML and checked before anything starts. Pure."""
+"""What a sweep searches and what it looks for, checked before anything starts: settings from YAML, and the goal."""
 
 import json
 import math
@@ -7,17 +7,30 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hvtrain.compare.summary import lower_is_better
 from hvtrain.config.compose import CONFIGS, own_folders
+from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
+from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError, in_one_line
 
+MAX = "max"
+MIN = "min"
 Number = int | float
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One searched setting: numbers from low to high, both included and whole if both are, or some choices."""
+    """One searched setting: a range of numbers, or choices.
+
+    Attributes:
+        low: the lowest number, included.
+        high: the highest, included. The numbers are whole if both ends are.
+        log: draws evenly on a logarithmic scale.
+        step: the distance of numbers; None: any number.
+        choices: values, or lists of values; empty for a range.
+    """
 
     low: Number | None = None
     high: Number | None = None
@@ -25,98 +38,206 @@ class Setting:
     step: Number | None = None
     choices: tuple[Any, ...] = ()
 
-    def example(self, at: int) -> Any:
-        """One of its values; those at 0, 1, ... reach both ends and every choice."""
-        return self.choices[at % len(self.choices)] if self.choices else (self.low, self.high)[at % 2]
+    def example(self, index: int) -> Any:
+        """Returns one of its values; those at 0, 1, ... reach both ends and every choice."""
+        values = self.choices or (self.low, self.high)
+        return values[index % len(values)]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The searched settings by name. place: the file that they are from."""
+    """The searched settings by name, and the file that they are from."""
 
-    place: Path
+    path: Path
     settings: Mapping[str, Setting]
 
     def examples(self) -> list[dict[str, Any]]:
-        """Values of all settings, which between them reach both ends and every choice of each."""
-        number = max(2, *(len(one.choices) for one in self.settings.values()))
-        return [{name: one.example(at) for name, one in self.settings.items()} for at in range(number)]
+        """Returns values of all settings, which between them reach both ends and every choice of each."""
+        count = max(2, *(len(setting.choices) for setting in self.settings.values()))
+        return [{name: setting.example(index) for name, setting in self.settings.items()} for index in range(count)]
 
-    def described(self) -> dict[str, Any]:
-        """The settings as JSON has them."""
-        return json.loads(json.dumps({name: asdict(one) for name, one in self.settings.items()}))
+    def to_json(self) -> dict[str, Any]:
+        """Returns the settings as JSON has them: lists in place of tuples, so that they equal what is read again."""
+        return json.loads(json.dumps({name: asdict(setting) for name, setting in self.settings.items()}))
 
 
-def read_space(name: str, words: Sequence[str]) -> SearchSpace:
-    """The space of sweep=NAME, in the folder sweep of conf or of --config-dir, or of a file. Raises ConfigError."""
+def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
+    """Reads the space of `sweep=NAME`.
+
+    Args:
+        name: a file in the folder sweep of conf or of --config-dir, or a YAML file.
+        overrides: the command line, for --config-dir.
+
+    Raises:
+        ConfigError: there is no such file, or a setting in it is wrong.
+    """
     import yaml
     from omegaconf import OmegaConf
 
-    path = _place(name, list(words))
+    path = _space_file(name, list(overrides))
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
-    given = {str(key): value for key, value in tree.items()}
-    return SearchSpace(path, {name: _setting(f"{path}: {name}", value) for name, value in given.items()})
+    settings = {str(key): _setting(f"{path}: {key}", value) for key, value in tree.items()}
+    return SearchSpace(path, settings)
 
 
-def _place(name: str, words: list[str]) -> Path:
+def _space_file(name: str, overrides: list[str]) -> Path:
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(f"sweep={name} does not exist; name a YAML file, or one of the folder sweep")
         return Path(name)
-    known = {path.stem: path for folder in (CONFIGS, *own_folders(words)) for path in (folder / "sweep").glob("*.yaml")}
+    # A space of the user's folder comes last, and replaces hvtrain's of the same name.
+    folders = (CONFIGS, *own_folders(overrides))
+    known = {path.stem: path for folder in folders for path in (folder / "sweep").glob("*.yaml")}
     if name not in known:
         raise ConfigError(f"sweep={name} is not a search space; {nearest(name, list(known))} (or name a YAML file)")
     return known[name]
 
 
-def _setting(place: str, given: Any) -> Setting:
+def _setting(location: str, tree: Any) -> Setting:
+    """Checks one line of a space. location: the file and the setting's name, which begin each message."""
     known = [item.name for item in fields(Setting)]
-    if not isinstance(given, dict):
-        raise ConfigError(f"{place} is {given!r}, which is not what to search; {_FORM}")
-    if unknown := next((key for key in given if key not in known), None):
-        raise ConfigError(f"{place}: unknown key '{unknown}'; {nearest(str(unknown), known)}")
-    return _of_choices(place, given) if "choices" in given else _range(place, given)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{location} is {tree!r}, which is not what to search; {_FORM}")
+    unknown = next((key for key in tree if key not in known), None)
+    if unknown:
+        raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), known)}")
+    return _choices(location, tree) if "choices" in tree else _range(location, tree)
 
 
-def _of_choices(place: str, given: Mapping[str, Any]) -> Setting:
-    choices = given["choices"]
-    if len(given) > 1 or not isinstance(choices, list) or not choices:
-        raise ConfigError(f"{place} is {dict(given)}; {_FORM}")
-    if bad := next((one for one in choices if not _is_plain(one)), None):
-        raise ConfigError(f"{place}: {bad} is not a value, or a list of values; choose among these")
+def _choices(location: str, tree: Mapping[str, Any]) -> Setting:
+    choices = tree["choices"]
+    if len(tree) > 1 or not isinstance(choices, list) or not choices:
+        raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
+    for choice in choices:
+        if not _is_plain(choice):
+            raise ConfigError(f"{location}: {choice} is not a value, or a list of values; choose among these")
     return Setting(choices=tuple(choices))
 
 
 def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, list) else value is None or isinstance(value, str | Number)
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | Number)
 
 
-def _range(place: str, given: Mapping[str, Any]) -> Setting:
-    numbers = {key: given[key] for key in ("low", "high", "step") if given.get(key) is not None}
+def _range(location: str, tree: Mapping[str, Any]) -> Setting:
+    numbers = {key: tree[key] for key in ("low", "high", "step") if tree.get(key) is not None}
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
-            raise ConfigError(f"{place}: {key} is {value!r}, which is not a number; {_FORM}")
-    if not {"low", "high"} <= {*numbers} or not isinstance(given.get("log", False), bool):
-        raise ConfigError(f"{place} is {dict(given)}; {_FORM}")
-    found = Setting(numbers["low"], numbers["high"], given.get("log", False), numbers.get("step"))
-    if numbers["low"] >= numbers["high"]:
-        raise ConfigError(f"{place}: low {numbers['low']:g} is not below high {numbers['high']:g}; widen the range")
-    if found.log and (numbers["low"] <= 0 or found.step):
-        raise ConfigError(f"{place}: log needs a low above 0, and no step; change the range or leave out log")
-    _check_step(place, numbers)
-    return found
+            raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
+    log = tree.get("log", False)
+    if not {"low", "high"} <= {*numbers} or not isinstance(log, bool):
+        raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
+
+    low = numbers["low"]
+    high = numbers["high"]
+    step = numbers.get("step")
+    if low >= high:
+        raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
+    if log and (low <= 0 or step):
+        raise ConfigError(f"{location}: log needs a low above 0, and no step; change the range or leave out log")
+    if step is not None:
+        _check_step(location, low, high, step)
+    return Setting(low, high, log, step)
 
 
-def _check_step(place: str, numbers: Mapping[str, Number]) -> None:
-    low, high, step = numbers["low"], numbers["high"], numbers.get("step")
-    if step is None:
-        return
+def _check_step(location: str, low: Number, high: Number, step: Number) -> None:
+    """Raises ConfigError unless steps lead from low to high: optuna would lower `high`, and warn at most."""
     if step <= 0 or abs((high - low) / step - round((high - low) / step)) > 1e-9:
-        raise ConfigError(f"{place}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them")
+        raise ConfigError(f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them")
     if isinstance(low, int) and isinstance(high, int) and not isinstance(step, int):
-        raise ConfigError(f"{place}: whole numbers take no steps of {step:g}; write low as {low:.1f}")
+        raise ConfigError(f"{location}: whole numbers take no steps of {step:g}; write low as {low:.1f}")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a sweep looks for.
+
+    Attributes:
+        metric: a column of history.csv.
+        direction: MAX or MIN of it.
+        is_explicit: True if the user named the direction.
+        first_epoch: the first epoch whose end has the metric.
+    """
+
+    metric: str
+    direction: str
+    is_explicit: bool = False
+    first_epoch: int = 1
+
+    def best(self, values: Sequence[float]) -> float:
+        """Returns the best of these values."""
+        return max(values) if self.direction == MAX else min(values)
+
+    def values(self, history: Sequence[EpochRecord]) -> dict[int, float]:
+        """Returns the metric by epoch, where it is a finite number.
+
+        Raises:
+            ConfigError: no epoch has the metric, though it is due.
+        """
+        is_due = bool(history) and history[-1].epoch >= self.first_epoch
+        if is_due and self.metric not in history[-1].metrics:
+            names = list(dict.fromkeys(name for record in history for name in record.metrics))
+            if self.metric not in names:
+                raise ConfigError(
+                    f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
+                    "data set validation data, or choose --metric among these, with another --output"
+                )
+        values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
+        return {epoch: value for epoch, value in values.items() if math.isfinite(value)}
+
+    def check(self, starts: Sequence[dict[str, Any]]) -> None:
+        """Compares the direction with that of the task, which only a run that has started knows.
+
+        Args:
+            starts: starts.json of the run.
+
+        Raises:
+            ConfigError: the task says the opposite, and the user said nothing.
+        """
+        last = starts[-1] if starts else {}
+        directions = {1: MAX, -1: MIN}
+        of_task = directions.get(last.get("sign", 0), self.direction)
+        if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
+            raise ConfigError(
+                f"{self.metric} looked like one whose {self.direction} is best, and the task says {of_task}; add "
+                f"--direction {of_task}, and another --output"
+            )
+
+
+def goal_of(config: RunConfig, metric: str | None = None, direction: str | None = None) -> Goal:
+    """Returns the goal of a sweep.
+
+    Args:
+        config: one of its runs.
+        metric: default: the one whose best checkpoint the run keeps.
+        direction: default: by the metric's name.
+
+    Raises:
+        ConfigError: there is no metric, or the run has no validation data for it.
+    """
+    name = metric or config.checkpoint.best
+    if name is None:
+        task_metric = config.task.get("best")
+        if not task_metric:
+            raise ConfigError(f"{config.task['_target_']} names no best metric; give --metric NAME --direction max|min")
+        name = f"val_{task_metric}"
+
+    first_epoch = 1
+    if name.startswith("val_"):
+        if config.dataset.get("num_validation", 1) == 0:
+            raise ConfigError(
+                f"dataset.num_validation=0 leaves no validation data, which {name} needs; raise it, or choose another "
+                "--metric"
+            )
+        if config.train.validate_every_epochs is None:
+            raise ConfigError(f"train.validate_every_epochs=null leaves no {name} at the end of epochs; give a number")
+        first_epoch = config.train.validate_every_epochs
+
+    by_name = MIN if lower_is_better(name) else MAX
+    return Goal(name, direction or by_name, direction is not None, first_epoch)

@@ -1,18 +1,17 @@
 """`python -m hvtrain sweep`: the settings with which a run learns best, by one run of N ranks for each trial."""
 
-import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from hvtrain.config.compose import compose
+from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.config.words import word
 from hvtrain.errors import BusyError, ConfigError
-from hvtrain.search.goal import MAX, MIN, goal_of
-from hvtrain.search.search_space import SearchSpace, read_space
+from hvtrain.search.search_space import MAX, MIN, SearchSpace, goal_of, read_space
 from hvtrain.search.study import Study
 from hvtrain.search.trials import Trials
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least
@@ -36,60 +35,99 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
 
 def main() -> int:
     """Checks everything, then runs one trial after the other; 1 if none of them finished."""
-    argv = sys.argv[:]
-    options = _parser().parse_with_words(argv[1:])
-    own = _own_words(options)
+    # Composing may change sys.argv, and the record of the sweep has the command as it was given.
+    arguments = sys.argv[1:]
+    options = _parser().parse_with_overrides(arguments)
+    request = parse_request(options.overrides)
     if not find_spec("optuna"):
         raise ConfigError(
             "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
         )
-    space = read_space(own["sweep"], options.words)
-    if not (configs := _composed(space, options.words)):
+    space = read_space(request.space, request.overrides)
+    configs = _compose_examples(space, request.overrides)
+    if not configs:
         return 0
+
     goal = goal_of(configs[0], options.metric, options.direction)
-    hosts = ["-H", options.hosts] if options.hosts else ["--hostfile", options.hostfile] if options.hostfile else []
-    launcher = ("-np", str(options.np), *hosts)
-    folder = Path(options.output or f"sweeps/{space.place.stem}-{configs[0].run.name}").absolute()
-    found = {
-        "command": shlex.join(["python", "-m", "hvtrain", "sweep", *without_secrets(argv[1:])]),
-        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+    facts = {
         "metric": goal.metric,
         "direction": goal.direction,
         "num_ranks": options.np,
-        "words": without_secrets(options.words),
-        "space": space.described(),
+        "words": without_secrets(request.overrides),
+        "space": space.to_json(),
     }
+    results = {
+        "command": shlex.join(["python", "-m", "hvtrain", "sweep", *without_secrets(arguments)]),
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        **facts,
+    }
+    launcher = ["-np", str(options.np)]
+    if options.hosts:
+        launcher += ["-H", options.hosts]
+    if options.hostfile:
+        launcher += ["--hostfile", options.hostfile]
+
+    folder = Path(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}").absolute()
+    prune_after = None if options.no_pruning else options.prune_after
     with RunLock() as lock:
         _take(lock, folder)
-        facts = {name: found[name] for name in ("metric", "direction", "num_ranks", "words", "space")}
-        study = Study(folder, space, facts, options.seed, None if options.no_pruning else options.prune_after)
-        return Trials(study, goal, launcher, tuple(options.words), folder, int(own["trials"]), found).run()
+        study = Study(folder, space, facts, options.seed, prune_after)
+        trials = Trials(
+            study,
+            goal,
+            tuple(launcher),
+            tuple(request.overrides),
+            folder,
+            request.num_trials,
+            results,
+        )
+        return trials.run()
 
 
-def _own_words(options: argparse.Namespace) -> dict[str, str]:
-    """Takes sweep=SPACE and trials=N out of the words."""
-    own = {"trials": "20"}
-    for one in list(options.words):
-        name, _, value = one.partition("=")
-        if name in ("sweep", "trials"):
-            own[name] = value
-            options.words.remove(one)
+class Request(NamedTuple):
+    """What the arguments without dashes ask for: sweep=SPACE, trials=N, and settings of the runs."""
+
+    space: str
+    num_trials: int
+    overrides: list[str]
+
+
+def parse_request(arguments: Sequence[str]) -> Request:
+    """Separates sweep=SPACE and trials=N from the settings. Raises ConfigError if one of them is wrong."""
+    space = ""
+    trials = "20"
+    overrides = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == "sweep":
+            space = value
+        elif name == "trials":
+            trials = value
         elif name == "run.dir":
-            raise ConfigError(f"{one} came, and each trial has a run folder of its own; choose --output DIR instead")
-    if not own.get("sweep"):
+            raise ConfigError(
+                f"{argument} came, and each trial has a run folder of its own; choose --output DIR instead"
+            )
+        else:
+            overrides.append(argument)
+    if not space:
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
-    if not own["trials"].isdecimal() or int(own["trials"]) < 1:
-        raise ConfigError(f"trials={own['trials']} is not a whole number of at least 1")
-    return own
+    if not trials.isdecimal() or int(trials) < 1:
+        raise ConfigError(f"trials={trials} is not a whole number of at least 1")
+    return Request(space, int(trials), overrides)
 
 
-def _composed(space: SearchSpace, words: list[str]) -> list[RunConfig]:
-    """Runs with both ends and every choice of each setting; empty if the words only ask Hydra to print one."""
-    if given := next((one for one in words if one.partition("=")[0] in space.settings), None):
-        raise ConfigError(f"{given} came, and {space.place} searches that setting; leave it out of one of them")
+def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfig]:
+    """Composes runs with both ends and every choice of each setting, so that no trial is refused hours later.
+
+    Empty if the overrides only ask Hydra to print one.
+    """
+    for argument in overrides:
+        if argument.partition("=")[0] in space.settings:
+            raise ConfigError(f"{argument} came, and {space.path} searches that setting; leave it out of one of them")
     configs = []
     for example in space.examples():
-        trees = compose([*words, *(word(name, value) for name, value in example.items())])
+        searched = [override(name, value) for name, value in example.items()]
+        trees = compose([*overrides, *searched])
         if not trees:
             return []
         configs.append(from_dict(trees[0]))
@@ -122,8 +160,13 @@ with the best settings again. trials: results in all, those that are there inclu
     parser.add_hosts()
     option("--metric", metavar="NAME", help="a column of history.csv; default: checkpoint.best, that of the task")
     option("--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name")
-    after = "finished trials before others are pruned, from epoch 2 on; default: 5"
-    option("--prune-after", type=at_least(1), default=5, metavar="N", help=after)
+    option(
+        "--prune-after",
+        type=at_least(1),
+        default=5,
+        metavar="N",
+        help="finished trials before others are pruned, from epoch 2 on; default: 5",
+    )
     option("--no-pruning", action="store_true", help="each trial trains to its end")
     option("--seed", type=at_least(0), default=0, metavar="N", help="of the choice of settings; default: 0")
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")

@@ -1,26 +1,42 @@
-"""The results of a sweep: one record of all trials, which the table, the files and the picture show."""
+"""The results of a sweep: the records of its trials, and the table, files and picture that show them."""
 
-import csv
-import io
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.summary import aligned
-from hvtrain.config.words import word
-from hvtrain.core.records import write_atomic
-from hvtrain.search.goal import MAX
+from hvtrain.config.compose import override, override_value
+from hvtrain.core.files import csv_text, write_atomic
+from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
+from hvtrain.search.search_space import MAX
 from hvtrain.system.secrets import without_secrets
+from hvtrain.system.text import aligned
 
-FINISHED, PRUNED, FAILED = "finished", "pruned", "failed"
+FINISHED = "finished"
+PRUNED = "pruned"
+FAILED = "failed"
 _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
+_ORDER = (FINISHED, PRUNED, FAILED)
+_COLORS = {FINISHED: BLUE, PRUNED: GREY}
 MOST_ROWS = 30
+MOST_PANELS = 8
+"""Searched settings in the picture; of more, those that matter most."""
+_PANEL_SIZE = (4.4, 3.4)  # Inches.
+
+Trial = Mapping[str, Any]
+"""A trial as sweep.json has it."""
+Results = Mapping[str, Any]
+"""The content of sweep.json."""
 
 
-def record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A trial that has ended. value: of a finished one the best, of a pruned one the last; None for a failed one."""
+def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Describes an optuna trial that has ended.
+
+    Its value is the best of a finished trial, the last of a pruned one, and None for a failed one.
+    """
     seconds = trial.duration.total_seconds() if trial.duration else None
     return {
         "number": trial.number,
@@ -34,75 +50,134 @@ def record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, A
     }
 
 
-def ranked(trials: Sequence[Mapping[str, Any]], direction: str) -> list[Mapping[str, Any]]:
-    """Finished trials from the best to the worst, then pruned ones, then those that failed."""
-    sign, places = (-1 if direction == MAX else 1), [FINISHED, PRUNED, FAILED]
-    return sorted(trials, key=lambda one: (places.index(one["state"]), sign * (one["value"] or 0.0), one["number"]))
+def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
+    """Sorts trials: finished ones from the best to the worst, then pruned ones, then those that failed."""
+    sign = -1 if direction == MAX else 1
+
+    def key(trial: Trial) -> tuple[int, float, int]:
+        return _ORDER.index(trial["state"]), sign * (trial["value"] or 0.0), trial["number"]
+
+    return sorted(trials, key=key)
 
 
-def best_of(trials: Sequence[Mapping[str, Any]], direction: str) -> Mapping[str, Any] | None:
-    """The best finished trial, if there is one."""
-    first = next(iter(ranked(trials, direction)), None)
-    return first if first and first["state"] == FINISHED else None
+def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
+    """Returns the best finished trial, if there is one."""
+    finished = [trial for trial in ranked(trials, direction) if trial["state"] == FINISHED]
+    return finished[0] if finished else None
 
 
-def line_of(launcher: Sequence[str], words: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """The command that trains with these settings again, in a run folder of its own."""
-    found = [word(name, value) for name, value in settings.items()]
-    return shlex.join(["python", "-m", "hvtrain", "launch", *launcher, "--", *without_secrets([*words, *found])])
+def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Returns the command that trains with these settings again, in a run folder of its own."""
+    searched = [override(name, value) for name, value in settings.items()]
+    public = without_secrets([*overrides, *searched])
+    return shlex.join(["python", "-m", "hvtrain", "launch", *launcher, "--", *public])
 
 
-def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """The table, its header first and the best trial below it."""
-    names = list(found["space"])
-    table = [["trial", found["metric"], "epochs", "s", *names]]
-    for one in ranked(found["trials"], found["direction"])[:MOST_ROWS]:
-        value = FAILED if one["value"] is None else f"{one['value']:.5g}"
-        table.append(
-            [
-                str(one["number"]),
-                f"{value} ({PRUNED})" if one["state"] == PRUNED else value,
-                str(max(map(int, one["epochs"]), default=0)),
-                f"{one['seconds'] or 0:.0f}",
-                *(in_short(one["settings"].get(name)) for name in names),
-            ]
-        )
-    return table
+def table(results: Results) -> list[list[str]]:
+    """Returns the table: its header first, and the best trial below it."""
+    names = list(results["space"])
+    rows = [["trial", results["metric"], "epochs", "s", *names]]
+    for trial in ranked(results["trials"], results["direction"])[:MOST_ROWS]:
+        value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
+        if trial["state"] == PRUNED:
+            value += f" ({PRUNED})"
+        settings = [in_short(trial["settings"].get(name)) for name in names]
+        rows.append([str(trial["number"]), value, str(_epochs(trial)), f"{trial['seconds'] or 0:.0f}", *settings])
+    return rows
+
+
+def _epochs(trial: Trial) -> int:
+    return max(map(int, trial["epochs"]), default=0)
 
 
 def in_short(value: Any) -> str:
     """A setting for a table: numbers to four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else word("", value)[1:]
+    return f"{value:.4g}" if isinstance(value, float) else override_value(value)
 
 
-def in_words(found: Mapping[str, Any]) -> list[str]:
-    """The table, errors, and the line that repeats the best trial."""
-    lines = aligned(rows(found))
-    if (more := len(found["trials"]) - MOST_ROWS) > 0:
-        lines.append(f"... and {more} more in sweep.csv")
-    lines += [f"trial {one['number']} failed: {one['error']}" for one in found["trials"] if one["error"]]
-    if found["importances"]:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in found["importances"].items())
+def result_lines(results: Results) -> list[str]:
+    """Returns the table, errors, and the command that repeats the best trial."""
+    lines = aligned(table(results))
+    hidden = len(results["trials"]) - MOST_ROWS
+    if hidden > 0:
+        lines.append(f"... and {hidden} more in sweep.csv")
+    lines += [f"trial {trial['number']} failed: {trial['error']}" for trial in results["trials"] if trial["error"]]
+
+    if results["importances"]:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in results["importances"].items())
         lines += ["", f"share in the variance of finished trials (fANOVA): {shares}"]
-    if found["best"] is None:
+
+    best = results["best"]
+    if best is None:
         return [*lines, "", "no trial finished, so there is no best one"]
-    best = found["best"]
-    return [
-        *lines,
-        "",
-        f"best: trial {best['number']} with {found['metric']} {best['value']:.5g}; again by",
-        best["line"],
-    ]
+    value = f"{results['metric']} {best['value']:.5g}"
+    return [*lines, "", f"best: trial {best['number']} with {value}; again by", best["line"]]
 
 
-def write(found: Mapping[str, Any], folder: Path) -> None:
+def write(results: Results, folder: Path) -> None:
     """Writes sweep.json and sweep.csv."""
-    write_atomic(folder / "sweep.json", json.dumps(found, indent=1) + "\n")
-    text, names = io.StringIO(), list(found["space"])
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["trial", "state", found["metric"], "epochs", "seconds", *names, "error"])
-    for one in found["trials"]:
-        settings = [one["settings"].get(name) for name in names]
-        epochs = max(map(int, one["epochs"]), default=0)
-        writer.writerow([one["number"], one["state"], one["value"], epochs, one["seconds"], *settings, one["error"]])
-    write_atomic(folder / "sweep.csv", text.getvalue())
+    write_atomic(folder / "sweep.json", json.dumps(results, indent=1) + "\n")
+
+    names = list(results["space"])
+    rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
+    for trial in results["trials"]:
+        settings = [trial["settings"].get(name) for name in names]
+        numbers = [trial["value"], _epochs(trial), trial["seconds"]]
+        rows.append([trial["number"], trial["state"], *numbers, *settings, trial["error"]])
+    write_atomic(folder / "sweep.csv", csv_text(rows))
+
+
+def write_png(results: Results, path: Path) -> None:
+    """Draws the values by trial and over each setting. At least one trial has a value.
+
+    optuna's own plots would show the numbers of choices, since it stores no lists (study.py).
+    """
+    names = list(results["importances"] or results["space"])[:MOST_PANELS]
+    panels: list[Panel] = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
+    for name in names:
+        share = results["importances"].get(name)
+        title = name if share is None else f"{name} ({share:.0%})"
+        panels.append((title, partial(_draw_setting, results=results, name=name)))
+    write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
+
+
+def _with_value(results: Results, state: str) -> list[Trial]:
+    return [trial for trial in results["trials"] if trial["state"] == state and trial["value"] is not None]
+
+
+def _draw_history(axes: Any, results: Results) -> None:
+    for state, color in _COLORS.items():
+        trials = _with_value(results, state)
+        if trials:
+            numbers = [trial["number"] for trial in trials]
+            values = [trial["value"] for trial in trials]
+            axes.plot(numbers, values, "o", color=color, markersize=4, label=state)
+
+    finished = _with_value(results, FINISHED)
+    if finished:
+        better = max if results["direction"] == MAX else min
+        bests = list(accumulate((trial["value"] for trial in finished), better))
+        numbers = [trial["number"] for trial in finished]
+        axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_setting(axes: Any, results: Results, name: str) -> None:
+    space = results["space"][name]
+    choices = space["choices"]
+    for state, color in _COLORS.items():
+        trials = [trial for trial in _with_value(results, state) if name in trial["settings"]]
+        positions = [trial["settings"][name] for trial in trials]
+        if choices:
+            positions = [choices.index(value) for value in positions]
+        values = [trial["value"] for trial in trials]
+        axes.plot(positions, values, "o", color=color, markersize=4)
+
+    if choices:
+        labels = [in_short(choice) for choice in choices]
+        rotation = 30 if max(map(len, labels)) > 6 else 0  # Longer labels would overlap.
+        axes.set_xticks(range(len(labels)), labels, rotation=rotation)
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+    elif space["log"]:
+        axes.set_xscale("log")

@@ -1,100 +1,185 @@
-"""The trials of a sweep, one run of N ranks after the other, with their progress and results."""
+"""The trials of a sweep, one run of N ranks after the other, watched by their epochs."""
 
+import math
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from hvtrain.compare.one_run import read_result
 from hvtrain.compare.rounds import progress
-from hvtrain.config.words import word
-from hvtrain.errors import INTERRUPTED
-from hvtrain.search.goal import Goal
-from hvtrain.search.one_trial import value_of
-from hvtrain.search.slices import write_png
-from hvtrain.search.study import Study
-from hvtrain.search.sweep_results import best_of, in_short, in_words, line_of, record, write
+from hvtrain.config.compose import override
+from hvtrain.core.run_files import EpochRecord, read_history, read_starts
+from hvtrain.errors import INTERRUPTED, LostRankError
+from hvtrain.launch.child import SECONDS_TO_SAVE, end, ends_within, failure, started
+from hvtrain.search.search_space import Goal
+from hvtrain.search.study import IsHopeless, Study
+from hvtrain.search.sweep_results import best_of, in_short, result_lines, train_command, trial_record, write, write_png
 from hvtrain.system.text import duration
+
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass
 class Trials:
-    """The trials of a study, one after the other. found: the record of the whole, for sweep.json."""
+    """Runs the trials of a study, and keeps the files of the sweep up to date.
+
+    Attributes:
+        study: chooses settings, and remembers trials.
+        goal: the metric.
+        launcher: options of `hvtrain launch`.
+        overrides: settings of all runs.
+        folder: of the output.
+        num_trials: results to reach, those of an earlier start included.
+        results: the content of sweep.json.
+    """
 
     study: Study
     goal: Goal
     launcher: tuple[str, ...]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     folder: Path
     num_trials: int
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> int:
-        """Tries until there are enough results; whatever ends it, the files have all of them."""
+        """Tries until there are enough results; however it ends, the files have all of them.
+
+        Returns:
+            The exit code.
+        """
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # So that the running trial ends too.
+
         self._collect()
-        done = len(self.found["trials"])
-        before = f"; {done} of them are there" if done else ""
-        what = f"{self.num_trials} trials of {self.found['num_ranks']} ranks{before}"
-        print(f"{what}; results go to {self.folder}", flush=True)
+        already = len(self.results["trials"])
+        note = f"; {already} of them are there" if already else ""
+        num_ranks = self.results["num_ranks"]
+        print(f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}", flush=True)
+
         is_interrupted = False
         try:
-            while len(self.found["trials"]) < self.num_trials:
-                self._next()
+            while len(self.results["trials"]) < self.num_trials:
+                self._run_next()
         except KeyboardInterrupt:
             is_interrupted = True
-        names = "sweep.csv, sweep.json"
-        if any(one["value"] is not None for one in self.found["trials"]):
-            write_png(self.found, self.folder / "sweep.png")
-            names += ", sweep.png"
-        print("\n" + "\n".join(in_words(self.found)) + f"\n\nresults in {self.folder}: {names}")
+
+        files = "sweep.csv, sweep.json"
+        if any(trial["value"] is not None for trial in self.results["trials"]):
+            write_png(self.results, self.folder / "sweep.png")
+            files += ", sweep.png"
+        print("\n" + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"]))
         if is_interrupted:
             print("hvtrain: interrupted; all trials so far are kept, and the same command goes on", file=sys.stderr)
             return INTERRUPTED
-        return 0 if self.found["best"] else 1
+        return 0 if self.results["best"] else 1
 
-    def _next(self) -> None:
-        title = f"{len(self.found['trials']) + 1} of {self.num_trials}"
-        self.study.try_next(lambda *given: self._train(title, *given))
+    def _run_next(self) -> None:
+        title = f"{len(self.results['trials']) + 1} of {self.num_trials}"
+
+        def run_trial(number: int, settings: dict[str, Any], is_hopeless: IsHopeless) -> float | None:
+            values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
+            trial_title = f"{title}: trial {number} ({values})"
+            progress(f"{trial_title}; {self._so_far()} ...")
+
+            def judge(epoch: int, value: float) -> bool:
+                progress(f"{trial_title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ...")
+                return is_hopeless(epoch, value)
+
+            return train_trial(self._command(number, settings), self._run_folder(number), self.goal, judge)
+
+        self.study.try_next(run_trial)
         progress("")
         self._collect()
-        last = self.found["trials"][-1]
-        value = last["error"] if last["value"] is None else f"{self.goal.metric} {last['value']:.5g}"
-        print(f"{title}: trial {last['number']} {last['state']}, {value}; {self._so_far()}", flush=True)
+        trial = self.results["trials"][-1]
+        outcome = trial["error"] if trial["value"] is None else f"{self.goal.metric} {trial['value']:.5g}"
+        print(f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}", flush=True)
 
-    def _train(
-        self, title: str, number: int, settings: dict[str, Any], is_hopeless: Callable[[int, float], bool]
-    ) -> float | None:
-        run = self.folder / f"trial-{number}"
-        words = [*self.words, *(word(name, value) for name, value in settings.items())]
-        words += [word("run.dir", str(run)), "notify=[]"]
-        command = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--", *words]
-        tried = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
-        title = f"{title}: trial {number} ({tried})"
-        progress(f"{title}; {self._so_far()} ...")
+    def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
+        searched = [override(name, value) for name, value in settings.items()]
+        own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
+        launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
+        return [*launch, *self.overrides, *searched, *own]
 
-        def judge(epoch: int, value: float) -> bool:
-            progress(f"{title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ...")
-            return is_hopeless(epoch, value)
-
-        return value_of(command, run, self.goal, judge)
+    def _run_folder(self, number: int) -> Path:
+        return self.folder / f"trial-{number}"
 
     def _so_far(self) -> str:
-        best, trials = self.found["best"], self.found["trials"]
-        seconds = [one["seconds"] for one in trials if one["seconds"]]
-        left = (self.num_trials - len(trials)) * mean(seconds) if seconds else 0.0
-        said = [f"best {best['value']:.5g} of trial {best['number']}"] if best else []
-        return "; ".join([*said, f"left: about {duration(left)}" if seconds else "left: not known yet"])
+        """The best value so far, and an estimate of the time left."""
+        best = self.results["best"]
+        trials = self.results["trials"]
+        seconds = [trial["seconds"] for trial in trials if trial["seconds"]]
+        left = "left: not known yet"
+        if seconds:
+            left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+        return f"best {best['value']:.5g} of trial {best['number']}; {left}" if best else left
 
     def _collect(self) -> None:
-        """Brings the record and its files up to date."""
-        ended = [(one, self.folder / f"trial-{one.number}") for one in self.study.trials()]
-        trials = [record(one, self.study.settings(one), run) for one, run in ended]
+        """Brings the results and their files up to date."""
+        trials = [
+            trial_record(trial, self.study.settings(trial), self._run_folder(trial.number))
+            for trial in self.study.trials()
+        ]
         best = best_of(trials, self.goal.direction)
-        line = {"line": line_of(self.launcher, self.words, best["settings"])} if best else {}
-        self.found |= {"trials": trials, "best": {**best, **line} if best else None}
-        self.found["importances"] = self.study.importances()
-        write(self.found, self.folder)
+        if best:
+            best = {**best, "line": train_command(self.launcher, self.overrides, best["settings"])}
+        self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
+        write(self.results, self.folder)
+
+
+def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: IsHopeless) -> float | None:
+    """Runs one trial in processes of its own, watched by its epochs.
+
+    Args:
+        command: starts the run.
+        folder: its run folder; its output goes to a file beside it.
+        goal: the metric.
+        is_hopeless: says after an epoch whether to prune the run.
+
+    Returns:
+        The best value of its epochs, or None if it was pruned.
+
+    Raises:
+        LostRankError: the run failed, or no value is finite.
+        ConfigError: the run does not have the metric.
+    """
+    log = folder.with_suffix(".txt")
+    newest = 0
+    with started(command, log) as process:
+        has_ended = False
+        while not has_ended:
+            has_ended = ends_within(process, SECONDS_BETWEEN_LOOKS)
+            history = read_history(folder)
+            starts = read_starts(folder)
+            values = goal.values(history)
+            goal.check(starts)
+
+            # Each new epoch is reported, also if the first of them is hopeless: later trials are judged by all.
+            verdicts = [is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest]
+            newest = max(values, default=newest)
+            if any(verdicts) and not has_ended and not _is_trained(history, starts):
+                _stop(process)
+                return None
+
+    if process.returncode:
+        raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
+    read_result(folder)
+    if not values:
+        raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
+    return goal.best(list(values.values()))
+
+
+def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
+    """True after the last step: ending the run would save nothing."""
+    return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the launcher to end all ranks, and ends them by force when it does not."""
+    process.terminate()
+    if not ends_within(process, SECONDS_TO_SAVE):
+        end(process)

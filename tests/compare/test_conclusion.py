@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hvtrain.compare.command import write
-from hvtrain.compare.conclusion import against, in_words, on_scaling, on_speed
+from hvtrain.compare.conclusion import against, on_scaling, on_speed, ratio_text
 from hvtrain.compare.contest import WHOLE, Contest
 from hvtrain.compare.contestants import ORDER, Contestant, contestants
-from hvtrain.compare.one_run import Starting, Training
+from hvtrain.compare.one_run import Launcher, Training
 from hvtrain.compare.rounds import Ratio
-from hvtrain.compare.summary import aligned, best_of_all, reached_at, rows, summary
-from hvtrain.core.records import EpochRecord
+from hvtrain.compare.summary import best_of_all, reached_at, summary, table
+from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
+from hvtrain.system.text import aligned
 
 SINGLE, HOROVOD = Contestant("single", "single", (), differences=(ORDER,)), Contestant("horovod", "horovod", ())
 MIRRORED = Contestant("mirrored", "mirrored", ())
@@ -72,11 +73,11 @@ def test_an_interval_that_holds_1_is_no_difference() -> None:
 def test_few_rounds_are_no_confidence(rounds: int) -> None:
     few = {number: STEADY[number] for number in range(1, rounds + 1)}
     found = against(times(2.0, few), few)
-    assert found and found[0].median == pytest.approx(2) and "too few" in in_words(*found)
+    assert found and found[0].median == pytest.approx(2) and "too few" in ratio_text(*found)
     speeds = {"single": few, "horovod": times(2.0, few)}
     assert on_scaling(speeds, 2)[0].endswith("whether it pays is open.")
     assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith("Too few rounds to say: single")
-    assert "too few" not in in_words(Ratio(2.0, 1.9, 2.1, 0.75), 3)
+    assert "too few" not in ratio_text(Ratio(2.0, 1.9, 2.1, 0.75), 3)
 
 
 def test_only_rounds_that_both_ran_are_compared() -> None:
@@ -117,11 +118,11 @@ def test_a_target_that_no_run_has_is_named() -> None:
 
 
 def test_the_table_has_a_line_for_each_strategy() -> None:
-    head, single, _, mirrored = rows(compared())
+    head, single, _, mirrored = table(compared())
     assert head[:4] == ["strategy", "examples/s", "against single", "s to val_accuracy 0.85"]
     assert single == ["single", "104", "-", "4.0 (epoch 2)", "0.9000", "500", "12", "30"]
     assert mirrored[0] == "mirrored" and mirrored[-1] == "failed"
-    assert len({len(line) for line in aligned(rows(compared()))}) == 1
+    assert len({len(line) for line in aligned(table(compared()))}) == 1
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
@@ -131,7 +132,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
     page = (tmp_path / "compare.html").read_text()
     assert json.loads((tmp_path / "compare.json").read_text())["num_ranks"] == 2
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert page.count("<svg") == 4 and "var(--series-1)" in page and "currentColor" in page
+    assert page.count("<svg") == 4 and "var(--series-1)" in page and "var(--ink)" in page
     assert "&lt;here&gt;" in page and "<here>" not in page, "what runs print is text"
     links = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
     assert all(link.startswith("data:") for link in links) and "@import" not in page and "<script" not in page
@@ -140,7 +141,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
 
 def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
     facts = {"command": "x", "date": "d", "machine": {}, "num_rounds": 6, "speed_steps": 9, "versions": {}}
-    secret = replace(HOROVOD, words=("dataset.api_key=hunter2",))
+    secret = replace(HOROVOD, overrides=("dataset.api_key=hunter2",))
     found = {**facts, "interrupted": True, **summary([SINGLE, secret], {}, {}, {}, 2, None)}
     write(found, tmp_path)
     assert "hunter2" not in (tmp_path / "compare.json").read_text()
@@ -149,7 +150,7 @@ def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
 
 
 def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
-    contest = Contest([SINGLE, HOROVOD], Starting(2), tmp_path, 2, 100)
+    contest = Contest([SINGLE, HOROVOD], Launcher(2), tmp_path, 2, 100)
     order = [(one.name, number) for one, number in contest.schedule()]
     assert order == [
         *(("single", 1), ("horovod", 1), ("horovod", 2), ("single", 2)),
@@ -161,21 +162,21 @@ def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
 
 def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None:
     servers = replace(HOROVOD, has_servers=True)
-    starting = Starting(2, ("-H", "a:1,b:1"), num_ps=2, single_cores=1)
-    assert starting.command(SINGLE, ["model=mlp"], tmp_path)[1:] == [
+    launcher = Launcher(2, ("-H", "a:1,b:1"), num_ps=2, single_cores=1)
+    assert launcher.command(SINGLE, ["model=mlp"], tmp_path)[1:] == [
         "-m",
         "hvtrain",
         "model=mlp",
         f"run.dir='{tmp_path}'",
         "notify=[]",
     ]
-    assert starting.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain", "launch", "-np", "2", "-H", "a:1,b:1", "--"]
-    assert starting.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
-    assert len(starting.cores(SINGLE)) == 1 and starting.cores(HOROVOD) == Starting(2).cores(SINGLE)
+    assert launcher.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain", "launch", "-np", "2", "-H", "a:1,b:1", "--"]
+    assert launcher.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
+    assert len(launcher.cores(SINGLE)) == 1 and launcher.cores(HOROVOD) == Launcher(2).cores(SINGLE)
 
 
 def words_of(one: Contestant) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in one.words)
+    return dict(word.split("=", 1) for word in one.overrides)
 
 
 def test_one_process_trains_as_the_ranks_together_do() -> None:
@@ -197,7 +198,7 @@ def test_one_process_trains_as_the_ranks_together_do() -> None:
 def test_a_strategy_may_have_settings_of_its_own() -> None:
     plain, small = contestants(["strategy=horovod,horovod@compression=fp16@train.accumulate=4", "model=mlp"], 2)
     assert words_of(small)["strategy.compression"] == "fp16" and "strategy.compression" not in words_of(plain)
-    assert "train.steps=12" in small.speed_words(10), "whole accumulations"
+    assert "train.steps=12" in small.speed_overrides(10), "whole accumulations"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvtrain.core.rank_seconds import write_rank_seconds
+from hvtrain.core.run_files import write_rank_seconds
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.report import command, comparison, page
 from hvtrain.report.curves import charts_of, charts_of_several

@@ -10,8 +10,8 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.search import batch_search as search
-from hvtrain.search.find_batch import find
-from hvtrain.search.fitting import Room, Trial, lacking, predicted_peak
+from hvtrain.search.batch_sizes import RankMemory, Trial, lacking_host, predicted_peak
+from hvtrain.search.find_batch import main
 from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
@@ -45,7 +45,7 @@ def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_pat
     assert (tmp_path / "test/batch.png").stat().st_size > 5000
     best = f"train.batch_size={found['fastest']}"
     kept = shlex.join(word for word in (*words, best))
-    for command in ("hvtrain", "hvtrain.find_lr"):
+    for command in ("hvtrain", "hvtrain find_lr"):
         assert f"  horovodrun -np 2 python -m {command} {kept}\n" in output
 
 
@@ -86,10 +86,12 @@ def test_the_prediction_takes_the_steepest_growth_so_far():
 
 
 def test_ranks_of_a_host_share_its_memory():
-    rooms = [Room("s1", 1e9, 10**10, 0), Room("s2", 1e9, 2 * 10**9, 0), Room("s2", 1e9, 2 * 10**9, 0)]
-    assert lacking(rooms) == ("s2", 2e9, 2 * 10**9)
-    assert lacking(rooms[:2]) is None
-    assert lacking([Room("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), "more than allowed already"
+    ranks = [RankMemory("s1", 1e9, 10**10, 0), RankMemory("s2", 1e9, 2 * 10**9, 0), RankMemory("s2", 1e9, 2 * 10**9, 0)]
+    assert lacking_host(ranks) == ("s2", 2e9, 2 * 10**9)
+    assert lacking_host(ranks[:2]) is None
+    assert lacking_host([RankMemory("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), (
+        "more than allowed already"
+    )
 
 
 def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
@@ -119,6 +121,6 @@ def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["find_batch", *words])
     with pytest.raises(ConfigError) as caught:
-        find()
+        main()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

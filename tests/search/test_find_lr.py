@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.search.find_lr import find
-from hvtrain.search.suggestion import Suggestion, has_diverged, suggest
+from hvtrain.search.find_lr import main
+from hvtrain.search.range_test import Suggestion, has_diverged, suggest
 from tests.support import launching
 
 
@@ -61,6 +61,6 @@ def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["find_lr", *words])
     with pytest.raises(ConfigError) as caught:
-        find()
+        main()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

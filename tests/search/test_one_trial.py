@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from hvtrain.errors import LostRankError
-from hvtrain.search.goal import Goal
-from hvtrain.search.one_trial import value_of
+from hvtrain.search.search_space import Goal
+from hvtrain.search.trials import train_trial
 
 RUN = """
 import json, sys, time
 from pathlib import Path
-from hvtrain.core.records import EpochRecord, write_history
+from hvtrain.core.run_files import EpochRecord, write_history
 folder, num_steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 folder.mkdir()
 (folder / "starts.json").write_text(json.dumps([{"best": "val_accuracy", "sign": 1, "num_steps": num_steps}]))
@@ -31,7 +31,7 @@ def trained(folder, num_steps, seconds, answer, metric="val_accuracy"):
         return answer
 
     command = [sys.executable, "-c", RUN, str(folder / "run"), str(num_steps), str(seconds)]
-    return value_of(command, folder / "run", Goal(metric, "max"), is_hopeless), told
+    return train_trial(command, folder / "run", Goal(metric, "max"), is_hopeless), told
 
 
 def test_the_value_is_the_best_of_all_epochs(tmp_path):

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.config.compose import compose
+from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
-from hvtrain.config.words import word
-from hvtrain.core.records import EpochRecord
+from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import BusyError, ConfigError
-from hvtrain.search.goal import Goal, goal_of
-from hvtrain.search.search_space import Setting, read_space
-from hvtrain.search.sweep import sweep
-from hvtrain.search.sweep_results import line_of, ranked
+from hvtrain.search.search_space import Goal, Setting, goal_of, read_space
+from hvtrain.search.sweep import main
+from hvtrain.search.sweep_results import ranked, train_command
 from hvtrain.system.run_lock import RunLock
 
 DATA = "dataset.num_validation=100"
@@ -54,14 +52,14 @@ def test_examples_reach_both_ends_and_every_choice(tmp_path):
     found = space(tmp_path, "a.b: {low: 1e-4, high: 1e-1, log: true}\nc: {choices: [null, x, [1, 2]]}\n")
     assert found.settings == {"a.b": Setting(1e-4, 1e-1, log=True), "c": Setting(choices=(None, "x", [1, 2]))}
     assert [(one["a.b"], one["c"]) for one in found.examples()] == [(1e-4, None), (1e-1, "x"), (1e-4, [1, 2])]
-    assert found.described()["c"]["choices"] == [None, "x", [1, 2]]
+    assert found.to_json()["c"]["choices"] == [None, "x", [1, 2]]
 
 
 def test_the_ready_space_fits_every_optimizer(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sweep"])
     for optimizer in ("adam", "momentum"):
         for example in read_space("optimizer", []).examples():
-            words = [word(name, value) for name, value in example.items()]
+            words = [override(name, value) for name, value in example.items()]
             config = from_dict(compose([f"optimizer={optimizer}", *words])[0])
             assert config.optimizer["learning_rate"] == example["optimizer.learning_rate"]
             assert config.train.batch_size == example["train.batch_size"]
@@ -73,7 +71,7 @@ def test_the_ready_space_fits_every_optimizer(monkeypatch):
 def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    assert OverridesParser.create().parse_override(word("model.given", value)).value() == value
+    assert OverridesParser.create().parse_override(override("model.given", value)).value() == value
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message,
         Path(name).write_text("mine")
     monkeypatch.setattr(sys, "argv", ["sweep", *words])
     with pytest.raises(ConfigError) as caught:
-        sweep()
+        main()
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not list(Path().glob("*/trial-*"))
 
@@ -116,14 +114,14 @@ def test_a_sweep_has_its_folder_to_itself(tmp_path, monkeypatch):
     with RunLock() as lock:
         lock.take(tmp_path)
         with pytest.raises(BusyError, match="is in use by another sweep; wait for its end, or choose another"):
-            sweep()
+            main()
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hvtrain.search.sweep.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA])
     with pytest.raises(ConfigError, match=r"needs optuna, which is not installed; install scripts/lock/sweep\.txt"):
-        sweep()
+        main()
 
 
 def goal(*words: str, **options) -> Goal:
@@ -139,7 +137,7 @@ def test_the_goal_is_that_of_the_task_unless_another_is_given(monkeypatch):
         "val_loss", "min", first_epoch=2
     )
     assert goal(metric="loss") == Goal("loss", "min"), "of training: it needs no validation data"
-    assert goal(metric="loss", direction="max") == Goal("loss", "max", is_given=True)
+    assert goal(metric="loss", direction="max") == Goal("loss", "max", is_explicit=True)
     with pytest.raises(ConfigError, match="validate_every_epochs=null leaves no val_accuracy"):
         goal(DATA, "train.validate_every_epochs=null")
     with pytest.raises(ConfigError, match=r"names no best metric; give --metric NAME --direction max\|min"):
@@ -164,7 +162,7 @@ def test_the_values_of_a_goal_are_those_of_epochs_that_have_it():
 def test_the_task_knows_better_which_values_are_good():
     start = {"best": "val_closeness", "sign": -1}
     Goal("val_closeness", "min").check([start])
-    Goal("val_closeness", "max", is_given=True).check([start])
+    Goal("val_closeness", "max", is_explicit=True).check([start])
     Goal("val_loss", "max").check([start])
     with pytest.raises(ConfigError, match="val_closeness looked like one whose max is best, and the task says min"):
         Goal("val_closeness", "max").check([start])
@@ -182,6 +180,8 @@ def test_the_table_has_the_best_first_and_failures_last():
 
 
 def test_the_line_that_repeats_the_best_has_no_secret():
-    line = line_of(["-np", "2"], ["dataset.api_key=hunter2"], {"optimizer.learning_rate": 0.1, "model.hidden": [8]})
+    line = train_command(
+        ["-np", "2"], ["dataset.api_key=hunter2"], {"optimizer.learning_rate": 0.1, "model.hidden": [8]}
+    )
     assert line.startswith("python -m hvtrain launch -np 2 -- 'dataset.api_key=***' optimizer.learning_rate=0.1 ")
     assert json.dumps("hunter2") not in line and line.endswith("'model.hidden=[8]'")

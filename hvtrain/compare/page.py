@@ -1,0 +1,117 @@
+"""compare.html and compare.png: speed, and the loss and the metric over time and over examples."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvtrain.compare.summary import table
+from hvtrain.report.charts import GREY, INK, SERIES, Panel, page_svg, write_panels
+from hvtrain.report.page import render
+
+# Inches. A chart on the page has room for the names of the strategies.
+_CHART_SIZE = (5.2, 3.3)
+_PICTURE_WIDTH = 11.0
+_PANEL_HEIGHT = 4.0
+_UNITS = {"seconds": "seconds of training", "examples": "examples"}
+
+
+def html(comparison: Mapping[str, Any]) -> str:
+    """Returns the page of a comparison as compare.json holds it; it needs no other files."""
+    strategies = comparison["strategies"]
+    names = [entry["name"] for entry in strategies]
+    return render(
+        "compare.html.j2",
+        Path(__file__).parent,
+        title=f"Strategies compared: {', '.join(names)}",
+        comparison=comparison,
+        overview=table(comparison),
+        by_round=_by_round(strategies),
+        drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],
+        versions=", ".join(f"{name} {version}" for name, version in comparison["versions"].items()),
+    )
+
+
+def write_png(comparison: Mapping[str, Any], path: Path) -> None:
+    """Draws all panels, at least one, into one picture."""
+    shown = panels(comparison)
+    columns = min(2, len(shown))
+    write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
+
+
+def panels(comparison: Mapping[str, Any]) -> list[Panel]:
+    """Returns the panels that have something to show."""
+    strategies = comparison["strategies"]
+    target = comparison["target"] or {"metric": "loss", "value": None}
+    points = [point for entry in strategies for point in entry["curve"]]
+    loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
+
+    shown: list[Panel] = []
+    if any(entry["rounds"] for entry in strategies):
+        shown.append(("examples/s (bar: median, dots: rounds)", partial(_draw_speed, strategies=strategies)))
+    if not points:
+        return shown
+
+    curves = [(loss, "seconds"), (loss, "examples")]
+    if target["metric"] != loss:
+        curves.append((target["metric"], "seconds"))
+    for metric, unit in curves:
+        goal = target["value"] if metric == target["metric"] else None
+        draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
+        shown.append((f"{metric} over {_UNITS[unit]}", draw))
+    return shown
+
+
+def _draw_speed(axes: Any, strategies: list[Mapping[str, Any]]) -> None:
+    names = [entry["name"] for entry in strategies]
+    for row, color, entry in _colored(strategies):
+        if not entry["examples_per_second"]:
+            continue
+        axes.barh(row, entry["examples_per_second"], color=color, height=0.6)
+        speeds = [run["examples_per_second"] for run in entry["rounds"] if run["examples_per_second"]]
+        axes.plot(speeds, [row] * len(speeds), "o", color=INK, markersize=3, alpha=0.7)
+
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)  # The first at the top, and room for one that failed.
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_axisbelow(True)
+
+
+def _draw_curves(
+    axes: Any,
+    strategies: list[Mapping[str, Any]],
+    metric: str,
+    unit: str,
+    goal: float | None,
+) -> None:
+    for row, color, entry in _colored(strategies):
+        points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
+        if not points:
+            continue
+        x, y = zip(*points)
+        # Widths differ so that curves that coincide stay visible.
+        width = 2.6 - 0.3 * row
+        axes.plot(x, y, "o-", color=color, linewidth=width, markersize=3, alpha=0.9, label=entry["name"])
+    if goal is not None:
+        axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
+    axes.set_xlabel(unit)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _colored(strategies: list[Mapping[str, Any]]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yields the number, color and entry of each strategy; a strategy has one color in all panels."""
+    for number, entry in enumerate(strategies):
+        yield number, SERIES[number % len(SERIES)], entry
+
+
+def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
+    """The table of examples/s by strategy and round, header first; empty without rounds."""
+    numbers = sorted({run["round"] for entry in strategies for run in entry["rounds"]})
+    if not numbers:
+        return []
+    rows = [["round", *map(str, numbers)]]
+    for entry in strategies:
+        speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
+        cells = [f"{speeds[number]:,.0f}" if speeds.get(number) else "-" for number in numbers]
+        rows.append([entry["name"], *cells])
+    return rows

@@ -1,0 +1,164 @@
+"""The sizes that find_batch tries: which is fastest, whether a larger one would fit, and the files of the results."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hvtrain.core.files import write_atomic
+from hvtrain.report.charts import picture
+
+MIB = 2**20
+ALMOST = 0.97
+"""A batch is as fast as the fastest with this part of its examples/s: the smaller one is then better."""
+MARGIN = 1.25
+"""How much more than predicted must be free. Memory grows in steps, and beyond its end the kernel ends processes."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured with one size.
+
+    Attributes:
+        batch_size: examples of a step and a rank.
+        global_batch: examples of a step of all ranks.
+        step_seconds: of the fastest call of the graph.
+        memory_bytes: peaks, by rank: of the GPU, or of the process without one.
+    """
+
+    batch_size: int
+    global_batch: int
+    step_seconds: float
+    memory_bytes: list[int]
+
+    @property
+    def examples_per_second(self) -> float:
+        """Of all ranks."""
+        return self.global_batch / self.step_seconds
+
+    def __str__(self) -> str:
+        """One size in a line.
+
+        >>> str(Trial(8, 16, 0.004, [3 * MIB, 2 * MIB]))
+        'train.batch_size=8 (16 on all ranks): 4,000 examples/s, 4.00 ms a step, at most 3 MiB a rank'
+        """
+        return (
+            f"train.batch_size={self.batch_size} ({self.global_batch:,} on all ranks): "
+            f"{self.examples_per_second:,.0f} examples/s, {1000 * self.step_seconds:.2f} ms a step, "
+            f"at most {max(self.memory_bytes) / MIB:,.0f} MiB a rank"
+        )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of a rank and of its host, in bytes.
+
+    Attributes:
+        host: its name.
+        growth_bytes: what the rank would add with the next size.
+        free_bytes: what the host has left.
+        resident_bytes: what the rank occupies now.
+    """
+
+    host: str
+    growth_bytes: float
+    free_bytes: int
+    resident_bytes: int
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Returns the smallest batch that is almost as fast as the fastest.
+
+    >>> trials = [Trial(size, size, seconds, []) for size, seconds in ((1, 0.02), (2, 0.0201), (4, 0.04), (8, 0.079))]
+    >>> fastest(trials).batch_size
+    2
+    """
+    most = max(trial.examples_per_second for trial in trials)
+    return next(trial for trial in trials if trial.examples_per_second >= ALMOST * most)
+
+
+def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: float) -> float:
+    """Returns the bytes of a rank with batches of that size.
+
+    This is the line through the last peak with the steepest slope so far; an allocator that reuses memory may hide
+    growth for a while.
+
+    Args:
+        peaks: earlier sizes and their peaks, smallest first. Size 0 is the rank before the first step.
+        size: to predict.
+        first_slope: bytes of an example, for the first size, before which nothing was measured.
+
+    >>> predicted_peak([(0, 500), (1, 600), (2, 640), (4, 740)], 8, 0.0)
+    940.0
+    >>> predicted_peak([(0, 500)], 8, 10.0)
+    580.0
+    """
+    # To the first size it grows by what the size does not change, too: that counts only while there is nothing better.
+    pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
+    slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
+    slope = max(0.0, *slopes) if slopes else first_slope
+    last_size, last_peak = peaks[-1]
+    return last_peak + slope * (size - last_size)
+
+
+def lacking_host(ranks: Sequence[RankMemory], limit_bytes: int | None = None) -> tuple[str, float, float] | None:
+    """Returns the first host with too little memory, what its ranks would add, and what it has left.
+
+    Args:
+        ranks: of all hosts.
+        limit_bytes: what the ranks of a host may occupy together; None: what is free.
+
+    >>> ranks = [RankMemory("s1", 100.0, 260, 50), RankMemory("s1", 100.0, 250, 60)]
+    >>> lacking_host(ranks), lacking_host(ranks[:1])
+    (('s1', 200.0, 250), None)
+    >>> lacking_host(ranks[:1], limit_bytes=170)
+    ('s1', 100.0, 120)
+    """
+    for host in dict.fromkeys(rank.host for rank in ranks):
+        of_host = [rank for rank in ranks if rank.host == host]
+        growth = sum(rank.growth_bytes for rank in of_host)
+        free = min(rank.free_bytes for rank in of_host)
+        if limit_bytes is not None:
+            resident = sum(rank.resident_bytes for rank in of_host)
+            free = min(free, max(0, limit_bytes - resident))
+        if MARGIN * growth >= free:
+            return host, growth, free
+    return None
+
+
+def write_json(folder: Path, trials: Sequence[Trial], ended: str | None = None) -> None:
+    """Writes batch.json after each size (chief only).
+
+    Args:
+        folder: the run folder.
+        trials: the sizes so far.
+        ended: the reason for which no other size is tried; None before the end.
+    """
+    sizes = [{**vars(trial), "examples_per_second": round(trial.examples_per_second, 1)} for trial in trials]
+    content = {
+        "sizes": sizes,
+        "ended": ended,
+        "largest": trials[-1].batch_size,
+        "fastest": fastest(trials).batch_size,
+    }
+    write_atomic(folder / "batch.json", json.dumps(content, indent=2) + "\n")
+
+
+def write_png(folder: Path, trials: Sequence[Trial]) -> None:
+    """Draws speed and memory by size, batch.png (chief only)."""
+    sizes = [trial.batch_size for trial in trials]
+    rates = [trial.examples_per_second for trial in trials]
+    peaks = [max(trial.memory_bytes) / MIB for trial in trials]
+    best = fastest(trials).batch_size
+
+    with picture(folder / "batch.png", 7, 5, rows=2) as (_, (speed, memory)):
+        speed.plot(sizes, rates, "o-", color="tab:blue")
+        speed.axvline(best, color="tab:orange", linestyle="--", label=f"fastest: {best}")
+        speed.set(ylabel="examples/s of all ranks", ylim=(0, 1.1 * max(rates)))
+        speed.legend()
+        memory.plot(sizes, peaks, "o-", color="tab:green")
+        memory.set(xlabel="train.batch_size", ylabel="peak memory of a rank in MiB", ylim=(0, 1.1 * max(peaks)))
+        for axes in (speed, memory):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -1,0 +1,175 @@
+"""The learning-rate range test: a run that records its loss at each step, and the rate that the losses suggest."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvtrain import runner
+from hvtrain.config.schema import RunConfig
+from hvtrain.core.files import csv_text, write_atomic
+from hvtrain.errors import TrainingError
+from hvtrain.report.charts import picture
+from hvtrain.strategies.base import Strategy
+from hvtrain.training.callbacks.guard import explain_errors
+from hvtrain.training.callbacks.make_callbacks import call_steps
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.resume import RunState
+from hvtrain.training.run import describe, summary
+
+log = logging.getLogger(__name__)
+
+SMOOTHING = 0.9
+"""Decay of the moving average per step."""
+DIVERGED = 4.0
+"""The test ends when the smoothed loss exceeds its lowest value by this factor."""
+LEFT_OUT = 5
+"""Number of first steps to leave out, in which the moving average has seen too little."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A learning rate of all ranks together.
+
+    Attributes:
+        rate: where the smoothed loss falls fastest over the logarithm of the rate; None if it never falls.
+        lowest_at: the rate where it is lowest; None if it never falls.
+    """
+
+    rate: float | None
+    lowest_at: float | None
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Returns the moving average, corrected for its start at zero as Adam corrects its moments.
+
+    >>> smoothed([2.0, 2.0, 2.0])
+    [2.0, 2.0, 2.0]
+    """
+    average = 0.0
+    averages = []
+    for number, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        averages.append(round(average / (1 - SMOOTHING**number), 12))
+    return averages
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """True if the last loss is not finite, or the moving average is DIVERGED times its lowest value."""
+    if not losses:
+        return False
+    if not math.isfinite(losses[-1]):
+        return True
+    averages = smoothed(losses)
+    return len(averages) > LEFT_OUT and averages[-1] > DIVERGED * min(averages)
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
+    """Returns the suggestion of a test.
+
+    Args:
+        rates: the learning rate of each step.
+        losses: the loss of each step. What follows a loss that is not finite is ignored.
+
+    >>> rates = [10 ** (step / 10 - 5) for step in range(60)]
+    >>> losses = [2.0 - 1.5 / (1 + math.exp(-6 * (math.log10(rate) + 2))) for rate in rates]
+    >>> 0.01 < suggest(rates, losses).rate < 0.04
+    True
+    """
+    nothing = Suggestion(None, None)
+    num_finite = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    averages = smoothed(losses[:num_finite])
+    if len(averages) <= LEFT_OUT + 2:
+        return nothing
+
+    lowest = min(range(LEFT_OUT, len(averages)), key=averages.__getitem__)
+    slopes = {}
+    for step in range(LEFT_OUT, min(lowest + 1, len(averages) - 1)):
+        # Over the steps on both sides, by the logarithm, on which the rates are even.
+        rise = averages[step + 1] - averages[step - 1]
+        slopes[step] = rise / math.log(rates[step + 1] / rates[step - 1])
+    if not slopes or min(slopes.values()) >= 0:
+        return nothing
+    steepest = min(slopes, key=slopes.__getitem__)
+    return Suggestion(rates[steepest], rates[lowest])
+
+
+class Recorder(RunCallback):
+    """Records the rate and the loss over all ranks of each step, and stops when the loss diverges (every rank)."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self._rate = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._rate = float(self.model.optimizer.learning_rate)
+        self.model.reset_metrics()  # Else the loss would be the mean of all steps so far.
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(self._rate)
+        self.losses.append(self.run.strategy.metrics_over_ranks(self.model)["loss"])
+        if has_diverged(self.losses):
+            self.model.stop_training = True
+
+
+def try_rates(config: RunConfig) -> Suggestion:
+    """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
+    suggestion: Suggestion = runner.on_all_ranks(config, _attempt)
+    return suggestion
+
+
+def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
+    run, _ = runner.open_run(config, strategy, state, "find_lr")
+    model, start = runner.restore(run, None)
+    context = RunContext.begin(run, model, start.step)
+    recorder = Recorder(context)
+    log.info("%s", summary(describe(run, model, start)))
+    steps = call_steps(config, strategy, [recorder])
+    try:
+        with explain_errors(context):
+            callbacks: list[keras.callbacks.Callback] = [context.position, recorder]
+            strategy.fit(model, run.batches_from, run.plan, 0, callbacks, steps)
+    except TrainingError as error:  # A gradient that is not finite ends the test on all ranks.
+        log.info("%s", str(error).partition(";")[0])
+
+    suggestion = suggest(recorder.rates, recorder.losses)
+    strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
+    strategy.stop()
+    if suggestion.rate is None:
+        raise TrainingError(
+            f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
+            "take more --steps, or another range"
+        )
+    _log_suggestion(suggestion.rate, suggestion.lowest_at or 0.0, run.plan.learning_rate_factor, run.folder)
+    return suggestion
+
+
+def _log_suggestion(rate: float, lowest_at: float, factor: float, folder: Path) -> None:
+    """Logs the rate as the setting, which the run multiplies by the factor of its ranks."""
+    note = "" if factor == 1 else f" (x {factor:g} = {rate:.3g} for all ranks together)"
+    log.info("the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate / factor, note)
+    log.info("it was lowest at %.2g; picture and losses in %s", lowest_at / factor, folder)
+
+
+def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion) -> None:
+    """Writes range.csv and range.png (chief only)."""
+    averages = smoothed(losses)
+    header = ("learning_rate", "loss", "smoothed_loss")
+    write_atomic(folder / "range.csv", csv_text([header, *zip(rates, losses, averages)]))
+
+    with picture(folder / "range.png", 7, 4) as (_, axes):
+        axes.plot(rates, losses, color="0.75", linewidth=1, label="loss of a step")
+        axes.plot(rates, averages, color="tab:blue", label="smoothed")
+        if suggestion.rate:
+            label = f"falls fastest: {suggestion.rate:.2g}"
+            axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
+        axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
+        # Cut where it diverges, which would flatten all the rest.
+        axes.set_ylim(min(0.0, *averages), 1.1 * max(averages[: len(averages) // 2]))
+        axes.legend()
