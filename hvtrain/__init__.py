@@ -68,13 +68,13 @@ def run_ranks(
     this process is interrupted or ends. hosts: as hvtrain launch takes them, "s1:2,s2:2"; default: this host.
     Raises RankError with the first failure, ConfigError if the function cannot be sent.
     """
-    from hvtrain.launch import ranks
+    from hvtrain.launch import notebook
 
-    return ranks.run_ranks(num_ranks, function, *args, hosts=hosts, **kwargs)
+    return notebook.run_ranks(num_ranks, function, *args, hosts=hosts, **kwargs)
 
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext hvtrain` adds the cell magic %%ranks."""
-    from hvtrain.launch import cells
+    from hvtrain.launch import notebook
 
-    cells.load(shell)
+    notebook.load_magic(shell)

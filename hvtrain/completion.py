@@ -13,7 +13,7 @@ from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import CONFIGS
 from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten
-from hvtrain.launch.clusters.choice import KINDS
+from hvtrain.launch.clusters.kinds import KINDS
 from hvtrain.system.command import Parser
 
 # A line that begins with one of these may hold hvtrain's settings. Without a match the shell completes file names.
@@ -40,7 +40,7 @@ def script() -> str:
     known = {**_groups(), **declared(RunConfig), **declared(ModelOptions, "model.")}
     known |= {"cluster": ["ssh", *KINDS]}
     for kind in KINDS.values():
-        known |= declared(kind.settings, "cluster.")
+        known |= declared(kind, "cluster.")
     values = "\n".join(f"  [{name}]='{' '.join(choices)}'" for name, choices in sorted(known.items()))
     commands = " ".join(f"[{name}]={int(command.takes_settings)}" for name, command in COMMANDS.items())
     text = BASH.read_text("utf-8").replace("@VALUES@", values)

@@ -22,6 +22,7 @@ from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
+from hvtrain.launch.marked_stream import MARK
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, enter
 
@@ -145,11 +146,15 @@ class RankLines:
         self._reported: set[str] = set()
 
     def write(self, line: str) -> None:
-        line = re.sub(r"^\[[\d,]+\]<(stdout|stderr)>:", "", line)
+        mark = MARK.match(line)
+        if mark:
+            line = line[mark.end() :]
+
         error = re.match(r"hvtrain: (?:rank \d+: )?(.*)", line)
-        if error and error[1] in self._reported:
-            return
-        self._reported.update([error[1]] if error else [])
+        if error:
+            if error[1] in self._reported:
+                return
+            self._reported.add(error[1])
         self._stream.write(line)
 
     def flush(self) -> None:

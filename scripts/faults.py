@@ -194,8 +194,8 @@ FAULTS = [
         "no-checksum",
         "a damaged checkpoint is taken for a good one",
         "checkpoint/store.py",
-        "if found != listed:",
-        "if not listed:",
+        "if digest != listed.get(name):",
+        "if not listed.get(name):",
         (f"{CHECKPOINTS}::test_any_damage_is_noticed[flip-state.safetensors]",),
     ),
     Fault(
@@ -218,8 +218,8 @@ FAULTS = [
         "seeds-forgotten",
         "a resumed run drops other units than one that was not stopped",
         "checkpoint/store.py",
-        'found = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}',
-        "found = {}",
+        'variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}',
+        "variables = {}",
         (f"{CHECKPOINTS}::test_seeds_of_dropout_come_back",),
     ),
     Fault(
@@ -234,8 +234,8 @@ FAULTS = [
         "no-code-75",
         "a scheduler is not told that starting again would help",
         "launch/first_failure.py",
-        'return Failure(place, host, f"killed by {name}; {AGAIN}", RESTART_HELPS)',
-        'return Failure(place, host, f"killed by {name}; {AGAIN}", end.code)',
+        'return Failure(who, host, f"killed by {signal_name}; {AGAIN}", RESTART_HELPS)',
+        'return Failure(who, host, f"killed by {signal_name}; {AGAIN}", end.code)',
         ("tests/launch/test_transcripts.py::test_the_end_of_a_launch",),
     ),
     Fault(

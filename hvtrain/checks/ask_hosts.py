@@ -12,7 +12,7 @@ from typing import Any
 
 from hvtrain.checks import probe
 from hvtrain.errors import RankError
-from hvtrain.launch.reach import is_local
+from hvtrain.launch.remote_hosts import is_local
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 

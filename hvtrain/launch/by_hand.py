@@ -6,7 +6,6 @@ Gloo. Then each runs the command as its child, passes signals on to it, and ends
 
 import errno
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.launch.child import going_with
+from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
+from hvtrain.launch.job import Roles
 from hvtrain.launch.rendezvous import Rendezvous, claim
-from hvtrain.launch.roles import Roles
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system import interfaces
 
@@ -28,11 +27,16 @@ BY_HAND = "HVTRAIN_BY_HAND"
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnProcess:
     """This process of the run, and where it meets the others.
 
-    coordinator: HOST:PORT of rank 0's process. seconds: how long to wait for the others. interface: for Gloo, instead
-    of the one that leads to the coordinator.
+    Args:
+        roles: the processes of the run.
+        job: this one's role.
+        index: its number among those of its role.
+        coordinator: HOST:PORT of rank 0's process.
+        seconds: how long to wait for the others.
+        interface: for Gloo; None: the one that leads to the coordinator.
     """
 
     roles: Roles
@@ -43,70 +47,75 @@ class Own:
     interface: str | None = None
 
 
-def start(own: Own, command: Sequence[str], variables: Mapping[str, str]) -> int:
+def start(process: OwnProcess, command: Sequence[str], variables: Mapping[str, str]) -> int:
     """Runs the command as this process of the run, and returns its exit code. Raises UserError.
 
     variables: further environment variables of the command, which also inherits this process's.
     """
-    rank, names = own.roles.rank_of(own.job, own.index), own.roles.names
-    coordinator = host, address, port = _parsed(own.coordinator)
-    server = _listening(*coordinator, names) if rank == 0 else None
+    names = process.roles.names
+    rank = process.roles.rank_of(process.job, process.index)
+    host, address, port = _parse(process.coordinator)
+    server = _serve(host, address, port, names) if rank == 0 else None
     try:
-        towards = _address_towards(host, address)
-        limit = f"waiting for all at {own.coordinator}, {own.seconds:g} s at most"
-        print(f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; {limit}", file=sys.stderr, flush=True)
-        places = claim((address, port), rank, names, (socket.gethostname(), towards), own.seconds)
-        interface = own.interface or str(interfaces.interface_of(towards))
+        own_address = _address_towards(host, address)
+        print(
+            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {process.coordinator}, "
+            f"{process.seconds:g} s at most",
+            file=sys.stderr,
+            flush=True,
+        )
+        rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), process.seconds)
+
+        interface = process.interface or str(interfaces.interface_of(own_address))
+        defaults = {
+            "NCCL_SOCKET_IFNAME": interface,
+            # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, process.seconds):.0f}",
+        }
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
             BY_HAND: "1",
-            **horovod_place(rank, [tuple(place) for place in places]),
+            **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
         }
-        chosen = {
-            "NCCL_SOCKET_IFNAME": interface,
-            # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, own.seconds):.0f}",
-        }
-        return _run(command, {**chosen, **os.environ, **variables, **gloo})
+        return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
         if server:
             server.close()
 
 
-def horovod_place(rank: int, places: Sequence[tuple[str, ...]]) -> dict[str, str]:
-    """Horovod's variables for a rank; places: host and address of each rank.
+def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    """Horovod's variables for a rank; rank_hosts: name and address of each rank's host.
 
-    >>> found = horovod_place(2, [("s1", "10.0.0.1"), ("s1", "10.0.0.1"), ("s2", "10.0.0.2")])
-    >>> found["HOROVOD_LOCAL_RANK"], found["HOROVOD_LOCAL_SIZE"], found["HOROVOD_CROSS_RANK"]
+    >>> variables = horovod_variables(2, [("s1", "10.0.0.1"), ("s1", "10.0.0.1"), ("s2", "10.0.0.2")])
+    >>> variables["HOROVOD_LOCAL_RANK"], variables["HOROVOD_LOCAL_SIZE"], variables["HOROVOD_CROSS_RANK"]
     ('0', '1', '1')
     """
-    on_host: dict[tuple[str, ...], list[int]] = {}
-    for number, place in enumerate(places):
-        on_host.setdefault(place, []).append(number)
-    mine = on_host[places[rank]]
-    local_rank = mine.index(rank)
-    across = [ranks[local_rank] for ranks in on_host.values() if len(ranks) > local_rank]
-    numbers = {
-        "RANK": rank,
-        "SIZE": len(places),
-        "LOCAL_RANK": local_rank,
-        "LOCAL_SIZE": len(mine),
-        "CROSS_RANK": across.index(rank),
-        "CROSS_SIZE": len(across),
-    }
+    ranks_on: dict[tuple[str, ...], list[int]] = {}
+    for number, rank_host in enumerate(rank_hosts):
+        ranks_on.setdefault(rank_host, []).append(number)
+
+    local_ranks = ranks_on[rank_hosts[rank]]
+    local_rank = local_ranks.index(rank)
+    # The ranks with this local rank, one on each host that has so many.
+    cross_ranks = [ranks[local_rank] for ranks in ranks_on.values() if len(ranks) > local_rank]
     return {
-        "HOROVOD_HOSTNAME": places[rank][-1],  # Two hosts may have one name.
+        "HOROVOD_HOSTNAME": rank_hosts[rank][-1],  # The address: two hosts may have one name.
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        **{f"HOROVOD_{name}": str(number) for name, number in numbers.items()},
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(len(rank_hosts)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(len(local_ranks)),
+        "HOROVOD_CROSS_RANK": str(cross_ranks.index(rank)),
+        "HOROVOD_CROSS_SIZE": str(len(cross_ranks)),
     }
 
 
-def _parsed(coordinator: str) -> tuple[str, str, int]:
-    """Host, address and port. Raises ConfigError."""
+def _parse(coordinator: str) -> tuple[str, str, int]:
+    """Host, address and port of HOST:PORT. Raises ConfigError."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--coordinator {coordinator} is not HOST:PORT; give rank 0's host and a free port: s1:2222")
@@ -124,42 +133,51 @@ def _address_towards(host: str, address: str) -> str:
         raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
 
 
-def _listening(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
-    """Rank 0's server. Raises ConfigError."""
+def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
+    """Starts rank 0's server. Raises ConfigError if it cannot listen there."""
     try:
         server = Rendezvous(address, port, names)
     except OSError as error:
         if isinstance(error, PermissionError):
-            why = f"only root may use port {port}; choose one above 1023"
+            cause = f"only root may use port {port}; choose one above 1023"
         elif error.errno == errno.EADDRNOTAVAIL:
-            why = f"{address} is not an address of {socket.gethostname()}; start {names[0]} there, or give its own host"
+            cause = (
+                f"{address} is not an address of {socket.gethostname()}; start {names[0]} there, or give its own host"
+            )
         else:
-            why = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
-        raise ConfigError(f"--coordinator {host}:{port}: {why}") from error
+            cause = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
+        raise ConfigError(f"--coordinator {host}:{port}: {cause}") from error
+
+    # Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        note = f"{host} is {address} here, which other hosts cannot reach; if there are any, give all processes a"
-        print(f"hvtrain: {note} --coordinator that they can reach", file=sys.stderr)
+        print(
+            f"hvtrain: {host} is {address} here, which other hosts cannot reach; if there are any, "
+            "give all processes a --coordinator that they can reach",
+            file=sys.stderr,
+        )
     server.serve()
     return server
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the command and passes signals on to it; its exit code as a shell has it."""
-    first, *rest = command
-    line = [sys.executable if first == "python" else first, *rest]
-    started: list[subprocess.Popen[bytes]] = []
+    program, *arguments = command
+    line = [sys.executable if program == "python" else program, *arguments]
+    children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, *_: object) -> None:
-        if not started:
+        if not children:
             sys.exit(128 + number)
         with suppress(ProcessLookupError):
-            started[0].send_signal(number)
+            children[0].send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # Under nohup SIGHUP is ignored, and stays so.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, pass_on)
-    # A session of its own: in this terminal's process group it would get a Ctrl-C twice.
-    going = going_with(os.getpid())
-    started.append(subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=going))
-    return shell_code(started[0].wait())
+    handle_signals(pass_on)
+    child = subprocess.Popen(
+        line,
+        env=environment,
+        # In this terminal's process group it would get a Ctrl-C twice.
+        start_new_session=True,
+        preexec_fn=die_with_parent(os.getpid()),
+    )
+    children.append(child)
+    return shell_code(child.wait())

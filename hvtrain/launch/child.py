@@ -4,8 +4,8 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,42 @@ from hvtrain.system.console import signals_held
 
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
-_PLACE_OF_LOGS = "hvtrain: what each rank said"  # The launcher's last line after a failure.
+_LOGS_LINE = "hvtrain: what each rank said"  # The launcher's last line after a failure.
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, cores: set[int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A run whose output goes to the log. It ends if the block raises, and with this process."""
-    go_with_this_process = going_with(os.getpid())
+def started(
+    command: Sequence[str],
+    log: Path | None,
+    cores: set[int] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a run that ends if the block raises, and with this process.
+
+    Args:
+        command: the words of its command line.
+        log: the file for both of its outputs; None: a pipe, the process's `stdout`, which the block has to read.
+        cores: the CPU cores that it may use; None: this process's.
+        environment: its variables; None: this process's.
+    """
+    set_parent = die_with_parent(os.getpid())
 
     def prepare() -> None:
-        go_with_this_process()
+        set_parent()
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
 
-    with log.open("wb") as output, signals_held() as release:
+    output_file = log.open("wb") if log else nullcontext(subprocess.PIPE)
+    with output_file as output, signals_held() as release:
         process = subprocess.Popen(
             command,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # A Ctrl-C in the terminal is passed on below, once.
+            # A Ctrl-C goes to the terminal's whole group, or a notebook's; the child is told below, once.
+            start_new_session=True,
             preexec_fn=prepare,
         )
         try:
@@ -58,7 +73,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits so long for its end at most."""
+    """Waits up to `seconds`; returns True once the process has exited."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.returncode is not None
@@ -72,18 +87,27 @@ def failure(output: str, code: int) -> str:
     >>> failure("", -9)
     'it printed nothing (exit code -9)'
     """
-    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["it printed nothing"]
-    told = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_PLACE_OF_LOGS)]
-    said = (told or lines)[-1]
-    return f"{said.removeprefix('hvtrain: ')} (exit code {code})"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    messages = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_LOGS_LINE)]
+    last = (messages or lines or ["it printed nothing"])[-1]
+    return f"{last.removeprefix('hvtrain: ')} (exit code {code})"
 
 
-def going_with(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """A preexec_fn that ends the child with its parent. Else `kill -9` of the parent would leave the ranks behind."""
 
-    def go() -> None:
+    def prepare() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The parent may have ended before prctl was called.
         if os.getppid() != parent:
             os._exit(1)
 
-    return go
+    return prepare
+
+
+def handle_signals(handler: Callable[..., None]) -> None:
+    """Calls the handler for every signal that a launcher passes on to its child."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        # Under nohup SIGHUP is ignored, and stays so.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)

@@ -38,10 +38,11 @@ from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
 from hvtrain.launch.rendezvous import WAITING_CONNECTIONS, answer_get
 
-_TRAVELLING = "HVTRAIN_TRAVELLING"  # set in the launcher only, for ranks on other hosts
+_TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
+# Requests that the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 a second that were measured on
+# one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
-"""That the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 measured on one core, 2026-11-26."""
 SECONDS_WITH_HOROVODS_LIMIT = 15
 SECONDS_WORTH_A_LINE = 60
 
@@ -49,28 +50,29 @@ SECONDS_WORTH_A_LINE = 60
 def make() -> None:
     """Makes all changes that do not depend on the hosts."""
     mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
-    passed = [NOTIFY, *os.environ.get(MORE, "").split(",")]
+    asked = [NOTIFY, *os.environ.get(MORE, "").split(",")]
     is_exportable = horovod_env.is_exportable
-    horovod_env.is_exportable = lambda name: is_exportable(name) and (name in passed or travels(name, os.environ))
+    horovod_env.is_exportable = lambda name: is_exportable(name) and (name in asked or travels(name, os.environ))
     # Kubernetes' own command, which replaces ssh, takes no input.
     if not horovod_env.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
+
     gloo_run.launch_gloo = _listening(gloo_run.launch_gloo, on=lambda *arguments: arguments[-1])
     # An elastic job listens before it knows its hosts and the way to them.
     gloo_run.launch_gloo_elastic = _listening(
         gloo_run.launch_gloo_elastic,
         on=lambda command, execute, settings, *_: network.get_driver_ip(settings.nics) if settings.nics else None,
     )
-    find = discovery.HostDiscoveryScript.find_available_hosts_and_slots
-    discovery.HostDiscoveryScript.find_available_hosts_and_slots = lambda script: _with_plain_names(find(script))
-    http_server.RendezvousHTTPServer.handle_error = _report_sender
-    http_server.RendezvousHTTPServer.request_queue_size = WAITING_CONNECTIONS
-    http_server.RendezvousHTTPServer.process_request = _answering_at_once(
-        http_server.RendezvousHTTPServer.process_request
-    )
-    http_server.RendezvousHandler.do_DELETE = _forgetting(http_server.RendezvousHandler.do_DELETE)
     gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
+
+    script = discovery.HostDiscoveryScript
+    script.find_available_hosts_and_slots = _with_plain_names(script.find_available_hosts_and_slots)
+    server = http_server.RendezvousHTTPServer
+    server.handle_error = _report_sender
+    server.request_queue_size = WAITING_CONNECTIONS
+    server.process_request = _answering_at_once(server.process_request)
+    http_server.RendezvousHandler.do_DELETE = _forgetting(http_server.RendezvousHandler.do_DELETE)
 
 
 def make_in_every_process() -> None:
@@ -86,63 +88,80 @@ def make_in_every_process() -> None:
 
 
 def give_gloo_time(args: argparse.Namespace) -> None:
-    """Lets ranks wait for each other as long as they need to meet, unless the user has said how long.
+    """Lets ranks wait for each other as long as they need to meet, unless the user has set a limit.
 
     Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490 ranks.
     """
     seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
-    is_given = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
-    if seconds > SECONDS_WITH_HOROVODS_LIMIT and not is_given:
+    has_limit = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+    if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
     if seconds > SECONDS_WORTH_A_LINE:
-        about = f"{args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, and seconds over MPI"
-        print(f"horovodrun: {about} (--mpi)", file=sys.stderr)
+        print(
+            f"horovodrun: {args.num_proc:,} ranks may take {seconds / 60:.0f} minutes to meet over Gloo, "
+            "and seconds over MPI (--mpi)",
+            file=sys.stderr,
+        )
 
 
-def _with_plain_names(slots: dict[str, int]) -> dict[str, int]:
-    """The hosts without those whose names Horovod's shell lines or ssh would take for something else."""
-    for name in [name for name in slots if not re.fullmatch(HOST_NAME, name)]:
-        sys.stderr.write(f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n")
-        del slots[name]
-    return slots
+def _with_plain_names(find: Callable[[Any], dict[str, int]]) -> Callable[[Any], dict[str, int]]:
+    """The hosts of a script without those whose names Horovod's shell lines or ssh would take for something else."""
+
+    def find_hosts(script: Any) -> dict[str, int]:
+        slots = find(script)
+        for name in list(slots):
+            if not re.fullmatch(HOST_NAME, name):
+                sys.stderr.write(
+                    f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n"
+                )
+                del slots[name]
+        return slots
+
+    return find_hosts
 
 
 def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
     """The command of the rank in each slot; local ranks inherit the variables, others read them."""
     # Horovod puts the launch's interface in place of the one that the user chose for NCCL.
-    chosen = {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME",) if name in os.environ}
-    os.environ.update({**environment, **chosen, "PYTHONUNBUFFERED": "1"})
+    nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME")
+    os.environ.update({**environment, "PYTHONUNBUFFERED": "1"})
+    if nccl_interface is not None:
+        os.environ["NCCL_SOCKET_IFNAME"] = nccl_interface
+
     travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
     os.environ[_TRAVELLING] = "".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling)
 
     def command(slot: Any) -> str:
-        place = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
-        return f"env -u {_TRAVELLING} {place} {run_command}"
+        variables = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
+        return f"env -u {_TRAVELLING} {variables} {run_command}"
 
     return command
 
 
-def _command_by_ssh(local_command: str, *arguments: Any, **more: Any) -> str:
+def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
+    """The command of a rank on another host, which reads its variables from ssh's input."""
     # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh reports a signalled
     # rank as 255, like a dropped connection.
     script = f'eval "$(cat)"; {shlex.split(local_command)[0]}; exit $?'
-    by_ssh = remote.get_remote_command(shlex.quote(shlex.join(["exec", "sh", "-c", script])), *arguments, **more)
+    remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
+    by_ssh = remote.get_remote_command(remote_command, *arguments, **options)
     return f'printf %s "${_TRAVELLING}" | {by_ssh}'
 
 
-def _run_mpirun(path: str, words: list[str], environment: Mapping[str, str]) -> None:
+def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
     """Runs mpirun as a child, where Horovod would exec it: the launcher has to clean up after it."""
-    parent = os.getppid()
-    child = subprocess.Popen([path, *words[1:-1], f"exec {words[-1]}"], env=environment)
+    supervisor = os.getppid()
+    child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
 
     def pass_on(number: int, frame: Any) -> None:
-        # Forward signals only while the supervisor is alive.
-        if os.getppid() != parent:
+        # The supervisor ends the ranks itself. Once it was killed, nobody else ends mpirun.
+        if os.getppid() != supervisor:
             child.terminate()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    if (code := child.wait()) < 0:
+    code = child.wait()
+    if code < 0:
         # End by the same signal as mpirun, so that the parent sees the cause.
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
@@ -154,7 +173,8 @@ def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) 
     """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
 
     def launch(*arguments: Any) -> None:
-        if address := on(*arguments):
+        address = on(*arguments)
+        if address:
             http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
         launch_gloo(*arguments)
 
@@ -164,13 +184,14 @@ def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) 
 def _report_sender(server: Any, request: Any, client: tuple[str, int]) -> None:
     """Prints one line for each address, instead of a traceback."""
     senders = server.__dict__.setdefault("senders", set())
-    if client[0] not in senders:
-        senders.add(client[0])
-        sys.stderr.write(f"horovodrun: {client[0]} sent what no rank would to this launch's port; it was dropped\n")
+    host = client[0]
+    if host not in senders:
+        senders.add(host)
+        sys.stderr.write(f"horovodrun: {host} sent what no rank would to this launch's port; it was dropped\n")
 
 
 def _answering_at_once(process_request: Callable[..., None]) -> Callable[..., None]:
-    """How the server takes a request: it answers a question for an address itself, and leaves others to threads."""
+    """The server's process_request, which answers a question for an address itself, and leaves others to threads."""
 
     def process(server: Any, request: Any, client: Any) -> None:
         # In an elastic job, some names stand for what the driver decides when it is asked.
@@ -189,16 +210,18 @@ def _answering_at_once(process_request: Callable[..., None]) -> Callable[..., No
 
 
 def _forgetting(delete: Callable[[Any], None]) -> Callable[[Any], None]:
-    """How the server takes a rank's word that it has met the others of a scope: forgets them after the last one's.
+    """The server's do_DELETE: deletes a scope's addresses once its last rank has connected to all others.
 
-    Horovod's forgets with one scope whose word has come in the others, and never empties those.
+    Horovod's counts, for one scope, ranks that have finished another, and never empties those.
     """
 
     def do_delete(request: Any) -> None:
-        server, (_, scope, *rank) = request.server, request.path.split("/")
+        server = request.server
+        _, scope, *rank = request.path.split("/")
         if scope not in server.scope_size or len(rank) != 1:
             delete(request)
             return
+
         with server.finished_list_lock:
             server.finished_list[scope] += rank
             if len(server.finished_list[scope]) == server.scope_size[scope]:
@@ -211,7 +234,7 @@ def _forgetting(delete: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
-    """The handler of an elastic job's rendezvous."""
+    """Creates the handler of an elastic job's rendezvous, which reads plain values alone."""
 
     def create_handler(driver: Any) -> type:
         class Handler(create(driver)):  # type: ignore[misc]

@@ -6,7 +6,9 @@ Same command line, same launch. What differs:
 - Before anything starts, every host is checked over ssh: that it is reachable and has this environment, and which
   interface leads to it. An error is one line. This replaces Horovod's own search for an interface, which opens ports
   that unpickle what they receive; Open MPI is given the network and its own location.
-- The changes listed in changes.py.
+- An elastic job waits for its hosts with a line about it, and needs one host only to choose the network. Horovod's
+  launcher is silent, and waits for a second host even where one is enough, to search for a network.
+- The changes listed in horovod_changes.py.
 - A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
 """
 
@@ -16,24 +18,35 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import horovod
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
+from horovod.runner.elastic import discovery, driver
 from horovod.runner.util import remote
 
-from hvtrain.errors import UserError
-from hvtrain.launch import elastic_start, on_host, reach
+from hvtrain.errors import ConfigError, UserError
 from hvtrain.launch import horovod_changes as changes
+from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
-from hvtrain.launch.job import Job, hosts_word, parse_hostfile, parse_hosts, rank_places, used_hosts
-from hvtrain.launch.reach import URI_FILE, Reached
+from hvtrain.launch.job import Job, hosts_option, parse_hostfile, parse_hosts, place_ranks, used_hosts
+from hvtrain.launch.remote_hosts import URI_FILE, HostCalls
 from hvtrain.launch.ssh import Ssh
+from hvtrain.system import interfaces
 from hvtrain.system.verdict import Verdict
+
+ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
+# Ranks wait so long for one that joins. Horovod's 30 s end the job on a host that takes longer to load TensorFlow.
+GLOO_TIMEOUT_SECONDS = 120
+SECONDS_BEFORE_A_LINE = 2.0
+SECONDS_BETWEEN_LINES = 60.0
 
 
 def main() -> None:
@@ -44,7 +57,7 @@ def main() -> None:
     launch.parse_args = _prepared(launch.parse_args)
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
-    parent = os.getppid()
+    supervisor = os.getppid()
     try:
         launch.run_commandline()
     except KeyboardInterrupt:
@@ -52,19 +65,20 @@ def main() -> None:
     except UserError as error:
         print(f"horovodrun: {error}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
-        failed = failed_rank(str(error))
-        if failed is None:
-            sys.exit(f"horovodrun: {' '.join(str(error).split())}")
-        sys.stderr.write(Verdict(failed[0] or "?", code=failed[1]).line())
-        sys.exit(shell_code(failed[1]))
     except Exception as error:
-        sys.exit(f"horovodrun: {' '.join(str(error).split())}")
+        message = " ".join(str(error).split())
+        # Horovod raises a RuntimeError for a rank that fails, and for anything else.
+        failed = failed_rank(message) if isinstance(error, RuntimeError) else None
+        if failed is None:
+            sys.exit(f"horovodrun: {message}")
+        rank, code = failed
+        sys.stderr.write(Verdict(rank or "?", code=code).line())
+        sys.exit(shell_code(code))
     finally:
-        if os.getppid() != parent and on_host.MARK in os.environ:
+        if os.getppid() != supervisor and on_host.MARK in os.environ:
             # The supervisor was killed, so nothing else will end the ranks of other hosts.
             folder = Path(os.environ[on_host.MARK])
-            Reached.read(folder).clear(str(folder), reach.mpirun_job(folder))
+            HostCalls.read(folder).clear(str(folder), remote_hosts.mpirun_job(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -74,18 +88,23 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
     def parse_args() -> argparse.Namespace:
         args = parse()
         if args.hostfile and not args.hosts:
-            args.hosts = hosts_word(parse_hostfile(Path(args.hostfile)))
-        folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
-        if launch._is_elastic(args):
-            elastic_start.prepare(args)
+            args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
+
+        is_elastic = launch._is_elastic(args)
+        if is_elastic:
+            prepare_elastic(args)
         by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
         if by_gloo and args.num_proc:
             changes.give_gloo_time(args)
+
+        folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
-        if args.num_proc and not launch._is_elastic(args) and not horovod_env.is_kubeflow_mpi():
-            known = _check_hosts(args, by_gloo) if args.hosts else Reached((socket.gethostname(),) * args.num_proc)
+        if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
+            calls = HostCalls((socket.gethostname(),) * args.num_proc)
+            if args.hosts:
+                calls = _check_hosts(args, by_gloo)
             if folder:
-                known.write(folder)
+                calls.write(folder)
         if folder and not by_gloo:
             args.mpi_args = f"--report-uri {shlex.quote(str(folder / URI_FILE))} {args.mpi_args or ''}"
         return args
@@ -93,27 +112,99 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
     return parse_args
 
 
-def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> Reached:
+def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
+    """Checks the hosts, and sets in Horovod's arguments how they are reached. Raises UserError."""
     job = Job((), args.num_proc, parse_hosts(args.hosts))
-    places = rank_places(job)
-    hosts = used_hosts(places)
-    args.hosts = hosts_word(hosts)  # Horovod needs the number of slots of each host.
+    rank_hosts = place_ranks(job)
+    hosts = used_hosts(rank_hosts)
+    args.hosts = hosts_option(hosts)  # Horovod needs the number of slots of each host.
+
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
-    if (paths := reach.check([host.name for host in hosts], ssh)) is None:
-        return Reached(places)
+    network = remote_hosts.check([host.name for host in hosts], ssh)
+    if network is None:
+        return HostCalls(rank_hosts)
+
     # Ranks on other hosts start with the same options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
-    args.ssh_port = args.ssh_identity_file = None  # ssh.options has them now.
+    args.ssh_port = None
+    args.ssh_identity_file = None
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
+
     if args.nics:
-        words = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
-        words += ["-mca", "plm_rsh_args", " ".join(ssh.options), *reach.MPI_NOTICES_CUTS]
+        options = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
+        options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *remote_hosts.MPI_NOTICES_CUTS]
     else:
-        words = reach.mpi_options(paths.network, ",".join(paths.interfaces), ssh)
-        driver_service.get_common_interfaces = lambda *args: [paths.interface] if by_gloo else []
+        options = remote_hosts.mpi_options(network.subnet, ",".join(network.interfaces), ssh)
+        driver_service.get_common_interfaces = lambda *args: [network.interface] if by_gloo else []
     if not by_gloo:
-        args.mpi_args = f"{shlex.join(words)} {args.mpi_args or ''}"
-    return Reached(places, paths.oom_kills, ssh)
+        args.mpi_args = f"{shlex.join(options)} {args.mpi_args or ''}"
+    return HostCalls(rank_hosts, network.oom_kills, ssh)
+
+
+def prepare_elastic(args: argparse.Namespace) -> None:
+    """Sets the interface in the arguments of an elastic job, once there are hosts enough.
+
+    Raises ConfigError if the hosts do not appear in time, or the discovery script fails.
+    """
+    wait_seconds = args.gloo_timeout_seconds or os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS)
+    args.gloo_timeout_seconds = int(wait_seconds)
+    hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
+    args.nics = args.nics or {_interface_towards(hosts)}
+
+    start = driver.ElasticDriver._start_worker_processes
+
+    def start_and_report(job: Any, slots: list[Any]) -> None:
+        if slots and len(slots) < job.world_size():
+            names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
+            _report(f"starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)")
+        start(job, slots)
+
+    driver.ElasticDriver._start_worker_processes = start_and_report
+
+
+def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
+    """The hosts that the discovery script lists, once they have slots enough. Raises ConfigError."""
+    script = discovery.HostDiscoveryScript(args.host_discovery_script, args.slots or 1)
+    limit = args.elastic_timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS))
+    began = time.monotonic()
+    next_line = SECONDS_BEFORE_A_LINE
+    while True:
+        try:
+            hosts = script.find_available_hosts_and_slots()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--host-discovery-script {args.host_discovery_script} failed: {' '.join(str(error).split())}; "
+                "it must print a line HOST:SLOTS for each host, and exit with 0"
+            ) from error
+        if sum(hosts.values()) >= args.num_proc:
+            return list(hosts)
+
+        waited = time.monotonic() - began
+        listed = " ".join(f"{name}:{slots}" for name, slots in sorted(hosts.items())) or "no host"
+        shortage = f"{args.num_proc} slots (-np), and {args.host_discovery_script} lists {listed}"
+        if waited >= limit:
+            raise ConfigError(
+                f"waited {limit} s (--elastic-timeout) for {shortage}; make hosts available, or lower -np"
+            )
+        if waited >= next_line:
+            next_line += SECONDS_BETWEEN_LINES
+            _report(f"waiting for {shortage}; gives up after {limit} s (--elastic-timeout)")
+        time.sleep(1)
+
+
+def _interface_towards(hosts: list[str]) -> str:
+    """This host's interface that leads to the first of the other hosts, or that holds the address of this one."""
+    for host in sorted(hosts, key=remote_hosts.is_local):
+        with suppress(OSError):
+            name = interfaces.interface_of(interfaces.address_towards(socket.gethostbyname(host)))
+            if name:
+                return name
+    raise ConfigError(f"no interface leads to {', '.join(hosts)}; give the one that does with --network-interfaces")
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"hvtrain: {text}\n")
+    sys.stderr.flush()
 
 
 changes.make_in_every_process()

@@ -11,32 +11,35 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvtrain.launch.output import Relay
-from hvtrain.launch.start import Launch, Signals
-from hvtrain.launch.unmarked import Unmarked
+from hvtrain.launch.output import PlainOutput, PrefixedOutput
+from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import console, drawing
 
 
 def main() -> None:
     """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
-    words, keeps_marks = _own_words(sys.argv[1:])
-    output = Relay() if keeps_marks else Unmarked()
+    arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
+    output = PrefixedOutput() if keeps_marks else PlainOutput()
     variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
-        line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *words]
+        line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
         ending = Launch(line, variables, output, Path(folder)).run(Signals())
+
     if ending.failure and not ending.failure.is_shown:
         console.say_error(str(ending.failure), 0)
     sys.exit(ending.code)
 
 
-def _own_words(words: list[str]) -> tuple[list[str], bool]:
-    """The words for Horovod's launcher, which does not know --prefix, and whether rank 0's marks are to stay."""
-    if not any(word.startswith(("--prefix", "-prefix")) for word in words):
-        return words, False
-    from horovod.runner import launch  # It alone can tell the program's words from its own.
+def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
+    """The arguments without --prefix, which Horovod does not know, and whether rank 0's marks are to stay."""
+    if not any(argument.startswith(("--prefix", "-prefix")) for argument in arguments):
+        return arguments, False
 
-    args = launch.parse_args()  # --prefix-output-with-timestamp, which it takes --prefix for, keeps the marks as well.
-    number = len(words) - len(args.command)
-    own = [word for word in words[:number] if word != "--prefix"]
-    return [*own, *words[number:]], args.prefix_output_with_timestamp
+    # Horovod alone can tell the program's arguments from its own. It takes --prefix for an abbreviation of
+    # --prefix-output-with-timestamp, which keeps the marks as well.
+    from horovod.runner import launch
+
+    args = launch.parse_args()
+    end = len(arguments) - len(args.command)
+    options = [argument for argument in arguments[:end] if argument != "--prefix"]
+    return [*options, *arguments[end:]], args.prefix_output_with_timestamp

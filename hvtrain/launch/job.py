@@ -1,15 +1,115 @@
-"""A job to start, whatever starts it: the command of a rank, the number of ranks, the hosts. Pure."""
+"""A job to start, whatever starts it: its hosts, the role of each process, and the launcher's command line. Pure."""
 
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.roles import Roles
+from hvtrain.launch.on_host import MARK
+from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, mpi_options
+from hvtrain.launch.ssh import Ssh
 
-HOST_NAME = r"\w[\w.-]*"  # ssh would take a dash in front for an option.
+HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
+
+COORDINATOR, SERVER, WORKER = "coordinator", "ps", "worker"
+_ALIASES = {"chief": COORDINATOR}  # TensorFlow's name for it in TF_CONFIG.
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run. Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
+
+    Args:
+        num_workers: processes that train.
+        num_ps: parameter servers; 0: none, and no coordinator.
+        num_replicas: replicas that the only worker trains; 0: each worker is one.
+    """
+
+    num_workers: int
+    num_ps: int = 0
+    num_replicas: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of processes of each role that the run has, in the order of their ranks."""
+        counts = {COORDINATOR: int(self.num_ps > 0), SERVER: self.num_ps, WORKER: self.num_workers}
+        return {role: count for role, count in counts.items() if count}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each rank's process.
+
+        >>> Roles(2, 1).names
+        ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
+        >>> Roles(2).names
+        ('worker 0', 'worker 1')
+        """
+        return tuple(f"{role} {index}" for role, count in self.counts.items() for index in range(count))
+
+    @property
+    def reason(self) -> str:
+        """Why launchers that start equal ranks cannot start these processes; empty if they can.
+
+        >>> Roles(2, 1).reason
+        'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
+        """
+        if self.num_ps:
+            return f"needs a coordinator and {self.num_ps} parameter server(s) besides its {self.num_workers} worker(s)"
+        return "trains all its replicas in one process" if self.num_replicas else ""
+
+    def label(self, rank: int) -> str:
+        """A rank as messages name it.
+
+        >>> Roles(2, 1).label(3), Roles(2).label(1)
+        ('worker 1 (rank 3)', 'rank 1')
+        """
+        if self.num_ps and rank < len(self.names):
+            return f"{self.names[rank]} (rank {rank})"
+        return f"rank {rank}"
+
+    def rank_of(self, role: str, index: int) -> int:
+        """The rank of a process, by its role and its index there. Raises ConfigError if there is no such process."""
+        role = _ALIASES.get(role, role)
+        if role not in self.counts:
+            aliases = [alias for alias, name in _ALIASES.items() if name in self.counts]
+            jobs = ", ".join([*self.counts, *aliases])
+            raise ConfigError(f"--job-name {role} is not a job of this run; it has {jobs}")
+
+        count = self.counts[role]
+        if index >= count:
+            indices = f"0 to {count - 1}" if count > 1 else "0"
+            option = "--num-ps" if role == SERVER else "-np"
+            raise ConfigError(
+                f"--task-index {index} is out of range: {role} has {indices}; {option} says how many there are"
+            )
+        return self.names.index(f"{role} {index}")
+
+
+def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
+    """The processes of a strategy, known by its settings alone. Raises ConfigError.
+
+    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator, besides the workers. One
+    with `num_replicas` is one process that trains all replicas. Under other strategies every rank is a worker.
+
+    >>> roles_of({"num_ps": 1}, 4)
+    Roles(num_workers=4, num_ps=1, num_replicas=0)
+    >>> roles_of({"num_replicas": None}, 4)
+    Roles(num_workers=1, num_ps=0, num_replicas=4)
+    """
+    if "num_ps" in strategy:
+        num_ps = strategy["num_ps"]
+        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+            raise ConfigError(f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1")
+        return Roles(num_training, num_ps)
+
+    if "num_replicas" in strategy:
+        return Roles(1, num_replicas=num_training)
+    return Roles(num_training)
 
 
 @dataclass(frozen=True)
@@ -61,19 +161,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
-        found = re.fullmatch(rf"({HOST_NAME})(?::(\d+))?", part.strip())
-        if not found or found[2] == "0":
+        match = re.fullmatch(rf"({HOST_NAME})(?::(\d+))?", part.strip())
+        if not match or match[2] == "0":
             raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
-        hosts.append(Host(found[1], int(found[2] or 1)))
+        hosts.append(Host(match[1], int(match[2] or 1)))
+
     name, times = Counter(host.name for host in hosts).most_common(1)[0]
     if times > 1:
         raise ConfigError(f"-H {text}: {name} is there twice; name each host once, with all its ranks")
     return tuple(hosts)
-
-
-def hosts_word(hosts: Iterable[Host]) -> str:
-    """The hosts as -H takes them."""
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
@@ -81,27 +177,125 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        text = f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
-        raise ConfigError(text) from None
-    words = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
-    return parse_hosts(",".join(filter(None, words)))
+        raise ConfigError(
+            f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
+        ) from None
+
+    entries = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
+    return parse_hosts(",".join(filter(None, entries)))
 
 
-def used_hosts(places: Iterable[str]) -> tuple[Host, ...]:
+def hosts_option(hosts: Iterable[Host]) -> str:
+    """The hosts as -H takes them."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def used_hosts(rank_hosts: Iterable[str]) -> tuple[Host, ...]:
     """The hosts that get a rank, each with as many slots as it gets ranks.
 
     Horovod's launcher on Gloo starts a rank in every slot, whatever -np says.
     """
-    return tuple(Host(name, slots) for name, slots in Counter(places).items())
+    return tuple(Host(name, slots) for name, slots in Counter(rank_hosts).items())
 
 
-def rank_places(job: Job) -> tuple[str, ...]:
-    """Each process's host. Those that train fill the slots in order; the others are on the first host in addition.
+def place_ranks(job: Job) -> tuple[str, ...]:
+    """The host of each process. Workers fill the slots in order; the others are added on the first host.
 
-    Raises ConfigError.
+    Raises ConfigError if there are too few slots.
     """
-    places = tuple(host.name for host in job.hosts for _ in range(host.slots))
-    if len(places) < job.num_ranks:
-        there = f"-H {hosts_word(job.hosts)} has {len(places)}"
-        raise ConfigError(f"-np {job.num_ranks} needs as many slots and {there}; lower -np or add hosts")
-    return places[:1] * (job.num_processes - job.num_ranks) + places[: job.num_ranks]
+    slots = tuple(host.name for host in job.hosts for _ in range(host.slots))
+    if len(slots) < job.num_ranks:
+        raise ConfigError(
+            f"-np {job.num_ranks} needs as many slots and -H {hosts_option(job.hosts)} has {len(slots)}; "
+            "lower -np or add hosts"
+        )
+    return slots[:1] * (job.num_processes - job.num_ranks) + slots[: job.num_ranks]
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How hosts are reached and ranks are started.
+
+    Args:
+        ssh: how hosts are reached.
+        mpirun: start ranks by MPI's own launcher instead of Horovod's.
+        interfaces: names joined by commas, instead of those that the launcher chooses.
+        discovery_script: prints the hosts of an elastic job.
+        seconds_to_begin: how long to wait for the first rank; None: the default.
+    """
+
+    ssh: Ssh = field(default_factory=Ssh)
+    mpirun: bool = False
+    interfaces: str | None = None
+    discovery_script: str | None = None
+    seconds_to_begin: float | None = None
+
+
+def launcher_command(
+    job: Job,
+    options: LaunchOptions,
+    network: HostNetwork | None = None,
+    folder: Path | None = None,
+) -> list[str]:
+    """The command that starts the job's ranks from this host.
+
+    Args:
+        job: what to start.
+        options: how to start it.
+        network: what joins the hosts; mpirun is told it, horovodrun finds it itself.
+        folder: the launch's, as Launch takes it; None: nobody supervises the command from outside.
+    """
+    program, *arguments = job.command
+    rank_command = [sys.executable if program == "python" else program, *arguments]
+    if options.mpirun:
+        line = _mpirun_command(job, options, network)
+        if folder:
+            line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
+        return [*line, *rank_command]
+
+    # Without a supervisor outside, the command is horovodrun, which supervises itself.
+    line = [f"{sys.prefix}/bin/horovodrun"]
+    if folder:
+        line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
+
+    line.append(f"--{job.controller}")
+    values = {
+        "-np": job.num_processes,
+        "--min-np": job.min_ranks,
+        "--max-np": job.max_ranks,
+        "--host-discovery-script": options.discovery_script,
+        "-H": None if options.discovery_script else hosts_option(_hosts_of_processes(job)),
+        "--ssh-port": options.ssh.port,
+        "--ssh-identity-file": options.ssh.identity_file,
+        "--network-interfaces": options.interfaces,
+    }
+    for name, value in values.items():
+        if value:
+            line += [name, str(value)]
+    return [*line, *rank_command]
+
+
+def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | None) -> list[str]:
+    hosts = _hosts_of_processes(job)
+    line = [f"{sys.prefix}/bin/mpirun", "-np", str(job.num_processes), "-H", hosts_option(hosts), "--tag-output"]
+    # As Horovod does: its background thread must not share one core with the rank's others.
+    line += ["--bind-to", "none", "--map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    if os.geteuid() == 0:
+        line.append("--allow-run-as-root")
+
+    if options.interfaces:
+        line += mpi_options(options.interfaces, options.interfaces, options.ssh)
+    elif network:
+        line += mpi_options(network.subnet, ",".join(network.interfaces), options.ssh)
+
+    # Above 64 hosts Open MPI would connect from host to host, and none has a key for the next.
+    line += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_num_concurrent", str(len(hosts))]
+    # By name alone: a value on a command line is visible to every user of the host.
+    for name in sorted(job.environment):
+        line += ["-x", name]
+    return line
+
+
+def _hosts_of_processes(job: Job) -> tuple[Host, ...]:
+    """The hosts, with a slot for each of their processes; ranks of an elastic job may take any slot."""
+    return job.hosts if job.is_elastic else used_hosts(place_ranks(job))

@@ -1,35 +1,46 @@
-"""Passes a launch's output on, rank by rank; the listener learns from it which rank failed first."""
+"""Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
+
+`hvtrain launch` uses RankOutput, horovodrun PlainOutput, and horovodrun --prefix PrefixedOutput. They have in common:
+
+- listener: hears the launcher's own lines and the ranks' error output.
+- readers: a function for each pipe from the launcher, the error output's first, that reads it to its end.
+- merged: True if both of the launcher's outputs come through one pipe.
+"""
 
 import codecs
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TextIO
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
+from hvtrain.launch.marked_stream import BEGUN_MARK, MARK, Line, MarkedStream
 from hvtrain.system import drawing, verdict
-from hvtrain.system.live_display import LiveDisplay
+from hvtrain.system.drawing import Drawing, LiveDisplay
 
-# horovodrun --gloo marks lines [3]<stdout>:, mpirun [1,3]<stdout>: (job, rank).
-MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
-MARK_BEGUN = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?$")
-# Said by the launchers about ranks that say it better themselves.
+# What launchers write about ranks that explain it better themselves.
 _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
-# A shell about a rank that a signal ended.
+# What a shell writes about a rank that a signal ended.
 _BY_SHELL = ("Killed\n", "Terminated\n")
+# From here on an unfinished line may become a verdict or a drawing.
+_MAY_BE_HIDDEN = re.compile(rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL)
+_NOBODY = -1
 
 
 class RankOutput:
     """Both outputs of a launcher. Each rank's lines go to folder/rank-0003-s2.log.
 
-    On the console, rank 0's lines stand without their mark, and its drawings as a live display; lines of other ranks,
-    which speak only when something is wrong, with rank and host before them. Raises ConfigError if the folder cannot be
-    written.
+    On the console, rank 0's lines have no mark, and its drawings become a live display. Lines of other ranks, which
+    write only when something is wrong, have rank and host before them.
+
+    Args:
+        folder: for the logs; those of an earlier launch are deleted. Raises ConfigError if it cannot be written.
+        hosts: each rank's host; empty if they are not known.
     """
 
     merged = True
@@ -37,65 +48,68 @@ class RankOutput:
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
         self.folder = folder
         self.listener = Listener()
-        self.takers: list[Callable[[IO[str]], None]] = [self.take]
+        self.readers: list[Callable[[IO[str]], None]] = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
         self._files: dict[int, TextIO] = {}
         self._given_up: set[int] = set()
-        self._begun: dict[tuple[int, str], str] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank in range(len(hosts)):
                 self.path(rank).unlink(missing_ok=True)  # A link would be followed.
                 self.path(rank).write_text("", encoding="utf-8")
         except OSError as error:
-            why = f"cannot be written to {folder}: {error.strerror}"
-            raise ConfigError(f"the ranks' logs {why}; give another place with --logs") from error
+            raise ConfigError(
+                f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
+            ) from error
 
     def path(self, rank: int) -> Path:
-        host = f"-{self._hosts[rank]}" if rank < len(self._hosts) else ""
-        return self.folder / f"rank-{rank:04d}{host}.log"
+        return self.folder / f"rank-{rank:04d}{self._host('-', rank)}.log"
 
-    def take(self, lines: Iterable[str]) -> None:
+    def read(self, lines: Iterable[str]) -> None:
         """Passes on all lines until their end."""
         self._display.prepare()
-        for line in lines:
-            # mpirun marks each piece that a rank writes, so a mark may stand in the middle of a line.
-            own, *marked = MARK.split(line)
-            if own.strip() and not _NOISE.match(own):
-                write(sys.stderr, self.listener.launcher(own if own.endswith("\n") else f"{own}\n"))
-            for rank, stream, text in zip(marked[::3], marked[1::3], marked[2::3]):
-                self._take(int(rank), stream, text)
+        marked = MarkedStream()
+        for text in lines:
+            for line in marked.feed(text):
+                if line.is_whole:
+                    self._show(line)
+        for line in marked.end():
+            self._show(line._replace(text=f"{line.text}\n"))
+
         write(sys.stderr, self.listener.rest())
-        for (rank, stream), text in list(self._begun.items()):
-            self._take(rank, stream, "\n" if text else "")
         self._display.stop()
         for file in self._files.values():
             with suppress(OSError):  # Of a log that was given up.
                 file.close()
 
-    def _take(self, rank: int, stream: str, text: str) -> None:
-        """Holds a rank's text back until its line is whole."""
-        text = self._begun.pop((rank, stream), "") + text
-        if not text.endswith("\n"):
-            self._begun[rank, stream] = text
+    def _show(self, line: Line) -> None:
+        if line.rank is None:
+            if line.text.strip() and not _NOISE.match(line.text):
+                write(sys.stderr, self.listener.launcher(line.text))
             return
-        if stream == "stderr" and self.listener.rank(rank, text):
+        if line.stream == "stderr" and self.listener.rank(line.rank, line.text):
             return
-        text, drawn = drawing.cut(text)
-        if drawn:
-            self._display.show(drawn)
+
+        text, picture = drawing.cut(line.text)
+        if picture:
+            self._display.show(picture)
         if not text:
             return
-        self._log(rank, text)
-        if rank == 0 and text not in _BY_SHELL:
-            write(sys.stdout if stream == "stdout" else sys.stderr, text)
-        elif text.strip() and text not in _BY_SHELL:
-            host = f" {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            write(sys.stderr, f"[rank {rank}{host}] {text}")
+
+        self._log(line.rank, text)
+        if text in _BY_SHELL:
+            return
+        if line.rank == 0:
+            write(sys.stdout if line.stream == "stdout" else sys.stderr, text)
+        elif text.strip():
+            write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
+
+    def _host(self, separator: str, rank: int) -> str:
+        return f"{separator}{self._hosts[rank]}" if rank < len(self._hosts) else ""
 
     def _log(self, rank: int, text: str) -> None:
-        """Gives up a log that cannot be written: without a reader, ranks would wait for ever to be read."""
+        """Appends to the rank's log. A log that cannot be written is given up: the ranks' pipe must be read on."""
         if rank in self._given_up:
             return
         try:
@@ -105,56 +119,163 @@ class RankOutput:
             self._files[rank].flush()
         except OSError as error:
             self._given_up.add(rank)
-            advice = "raise it with ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "make room there"
+            has_too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+            advice = "raise it with ulimit -n" if has_too_many else "make room there"
             write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n")
 
 
-class Relay:
-    """A launcher's error output, passed on as it comes, marks too; the launcher writes its standard output itself."""
+class PrefixedOutput:
+    """A launcher's error output, passed on as it arrives, with its marks; it writes its standard output itself."""
 
     merged = False
 
     def __init__(self) -> None:
         self.listener = Listener()
-        self.takers: list[Callable[[IO[str]], None]] = [self.take]
+        self.readers: list[Callable[[IO[str]], None]] = [self._read]
+        self._marked = MarkedStream()
         self._begun = ""
-        self._begun_by: dict[str, str] = {}
-        self._shown = 0
+        self._shown = 0  # How much of the begun line is on the console.
 
-    def take(self, stream: IO[str]) -> None:
-        """Passes on all of the stream until its end."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        while data := os.read(stream.fileno(), 65536):
-            write(sys.stderr, self.text(decoder.decode(data)))
+    def _read(self, stream: IO[str]) -> None:
+        for text in _pieces(stream):
+            write(sys.stderr, self.feed(text))
         write(sys.stderr, self._begun[self._shown :] + self.listener.rest())
 
-    def text(self, text: str) -> str:
-        """The text to show now: whole lines, and a begun one that can become neither a ruler nor a verdict."""
-        *lines, begun = (self._begun + text).split("\n")
-        shown = []
+    def feed(self, text: str) -> str:
+        """Returns the text to show now: whole lines, and a begun one that cannot become a ruler or a verdict."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        shown = ""
         for line in lines:
-            shown.append(self._line(f"{line}\n")[self._shown :])
+            shown += self._filtered(f"{line}\n")[self._shown :]
             self._shown = 0
-        self._begun = begun
-        last = MARK.split(begun)[-1][: len(verdict.PREFIX)]
-        is_held = RULER.startswith(begun) or verdict.PREFIX.startswith(last) or MARK_BEGUN.search(begun)
-        if not is_held and not self.listener.held:
-            shown.append(begun[self._shown :])
-            self._shown = len(begun)
-        return "".join(shown)
 
-    def _line(self, line: str) -> str:
-        own, *marked = MARK.split(line)
-        if not marked:
-            return self.listener.launcher(own)
-        for rank, text in zip(marked[::3], marked[2::3]):
-            whole = self._begun_by.pop(rank, "") + text
-            if not whole.endswith("\n"):
-                self._begun_by[rank] = whole
-            elif self.listener.rank(int(rank), whole):
-                before = line[: [found.start() for found in MARK.finditer(line)][-1]]
-                line = f"{before}\n" if before else ""
-        return line
+        last_piece = MARK.split(self._begun)[-1]
+        may_be_hidden = (
+            RULER.startswith(self._begun)
+            or verdict.PREFIX.startswith(last_piece[: len(verdict.PREFIX)])
+            or BEGUN_MARK.search(self._begun)
+        )
+        if not may_be_hidden and not self.listener.held:
+            shown += self._begun[self._shown :]
+            self._shown = len(self._begun)
+        return shown
+
+    def _filtered(self, text: str) -> str:
+        """Returns what to show of a whole line, which the listener hears."""
+        marks = list(MARK.finditer(text))
+        for line in self._marked.feed(text):
+            if line.rank is None:
+                # A time before the marks, of --prefix-output-with-timestamp, is not the launcher's own line.
+                if not marks:
+                    text = self.listener.launcher(text)
+            elif line.is_whole and self.listener.rank(line.rank, line.text):
+                before = text[: marks[-1].start()]
+                text = f"{before}\n" if before else ""
+        return text
+
+
+class PlainOutput:
+    """Both outputs of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars."""
+
+    merged = False
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+        self.readers: list[Callable[[IO[str]], None]] = [self._read_errors, self._read_output]
+        self.error_stream = PlainStream(self._filter_error, self._holds_errors)
+        self.output_stream = PlainStream(self._filter_output, self._has_bars)
+        self.drawing = Drawing()
+        self._display = LiveDisplay()
+
+    def _read_errors(self, stream: IO[str]) -> None:
+        for text in _pieces(stream):
+            write(sys.stderr, self.error_stream.feed(text))
+        write(sys.stderr, self.error_stream.rest() + self.listener.rest())
+
+    def _read_output(self, stream: IO[str]) -> None:
+        self._display.prepare()
+        shown = self.drawing
+        for text in _pieces(stream):
+            write(sys.stdout, self.output_stream.feed(text))
+            # After the text, which may end a line that was begun before.
+            if self.drawing is not shown:
+                shown = self.drawing
+                self._display.show(shown)
+        write(sys.stdout, self.output_stream.rest())
+        self._display.stop()
+
+    def _filter_error(self, line: Line) -> str:
+        if line.rank is None:
+            return self.listener.launcher(line.text)
+        return "" if self.listener.rank(line.rank, line.text) else line.text
+
+    def _filter_output(self, line: Line) -> str:
+        text, picture = drawing.cut(line.text)
+        self.drawing = picture or self.drawing
+        return text
+
+    def _holds_errors(self) -> bool:
+        return self._has_bars() or bool(self.listener.held)
+
+    def _has_bars(self) -> bool:
+        return bool(self.drawing.bars)
+
+
+class PlainStream:
+    """One output as the console shows it: the launcher's and rank 0's text as it arrives, other ranks' by whole lines.
+
+    Args:
+        read: returns what to show of a whole line.
+        shows_lines: True while only whole lines may be shown: below bars, or inside a message of Open MPI.
+    """
+
+    def __init__(self, read: Callable[[Line], str], shows_lines: Callable[[], bool]) -> None:
+        self._read = read
+        self._shows_lines = shows_lines
+        self._marked = MarkedStream()
+        self._shown: dict[int | None, int] = {}  # How much of a begun line is on the console.
+        self._last: int | None = _NOBODY  # Whose begun line ends the console's text.
+
+    def feed(self, text: str) -> str:
+        """Returns the text to show now."""
+        return "".join(self._show(line) for line in self._marked.feed(text))
+
+    def rest(self) -> str:
+        """Returns what was held back, at the end of the stream."""
+        shown = ""
+        for line in self._marked.end():
+            mark = line.mark if line.rank else ""
+            shown += self._placed(line.rank, mark + line.text[self._shown.get(line.rank, 0) :])
+        return shown
+
+    def _show(self, line: Line) -> str:
+        begin = self._shown.pop(line.rank, 0)
+        if line.is_whole:
+            text = self._read(line)[begin:]
+            mark = line.mark if line.rank and text else ""
+            return self._placed(line.rank, mark + text)
+
+        end = begin
+        if not (line.rank or self._shows_lines() or RULER.startswith(line.text)):
+            hidden = _MAY_BE_HIDDEN.search(line.text)
+            end = hidden.start() if hidden else len(line.text)
+        self._shown[line.rank] = end
+        return self._placed(line.rank, line.text[begin:end])
+
+    def _placed(self, rank: int | None, text: str) -> str:
+        """Returns the text, on a line of its own where another's line is begun."""
+        if not text:
+            return ""
+        separator = "" if self._last in (rank, _NOBODY) else "\n"
+        self._last = _NOBODY if text.endswith("\n") else rank
+        return separator + text
+
+
+def _pieces(stream: IO[str]) -> Iterator[str]:
+    """All of the stream until its end, in pieces as they arrive: a TextIO would wait for whole lines."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := os.read(stream.fileno(), 65536):
+        yield decoder.decode(data)
 
 
 def write(stream: TextIO, text: str) -> None:
@@ -166,11 +287,11 @@ def write(stream: TextIO, text: str) -> None:
             stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
     except OSError:  # Nobody reads any more (| head), or the disk is full (> FILE).
-        to_nowhere(stream)
+        discard(stream)
 
 
-def to_nowhere(stream: TextIO) -> None:
+def discard(stream: TextIO) -> None:
     """Sends what the stream holds, and all that follows, nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, stream.fileno())
+    os.close(null_device)

@@ -1,9 +1,9 @@
 """The server on rank 0's host at which processes started by hand meet, and later the store of Horovod's Gloo.
 
-Each process claims its rank. Once all have come, each gets everyone's place, or the reason why not. A process keeps its
-connection open while it waits; if the connection breaks, the rank is free again. Afterwards the server is the HTTP
-store of Horovod's Gloo (PUT, GET and DELETE /SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is trusted
-as a rank.
+Each process claims its rank. Once all have arrived, each gets the host of every rank, or the reason why not. A process
+keeps its connection open while it waits; if the connection breaks, the rank is free again. Afterwards the server is the
+HTTP store of Horovod's Gloo (PUT, GET and DELETE /SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is
+trusted as a rank.
 """
 
 import http.client
@@ -21,17 +21,24 @@ from typing import Any
 from hvtrain.errors import ConfigError, LostRankError
 
 SECONDS_BETWEEN_TRIES = 0.3
+# Connections that the kernel keeps for the server: all processes may connect at once.
+WAITING_CONNECTIONS = 1024
+
 _MAX_BYTES = 1 << 20
 _OK, _NOT_YET, _TOO_LATE, _REFUSED = 200, 404, 408, 409
 _CLAIMS = "/claim"
-WAITING_CONNECTIONS = 1024
-"""That the kernel keeps for the server: all processes may come at once."""
 _WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\n", re.DOTALL)
 _MAX_GET = 4096
 
 
 class Rendezvous(ThreadingHTTPServer):
-    """Listens once it is created; serve() answers. names: the process of each rank."""
+    """The server. It listens once it is created; `serve` answers.
+
+    Args:
+        address: an address of this host.
+        port: where to listen; 0: at a free port.
+        names: the name of each rank's process.
+    """
 
     request_queue_size = WAITING_CONNECTIONS
     daemon_threads = False  # So that close() waits until all are answered.
@@ -39,7 +46,7 @@ class Rendezvous(ThreadingHTTPServer):
     def __init__(self, address: str, port: int, names: Sequence[str]) -> None:
         super().__init__((address, port), _Handler)
         self._names = list(names)
-        self._places: dict[int, list[str]] = {}
+        self._rank_hosts: dict[int, list[str]] = {}
         self._changed = threading.Condition()
         self._given_up = False
         self._store: dict[str, dict[str, bytes]] = {}
@@ -57,7 +64,7 @@ class Rendezvous(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def close(self) -> None:
-        """Answers those who wait that the others will not come, and frees the port."""
+        """Tells those who wait that the others will not arrive, and frees the port."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
@@ -65,32 +72,39 @@ class Rendezvous(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that hangs up or sends what no rank would is left without an answer."""
+        """Leaves a caller that hangs up, or sends what no rank would, without an answer."""
 
     def meet(self, claim: dict[str, Any], connection: socket.socket) -> tuple[int, Any] | None:
-        """Returns the answer to a claim: a status, and each rank's place or a reason. None: the caller hung up."""
+        """Answers a claim once all processes have arrived, or cannot.
+
+        Returns a status, and the host of each rank or a reason; None if the caller hung up.
+        """
         deadline = time.monotonic() + float(claim["seconds"])
+        num_ranks = len(self._names)
         with self._changed:
             if claim["names"] != self._names:
-                theirs, ours = ", ".join(claim["names"]), ", ".join(self._names)
-                fix = "give all the same -np and --num-ps"
-                return _REFUSED, f"this process expects {theirs}, and rank 0 expects {ours}; {fix}"
-            rank = range(len(self._names))[claim["rank"]]
-            if holder := self._places.get(rank):
+                return _REFUSED, (
+                    f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
+                    "give all the same -np and --num-ps"
+                )
+            rank = range(num_ranks)[claim["rank"]]
+            holder = self._rank_hosts.get(rank)
+            if holder:
                 return _REFUSED, f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two"
-            self._places[rank] = [str(part) for part in claim["place"]]
+
+            self._rank_hosts[rank] = [str(part) for part in claim["host"]]
             self._changed.notify_all()
-            while len(self._places) < len(self._names):
+            while len(self._rank_hosts) < num_ranks:
                 self._changed.wait(0.1)
                 if _has_hung_up(connection):
-                    del self._places[rank]
+                    del self._rank_hosts[rank]
                     return None
                 if self._given_up or time.monotonic() > deadline:
-                    missing = [name for number, name in enumerate(self._names) if number not in self._places]
+                    missing = [name for number, name in enumerate(self._names) if number not in self._rank_hosts]
                     if rank and not self._given_up:  # Without rank 0 all give up.
-                        del self._places[rank]
+                        del self._rank_hosts[rank]
                     return _TOO_LATE, missing
-            return _OK, [self._places[number] for number in range(len(self._names))]
+            return _OK, [self._rank_hosts[number] for number in range(num_ranks)]
 
     def put(self, scope: str, rank: str, value: bytes) -> None:
         """Stores a rank's address."""
@@ -98,7 +112,7 @@ class Rendezvous(ThreadingHTTPServer):
             self._store.setdefault(scope, {})[rank] = value
 
     def get(self, scope: str, rank: str) -> bytes | None:
-        """A rank's address; None if it has not come yet."""
+        """A rank's address; None if the rank has not stored it yet."""
         with self._changed:
             return self._store.get(scope, {}).get(rank)
 
@@ -126,11 +140,11 @@ def answer_get(connection: socket.socket, get: Callable[[str, str], bytes | None
         request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
         return False
-    asked = _WHOLE_GET.fullmatch(request)
-    if asked is None:
+    match = _WHOLE_GET.fullmatch(request)
+    if match is None:
         return False
-    scope, rank = asked[1].decode("latin-1"), asked[2].decode("latin-1")
-    value = get(scope, rank)
+
+    value = get(match[1].decode("latin-1"), match[2].decode("latin-1"))
     status = "404 Not Found" if value is None else "200 OK"
     body = value or b""
     head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -147,8 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.path != _CLAIMS:
             self._answer(_NOT_YET)
-        elif (found := self.server.meet(json.loads(self._body()), self.connection)) is not None:
-            self._answer(found[0], json.dumps(found[1]).encode())
+            return
+        result = self.server.meet(json.loads(self._body()), self.connection)
+        if result is not None:
+            status, content = result
+            self._answer(status, json.dumps(content).encode())
 
     def do_PUT(self) -> None:
         self.server.put(*self._key(), self._body())
@@ -179,15 +196,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], place: Sequence[str], seconds: float) -> Any:
-    """Claims a rank, waits for all others, and returns the place of each rank.
+def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], host: Sequence[str], seconds: float) -> Any:
+    """Claims a rank, waits for all others, and returns the host of each rank.
 
-    coordinator: address and port. Raises ConfigError if the rank is taken, LostRankError if a process does not come.
+    Args:
+        coordinator: address and port of rank 0's server.
+        rank: this process's.
+        names: the name of each rank's process, which has to be the same for all.
+        host: name and address of this host.
+        seconds: how long to wait.
+
+    Raises ConfigError if the rank is taken, LostRankError if a process does not arrive.
     """
-    where, deadline = "{}:{}".format(*coordinator), time.monotonic() + seconds
+    address = "{}:{}".format(*coordinator)
+    deadline = time.monotonic() + seconds
     while True:
         left = max(0.0, deadline - time.monotonic())
-        request = {"rank": rank, "names": list(names), "place": list(place), "seconds": left}
+        request = {"rank": rank, "names": list(names), "host": list(host), "seconds": left}
         # The server answers in time; this limit is for a network that is cut.
         connection = http.client.HTTPConnection(*coordinator, timeout=left + 5)
         try:
@@ -197,33 +222,39 @@ def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], place: 
                 time.sleep(SECONDS_BETWEEN_TRIES)
                 continue
             raise LostRankError(
-                f"cannot reach {names[0]}: nothing answered at {where} for {seconds:g} s "
+                f"cannot reach {names[0]}: nothing answered at {address} for {seconds:g} s "
                 f"({error.strerror or error}); start it there, or raise --start-timeout"
             ) from error
-        return _answer_to(connection, request, names, where, seconds)
+        return _answer_to(connection, request, names[0], address, seconds)
 
 
 def _answer_to(
-    connection: http.client.HTTPConnection, request: dict[str, Any], names: Sequence[str], where: str, seconds: float
+    connection: http.client.HTTPConnection,
+    request: dict[str, Any],
+    first: str,
+    address: str,
+    seconds: float,
 ) -> Any:
+    """Sends a claim and returns the answer. first: rank 0's process. Raises UserError unless all have met."""
     try:
         connection.request("POST", _CLAIMS, json.dumps(request))
         response = connection.getresponse()
-        status, body = response.status, response.read()
+        body = response.read()
     except (OSError, http.client.HTTPException) as error:
         name = type(error).__name__
-        raise LostRankError(f"the connection to {where} broke ({name}); look at the output of {names[0]}") from error
+        raise LostRankError(f"the connection to {address} broke ({name}); look at the output of {first}") from error
     finally:
         connection.close()
-    if status not in (_OK, _TOO_LATE, _REFUSED):
-        raise ConfigError(f"what answers at {where} is not this run's {names[0]}; give the port of its --coordinator")
+
+    if response.status not in (_OK, _TOO_LATE, _REFUSED):
+        raise ConfigError(f"what answers at {address} is not this run's {first}; give the port of its --coordinator")
     answer = json.loads(body)
-    if status == _TOO_LATE:
+    if response.status == _TOO_LATE:
         raise LostRankError(
-            f"{', '.join(answer)} did not connect to {where} in time ({seconds:g} s); start what is missing with the "
+            f"{', '.join(answer)} did not connect to {address} in time ({seconds:g} s); start what is missing with the "
             "same --coordinator, or raise --start-timeout"
         )
-    if status == _REFUSED:
+    if response.status == _REFUSED:
         raise ConfigError(answer)
     return answer
 

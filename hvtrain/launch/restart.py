@@ -12,11 +12,11 @@ from pathlib import Path
 
 from hvtrain.checkpoint import notes
 from hvtrain.errors import RESTART_HELPS
-from hvtrain.launch import environment, reach
-from hvtrain.launch.job import Host, Job, hosts_word, rank_places, used_hosts
-from hvtrain.launch.line import Way, start_line
+from hvtrain.launch import environment, remote_hosts
+from hvtrain.launch.job import Host, Job, LaunchOptions, hosts_option, launcher_command, place_ranks, used_hosts
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.start import SECONDS_TO_BEGIN, Ending, Launch, Signals
+from hvtrain.launch.remote_hosts import HostCalls
+from hvtrain.launch.supervisor import SECONDS_TO_BEGIN, Ending, Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -24,78 +24,137 @@ FAILURES_OF_A_BAD_HOST = 2
 
 
 def run(
-    job: Job, way: Way, logs: Path, run_dir: str | None, max_restarts: int = 0, min_ranks: int | None = None
+    job: Job,
+    options: LaunchOptions,
+    logs: Path,
+    run_dir: str | None,
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
 ) -> int:
-    """The exit code of the last attempt. Raises ConfigError where the first cannot start.
+    """Starts the job, and again as long as that can help. Returns the exit code of the last attempt.
 
-    min_ranks: how many to restart with at least; None: all of them.
+    Args:
+        job: what to start.
+        options: how to start it.
+        logs: the folder for the ranks' output; with max_restarts it gets a folder for each attempt.
+        run_dir: where the job's checkpoints are, if that is known here.
+        max_restarts: how many attempts may follow the first.
+        min_ranks: fewest ranks to restart with; None: all of them.
+
+    Raises UserError if an attempt cannot start.
     """
     signals = Signals()
-    failed: Counter[str] = Counter()
-    now, needed, code = job, min_ranks or job.num_ranks, RESTART_HELPS
+    num_failures: Counter[str] = Counter()
+    current = job
+    code = RESTART_HELPS
     for attempt in range(max_restarts + 1):
         if attempt:
-            absent = reach.absent([host.name for host in job.hosts], way.ssh)
-            # A discovery script finds an elastic job's hosts again.
-            found = chosen(job.hosts, job.num_ranks, needed, failed, absent) if job.hosts else ((), job.num_ranks)
             # One second, then twice as long each time.
             seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-            about = f"restart {attempt} of {max_restarts}"
-            if found:
-                step = notes.newest_step(Path(run_dir)) if run_dir else None
-                # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
-                here = "" if step is None else f" (here: {notes.folder_name(step)})"
-                note = {} if step is None else notes.to_ranks(step, socket.gethostname())
-                now = replace(job, hosts=found[0], num_ranks=found[1], environment={**job.environment, **note})
-                about += f" in {seconds:g} s, from the newest checkpoint{here}, on {hosts_word(now.hosts)}"
-            else:
-                about += f" is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}"
-            console.say_error(about, 0)
-            signals.any_came.wait(seconds)
+            absent = remote_hosts.absent([host.name for host in job.hosts], options.ssh)
+            step = notes.newest_step(Path(run_dir)) if run_dir else None
+            needed = min_ranks or job.num_ranks
+            remaining = _remaining_job(job, needed, num_failures, absent, step)
+            plan = f"is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}"
+            if remaining:
+                plan = f"in {seconds:g} s, from the newest checkpoint{_here(step)}, on {hosts_option(remaining.hosts)}"
+            console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
+
+            signals.received.wait(seconds)
+            if signals.first in (signal.SIGINT, signal.SIGHUP):
+                return 128 + signals.first
             if signals.first is not None:
-                return 128 + signals.first if signals.first in (signal.SIGINT, signal.SIGHUP) else RESTART_HELPS
-            if not found:
+                return RESTART_HELPS
+            if remaining is None:
                 continue
+            current = remaining
+
         # A folder for each attempt, after those of earlier launches.
         number = 1 + sum(1 for _ in logs.glob("attempt-*"))
-        ending = _once(now, way, logs / f"attempt-{number:04d}" if max_restarts else logs, signals)
+        attempt_logs = logs / f"attempt-{number:04d}" if max_restarts else logs
+        ending = _run_once(current, options, attempt_logs, signals)
         code = ending.code
         if code != RESTART_HELPS or signals.first is not None:
             break
         if ending.failure:
-            failed[ending.failure.host] += 1
+            num_failures[ending.failure.host] += 1
     return code
 
 
-def chosen(
-    hosts: Sequence[Host], num_ranks: int, min_ranks: int, failed: Mapping[str, int], absent: Collection[str]
+def _here(step: int | None) -> str:
+    """The checkpoint on this host. Others may hold a newer one: the run looks there, and says which one it takes."""
+    return "" if step is None else f" (here: {notes.folder_name(step)})"
+
+
+def _remaining_job(
+    job: Job,
+    min_ranks: int,
+    num_failures: Mapping[str, int],
+    absent: Collection[str],
+    step: int | None,
+) -> Job | None:
+    """The job on the hosts that are left, whose ranks are told the newest checkpoint here; None if these are too few.
+
+    The hosts of an elastic job stay those that its discovery script prints.
+    """
+    hosts = job.hosts
+    num_ranks = job.num_ranks
+    if hosts:
+        choice = choose_hosts(hosts, num_ranks, min_ranks, num_failures, absent)
+        if choice is None:
+            return None
+        hosts, num_ranks = choice
+
+    note = {} if step is None else notes.to_ranks(step, socket.gethostname())
+    return replace(job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note})
+
+
+def choose_hosts(
+    hosts: Sequence[Host],
+    num_ranks: int,
+    min_ranks: int,
+    num_failures: Mapping[str, int],
+    absent: Collection[str],
 ) -> tuple[tuple[Host, ...], int] | None:
     """The hosts and the number of ranks to go on with; None if too few hosts are there.
 
     A host that has failed often is left out if enough remain without it.
     """
     present = tuple(host for host in hosts if host.name not in absent)
-    good = tuple(host for host in present if failed.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
+    good = tuple(host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
     for candidates in (good, present):
-        if (ranks := min(num_ranks, sum(host.slots for host in candidates))) >= min_ranks:
+        ranks = min(num_ranks, sum(host.slots for host in candidates))
+        if ranks >= min_ranks:
             return candidates, ranks
     return None
 
 
-def _once(job: Job, way: Way, logs: Path, signals: Signals) -> Ending:
-    """One attempt; says at the end why it ended."""
-    places = () if way.discovery_script else rank_places(job)
+def _run_once(job: Job, options: LaunchOptions, logs: Path, signals: Signals) -> Ending:
+    """Runs one attempt, and prints why it ended."""
+    rank_hosts = () if options.discovery_script else place_ranks(job)
+    network = None
+    calls = None
     # horovodrun checks the hosts itself.
-    paths = reach.check([host.name for host in used_hosts(places)], way.ssh) if way.mpirun else None
-    known = reach.Reached(places, paths.oom_kills if paths else {}, way.ssh) if way.mpirun else None
-    output = RankOutput(logs, places)
+    if options.mpirun:
+        network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], options.ssh)
+        calls = HostCalls(rank_hosts, network.oom_kills if network else {}, options.ssh)
+
+    output = RankOutput(logs, rank_hosts)
     job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})
     variables = environment.for_launcher(os.environ, job.environment)
+    variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
-        line = start_line(job, way, paths, Path(folder))
-        variables["PYTHONUNBUFFERED"] = "1"
-        seconds = way.seconds_to_begin or SECONDS_TO_BEGIN
-        ending = Launch(line, variables, output, Path(folder), known, job.roles.label, seconds).run(signals)
+        launch = Launch(
+            launcher_command(job, options, network, Path(folder)),
+            variables,
+            output,
+            Path(folder),
+            calls,
+            job.roles.label,
+            options.seconds_to_begin or SECONDS_TO_BEGIN,
+        )
+        ending = launch.run(signals)
+
     if ending.failure:
         console.say_error(f"what each rank said is in {output.folder}", 0)
         if not ending.failure.is_shown:

@@ -40,40 +40,65 @@ class Ssh:
 
     @property
     def options(self) -> list[str]:
-        """Words between ssh and the host. A new host becomes known; one whose key has changed is refused."""
-        settings = ["BatchMode=yes", "StrictHostKeyChecking=accept-new", f"ConnectTimeout={CONNECT_SECONDS}"]
-        # A lost host is noticed within a minute, also in the middle of a run.
-        settings += ["ServerAliveInterval=10", "ServerAliveCountMax=3"]
-        words = [word for setting in settings for word in ("-o", setting)]
-        words += ["-p", str(self.port)] if self.port else []
-        return words + (["-i", self.identity_file] if self.identity_file else [])
+        """What stands between ssh and the host. A new host becomes known; one whose key has changed is refused."""
+        settings = [
+            "BatchMode=yes",
+            "StrictHostKeyChecking=accept-new",
+            f"ConnectTimeout={CONNECT_SECONDS}",
+            # A lost host is noticed within a minute, also in the middle of a run.
+            "ServerAliveInterval=10",
+            "ServerAliveCountMax=3",
+        ]
+        options = [word for setting in settings for word in ("-o", setting)]
+        if self.port:
+            options += ["-p", str(self.port)]
+        if self.identity_file:
+            options += ["-i", self.identity_file]
+        return options
 
     def run(
-        self, host: str, words: list[str], given: str = "", timeout: float = 60
+        self,
+        host: str,
+        command: list[str],
+        stdin: str = "",
+        timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs words on the host, with `given` as its input. Raises subprocess.TimeoutExpired."""
-        line = ["ssh", *self.options, host, shlex.join(words)]
-        return subprocess.run(line, input=given, capture_output=True, text=True, timeout=timeout, check=False)
+        """Runs a command on the host. Raises subprocess.TimeoutExpired."""
+        return subprocess.run(
+            ["ssh", *self.options, host, shlex.join(command)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
-    def trouble(self, host: str, said: str) -> str:
-        """Why ssh failed and what to do, in one line, from what it said."""
-        reason = next((line for line in reversed(said.strip().splitlines()) if line.strip()), "it said nothing").strip()
+    def trouble(self, host: str, output: str) -> str:
+        """Why ssh failed and what to do, in one line, from its error output."""
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        last = lines[-1] if lines else "it said nothing"
+        reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
-        if "Could not resolve" in said or "Name or service not known" in said:
-            fix = "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give -H its address"
-            return f"host {host} has no IPv4 address here; {fix}"
-        if "Permission denied" in said:
-            found = f"host {host} does not let {getpass.getuser()} in without a password: {reason.split(': ')[-1]}"
-            fix = f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host}"
-            return f"{found}; {fix} (no key yet: ssh-keygen -t ed25519), or name the key with -i"
-        if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
+
+        if "Could not resolve" in output or "Name or service not known" in output:
+            return (
+                f"host {host} has no IPv4 address here; "
+                "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give -H its address"
+            )
+        if "Permission denied" in output:
+            return (
+                f"host {host} does not let {getpass.getuser()} in without a password: {reason}; "
+                f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
+                "(no key yet: ssh-keygen -t ed25519), or name the key with -i"
+            )
+        if "HOST IDENTIFICATION HAS CHANGED" in output or "Host key verification failed" in output:
             name = f"[{host}]:{self.port}" if self.port else host
             return f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R {name}"
-        if "refused" in said:
+        if "refused" in output:
             return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or name its port: -p"
-        if "timed out" in said or "No route" in said or "unreachable" in said:
-            return f"host {host} cannot be reached ({reason.split(': ')[-1]}); is it up, and on this network?"
-        return f"ssh to host {host} failed: {reason}; try: ssh{port} {host} true"
+        if "timed out" in output or "No route" in output or "unreachable" in output:
+            return f"host {host} cannot be reached ({reason}); is it up, and on this network?"
+        return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
 
 
 def request(modules: Sequence[ModuleType], function: str, *arguments: Any) -> str:
@@ -89,5 +114,5 @@ def answer(output: str) -> Any:
 
     The greeting of a login shell may stand before it.
     """
-    found = re.search(rf"^{_ANSWER} (.*)$", output, re.MULTILINE)
-    return json.loads(found[1]) if found else None
+    match = re.search(rf"^{_ANSWER} (.*)$", output, re.MULTILINE)
+    return json.loads(match[1]) if match else None

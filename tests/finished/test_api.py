@@ -154,7 +154,7 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
 
 TARGETS = {
     "model": "model: {_target_: numpy.load, file: evil.npy, allow_pickle: true}",
-    "of hvtrain": "dataset: {_target_: hvtrain.launch.private_file.read, path: evil}",
+    "of hvtrain": "dataset: {_target_: hvtrain.launch.rank_main.read_object, path: evil}",
     "within": "task: {_target_: hvtrain.tasks.Custom, loss: {a: [{_target_: os.system, command: touch evil}]}}",
     "interpolated": "model: \"${oc.decode:'{_target_: os.system}'}\"",
     "Hydra": "hydra: {callbacks: {a: {_target_: os.system}}}",

@@ -14,9 +14,9 @@ import pytest
 
 import launching
 from hvtrain.errors import ConfigError, LostRankError
-from hvtrain.launch.by_hand import Own, start
+from hvtrain.launch.by_hand import OwnProcess, start
+from hvtrain.launch.job import Roles
 from hvtrain.launch.rendezvous import Rendezvous, claim
-from hvtrain.launch.roles import Roles
 from lab import PYTHON, Lab, needs_lab
 from launcher_lab import fate, wait_for
 
@@ -47,7 +47,7 @@ def meeting(roles):
         thread = threading.Thread(target=claims, args=(rank, host, seconds))
         thread.start()
         deadline = time.monotonic() + 30
-        while rank not in server._places and rank not in found and time.monotonic() < deadline:
+        while rank not in server._rank_hosts and rank not in found and time.monotonic() < deadline:
             time.sleep(0.01)
         return thread
 
@@ -74,7 +74,7 @@ def test_a_rank_that_is_taken_is_refused_with_the_host_that_has_it():
         told = "this process expects worker 0, worker 1, and rank 0 expects coordinator 0, ps 0, worker 0"
         with pytest.raises(ConfigError, match=told):
             claim(coordinator, 1, TWO.names, ["s3", "10.0.0.3"], 60)
-        assert server._places == {3: ["s2", "10.0.0.1"]}
+        assert server._rank_hosts == {3: ["s2", "10.0.0.1"]}
 
 
 def test_who_is_missing_is_named_to_all():
@@ -93,20 +93,20 @@ def test_who_is_missing_is_named_to_all():
 def test_a_process_that_has_ended_while_it_waited_may_come_again():
     with meeting(TWO) as ((address, port), comes, found, server):
         gone = http.client.HTTPConnection(address, port)
-        request = {"rank": 1, "names": list(TWO.names), "place": ["s9", "10.0.0.9"], "seconds": 60}
+        request = {"rank": 1, "names": list(TWO.names), "host": ["s9", "10.0.0.9"], "seconds": 60}
         gone.request("POST", "/claim", json.dumps(request))
-        while 1 not in server._places:
+        while 1 not in server._rank_hosts:
             time.sleep(0.01)
         gone.sock.close()
         gone.close()
-        while 1 in server._places:
+        while 1 in server._rank_hosts:
             time.sleep(0.01)
         for thread in (comes(1, "s2"), comes(0)):
             thread.join()
         assert found[0] == [["s1", "10.0.0.1"], ["s2", "10.0.0.1"]]
 
 
-UNKNOWN_RANK = b'{"rank": 7, "names": ["worker 0", "worker 1"], "place": ["s9"], "seconds": 1}'
+UNKNOWN_RANK = b'{"rank": 7, "names": ["worker 0", "worker 1"], "host": ["s9"], "seconds": 1}'
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_cannot_start_is_one_line(coordinator, index, seconds, error, messa
     with another_service(b"HTTP/1.0 404 Not Found\r\n\r\n<html>") as used:
         coordinator = coordinator.replace("FREE", str(free_port())).replace("USED", str(used))
         with pytest.raises(error, match=message) as raised:
-            start(Own(TWO, "worker", index, coordinator, seconds), ["true"], {})
+            start(OwnProcess(TWO, "worker", index, coordinator, seconds), ["true"], {})
     assert "\n" not in str(raised.value)
 
 
@@ -173,7 +173,7 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
     """As on Debian: /etc/hosts has the host's own name at 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(LostRankError, match=r"^worker 1 did not connect"):
-        start(Own(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
+        start(OwnProcess(TWO, "worker", 0, f"s1:{free_port()}", 0.2), ["true"], {})
     assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any" in capsys.readouterr().err
 
 
@@ -203,11 +203,11 @@ def another_service(reply):
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(monkeypatch, options, message):
-    from hvtrain.launch.command import launch
+    from hvtrain.launch.command import main
 
     monkeypatch.setattr("sys.argv", ["launch", *options.split(), "--", "python", "x.py"])
     with pytest.raises(ConfigError, match=message):
-        launch()
+        main()
 
 
 def by_hand(port, index, *words):

@@ -12,15 +12,15 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters import docker
 from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.kinds import Docker
 from hvtrain.launch.job import Job, parse_hosts
 
 BIN = Path(sys.executable).parent
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME ${HOME} $$ "q"', "a: b #c")
 ENVIRONMENT = {"TF_FLAGS": "a 'b' $c ${d} \"e\": {f}"}
 HOSTS = Job(WORDS, 4, parse_hosts("s1:2,s2:1,s3:1"), environment=ENVIRONMENT)
-SETTINGS = docker.Settings(keys="/keys of mine", data="/data", runs="/home/me/it's")
+SETTINGS = Docker(keys="/keys of mine", data="/data", runs="/home/me/it's")
 
 
 def files(job, settings):
@@ -65,7 +65,7 @@ def test_each_host_starts_its_part(tmp_path):
 
 
 def test_one_host_needs_no_ssh(tmp_path):
-    text = files(Job(WORDS, 4), docker.Settings(gpus=False))["docker-run.sh"]
+    text = files(Job(WORDS, 4), Docker(gpus=False))["docker-run.sh"]
     words = said(tmp_path, text).stdout.split("\0")[:-1]
     assert words[words.index("horovodrun") :] == ["horovodrun", "--gloo", "-np", "4", *WORDS]
     assert "--gpus" not in words and not any(".ssh" in word for word in words)
@@ -138,7 +138,7 @@ def test_the_containers_make_one_key_pair_and_keep_it(tmp_path):
 
 
 def test_no_key_and_no_value_that_was_not_asked_for():
-    texts = json.dumps(files(Job(WORDS, 1), docker.Settings()))
+    texts = json.dumps(files(Job(WORDS, 1), Docker()))
     assert "PRIVATE" not in texts and "TF_FLAGS" not in texts
 
 
@@ -154,5 +154,5 @@ def test_no_key_and_no_value_that_was_not_asked_for():
 )
 def test_what_cannot_start_is_refused_in_one_line(job, settings, message):
     with pytest.raises(ConfigError, match=message) as error:
-        files(job, typed(docker.Settings, settings, "cluster."))
+        files(job, typed(Docker, settings, "cluster."))
     assert "\n" not in str(error.value)

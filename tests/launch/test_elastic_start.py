@@ -7,7 +7,7 @@ import pytest
 from horovod.runner import launch
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch import elastic_start
+from hvtrain.launch import horovod_launcher
 from hvtrain.launch.horovod_changes import give_gloo_time
 from launching import run
 
@@ -56,10 +56,10 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
     discovery(body)
     seconds = [0]
     clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda more: seconds.append(seconds.pop() + more))
-    monkeypatch.setattr(elastic_start, "time", clock)
+    monkeypatch.setattr(horovod_launcher, "time", clock)
     monkeypatch.setattr(sys, "argv", ["horovodrun", *WORDS])
     with pytest.raises(ConfigError) as error:
-        elastic_start.prepare(launch.parse_args())
+        horovod_launcher.prepare_elastic(launch.parse_args())
     assert str(error.value).startswith(said)
     assert capsys.readouterr().err.count(WAITS) == ("waited" in said)
 

@@ -11,12 +11,20 @@ import yaml
 from hvtrain.config.compose import CONFIGS, setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
-from hvtrain.launch.clusters import slurm
-from hvtrain.launch.clusters.choice import KINDS, Cluster, choose, quote, yaml_text
-from hvtrain.launch.job import Host, Job, parse_hostfile, parse_hosts, rank_places, used_hosts
-from hvtrain.launch.line import Way, start_line
+from hvtrain.launch.clusters.choice import Cluster, choose, quote, yaml_text
+from hvtrain.launch.clusters.kinds import KINDS, Slurm
+from hvtrain.launch.job import (
+    Host,
+    Job,
+    LaunchOptions,
+    launcher_command,
+    parse_hostfile,
+    parse_hosts,
+    place_ranks,
+    used_hosts,
+)
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.reach import Paths, mpi_options
+from hvtrain.launch.remote_hosts import HostNetwork, mpi_options
 from hvtrain.launch.ssh import Ssh
 
 
@@ -51,10 +59,10 @@ def test_the_users_interface_for_nccl_stays(chosen, expected, monkeypatch):
 
 def test_ranks_fill_hosts_one_after_the_other():
     job = Job(("true",), 3, parse_hosts("s1:2,s2:2"))
-    assert rank_places(job) == ("s1", "s1", "s2")
-    assert used_hosts(rank_places(job)) == (Host("s1", 2), Host("s2", 1))
+    assert place_ranks(job) == ("s1", "s1", "s2")
+    assert used_hosts(place_ranks(job)) == (Host("s1", 2), Host("s2", 1))
     with pytest.raises(ConfigError, match="-np 5 needs as many slots and -H s1:2,s2:2 has 4"):
-        rank_places(Job(("true",), 5, job.hosts))
+        place_ranks(Job(("true",), 5, job.hosts))
 
 
 def test_which_variables_travel():
@@ -101,12 +109,12 @@ def test_a_cluster_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_documented_settings(kind):
-    lines = setting_lines(KINDS[kind].settings, "cluster.")
+    lines = setting_lines(KINDS[kind], "cluster.")
     assert lines
     assert all(len(line.split(None, 1)[1]) > 10 for line in lines)
 
 
-SLURM = Cluster("slurm", slurm.Settings(time="1:00:00"))
+SLURM = Cluster("slurm", Slurm(time="1:00:00"))
 TRAINING = Job(("python", "-m", "hvtrain"), 2)
 
 
@@ -157,19 +165,21 @@ def test_submitting_says_which_program_is_missing(monkeypatch):
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     job = Job(("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"})
-    line = start_line(job, Way(Ssh(2222, "key"), mpirun=True), Paths("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
+    line = launcher_command(
+        job, LaunchOptions(Ssh(2222, "key"), mpirun=True), HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24")
+    )
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
     assert any("-p 2222 -i key" in word for word in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
-    own = start_line(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), Way())
+    own = launcher_command(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), LaunchOptions())
     assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
 
 
 def test_what_ranks_print_is_told_apart(tmp_path, capsys):
     output = RankOutput(tmp_path, ["s1", "s2"])
-    output.take(
+    output.read(
         ["[0]<stdout>:Epoch 1\n", "[1,1]<stderr>:oh no: [1]\n", "[0]<stderr>:hm\n", "mpirun says\n",
          "Process 1 exit with status code 2.\n", "[1]<stdout>:\n"]
     )  # fmt: skip
@@ -182,7 +192,7 @@ def test_what_ranks_print_is_told_apart(tmp_path, capsys):
 
 def test_pieces_of_lines_that_mpirun_marks_are_put_together(tmp_path, capsys):
     output = RankOutput(tmp_path, ["s1", "s2"])
-    output.take(["[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n", "[1,1]<stdout>: two\n", "[1,0]<stdout>:no end"])
+    output.read(["[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n", "[1,1]<stdout>: two\n", "[1,0]<stdout>:no end"])
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("1 2\nno end\n", "[rank 1 s2] one two\n")
 

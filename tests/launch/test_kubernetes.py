@@ -13,14 +13,14 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters import kubernetes
 from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.kinds import MpiJob
 from hvtrain.launch.job import Job, parse_hosts
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $$ "q"', "a: b #c")
 JOB = Job(WORDS, 8, environment={"TF_FLAGS": "a 'b' $(TF_FLAGS) $c \"d\": {e}\nf"})
-FULL = kubernetes.Settings(
+FULL = MpiJob(
     image="registry.example/hvtrain:1", ranks_per_worker=2, data_claim="data", runs_claim="runs", namespace="team"
 )
 KINDS = ("mpijob", "trainjob")
@@ -54,7 +54,7 @@ def check_mpijob(tree):
 
 ELASTIC = Job(WORDS, 4, min_ranks=2, max_ranks=8)
 MPI = Job(WORDS, 8, controller="mpi")
-CPU = kubernetes.Settings(image="hvtrain:cpu", gpus_per_rank=0)
+CPU = MpiJob(image="hvtrain:cpu", gpus_per_rank=0)
 
 
 @pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
@@ -223,7 +223,7 @@ def test_kubectl_gets_the_file(kind):
 )
 def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
     with pytest.raises(ConfigError, match=message) as error:
-        Cluster(kind, typed(kubernetes.Settings, settings, "cluster.")).texts(job)
+        Cluster(kind, typed(MpiJob, settings, "cluster.")).texts(job)
     assert "\n" not in str(error.value)
 
 

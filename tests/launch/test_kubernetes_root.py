@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.launch.clusters import kubernetes
 from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.kinds import MpiJob
 from hvtrain.launch.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ for _ in {{1..50}}; do "${{ssh[@]}}" true 2>/dev/null && break; kill -0 $worker 
 def places() -> list[str]:
     """Where the worker of the manifest can write."""
     job = Job(("python", "-m", "hvtrain"), 2)
-    (text,) = Cluster("mpijob", kubernetes.Settings(image="hvtrain:cpu", gpus_per_rank=0)).texts(job).values()
+    (text,) = Cluster("mpijob", MpiJob(image="hvtrain:cpu", gpus_per_rank=0)).texts(job).values()
     worker = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
     (container,) = worker["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]

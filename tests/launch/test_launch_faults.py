@@ -93,7 +93,7 @@ def test_a_second_sigterm_ends_by_force(lab, tmp_path):
 def test_some_time_after_sigterm_all_is_ended_by_force(lab, tmp_path):
     """Half a minute, here two seconds."""
     words = line("horovodrun-gloo", "s1:1,s2:1", *fate(tmp_path, "deaf", "0"))
-    hasty = [PYTHON, str(HASTY / "module.py"), "hvtrain.launch.start:SECONDS_TO_SAVE=2", "--"]
+    hasty = [PYTHON, str(HASTY / "module.py"), "hvtrain.launch.supervisor:SECONDS_TO_SAVE=2", "--"]
     words = [*hasty, "hvtrain.launch.horovodrun:main", *words[1:]]
     code, output = signalled(lab, words, tmp_path, "TERM")
     assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output

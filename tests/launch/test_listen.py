@@ -6,8 +6,7 @@ import pytest
 
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
-from hvtrain.launch.output import Relay
-from hvtrain.launch.unmarked import Channel, Unmarked
+from hvtrain.launch.output import PlainOutput, PrefixedOutput
 from hvtrain.system import console, verdict
 from hvtrain.system.verdict import UNSAVED, Verdict
 
@@ -68,9 +67,9 @@ HOSTS = ("s1", "s2", "s3")
 
 def heard(text):
     """All that a listener is told, and what of it is to be shown."""
-    relay = Relay()
-    shown = relay.text(text)
-    return relay.listener, shown + relay.text("\n")[:-1] + relay.listener.rest()
+    relay = PrefixedOutput()
+    shown = relay.feed(text)
+    return relay.listener, shown + relay.feed("\n")[:-1] + relay.listener.rest()
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,8 @@ def test_an_end_in_a_line_that_another_process_began():
     text = f'{begun}hvtrain-verdict: {{"rank": "1", "code": 255}}\n'
     listener, shown = heard(text)
     assert (listener.first, shown) == (End("1", 255), f"{begun}\n")
-    channel = Channel(Unmarked()._read_error, lambda: False)
-    assert "".join(channel.text(letter) for letter in text) + channel.rest() == f"{begun}\n"
+    channel = PlainOutput().error_stream
+    assert "".join(channel.feed(letter) for letter in text) + channel.rest() == f"{begun}\n"
 
 
 def test_a_host_that_died_under_mpi():
@@ -119,15 +118,15 @@ def test_a_text_in_any_pieces_is_shown_at_once_and_once():
     text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,0]<stderr>:{BLAME}"
     text += f"[1,0]<stderr>:bar[1,1]<stderr>:{BLAME}[1,1]<stderr>:no end"
     for size in (1, 7, 80, 1000):
-        relay = Relay()
+        relay = PrefixedOutput()
         pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
-        shown = "".join(relay.text(piece) for piece in pieces)
+        shown = "".join(relay.feed(piece) for piece in pieces)
         assert shown == (
             "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,0]<stderr>:bar\n[1,1]<stderr>:no end"
         )
         assert relay.listener.verdicts == dict.fromkeys((0, 1), Verdict(1, 'no "leaf"'))
-    relay = Relay()
-    assert relay.text("[1,0]<stderr>:10%") == "[1,0]<stderr>:10%", "a bar that moves does not wait for its line's end"
+    relay = PrefixedOutput()
+    assert relay.feed("[1,0]<stderr>:10%") == "[1,0]<stderr>:10%", "a bar that moves does not wait for its line's end"
 
 
 def test_what_a_rank_says_of_itself_goes_before_what_it_says_of_others():

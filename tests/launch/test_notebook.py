@@ -11,7 +11,7 @@ import pytest
 
 import hvtrain
 from hvtrain.errors import ConfigError
-from hvtrain.launch import in_rank, private_file
+from hvtrain.launch import rank_main
 from kernel import execute, notebook, text_of
 
 needs_kernel = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def wait_until(is_so, what):
 def ranks_below(folder):
     """Processes of ranks whose launch is in that folder."""
     found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-    return [words for words in found if words[1:3] == ["-m", "hvtrain.launch.in_rank"] and str(folder) in words[3]]
+    return [words for words in found if words[1:3] == ["-m", "hvtrain.launch.rank_main"] and str(folder) in words[3]]
 
 
 def test_what_cannot_be_sent(tmp_path, monkeypatch):
@@ -147,14 +147,14 @@ def test_what_cannot_be_sent(tmp_path, monkeypatch):
 
 
 def test_what_a_rank_refuses(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["in_rank", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["rank_main", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"is not on \S+; work in a folder that all hosts have at the same place"):
-        in_rank.call()
-    path = tmp_path / in_rank.FUNCTION_FILE
-    private_file.write(path, (threading.Lock, (), {}, {}))
+        rank_main.main()
+    path = tmp_path / rank_main.FUNCTION_FILE
+    rank_main.write_object(path, (threading.Lock, (), {}, {}))
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match=r"the function returned a lock: it cannot be sent to another process"):
-        in_rank.call()
+        rank_main.main()
     path.chmod(0o666)
     with pytest.raises(ConfigError, match=r"is not a file that only this user can write; work in a folder of your own"):
-        in_rank.call()
+        rank_main.main()

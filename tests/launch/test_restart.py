@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hvtrain.launch.job import Host
-from hvtrain.launch.restart import chosen
+from hvtrain.launch.restart import choose_hosts
 from lab import Lab, needs_lab
 from launcher_lab import fate, last_line, left, line, started, wait_for
 from launching import ROOT, finish, run, start
@@ -36,11 +36,12 @@ def lab():
 SUPERVISES = """
 import os, sys
 from pathlib import Path
-from hvtrain.launch.output import Relay
-from hvtrain.launch.reach import Reached
-from hvtrain.launch.start import Launch, Signals
+from hvtrain.launch.output import PrefixedOutput
+from hvtrain.launch.remote_hosts import HostCalls
+from hvtrain.launch.supervisor import Launch, Signals
 
-own = Launch(sys.argv[2:], dict(os.environ), Relay(), Path(sys.argv[1]), Reached(("s1",)), seconds_to_begin=0.3)
+hosts = HostCalls(("s1",))
+own = Launch(sys.argv[2:], dict(os.environ), PrefixedOutput(), Path(sys.argv[1]), hosts, seconds_to_begin=0.3)
 ending = own.run(Signals())
 print(ending.code, ending.failure)
 """
@@ -77,7 +78,7 @@ def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, s
 )
 def test_the_hosts_to_go_on_with(ranks, least, failed, absent, found):
     """A bad host is left out where the others are enough, an absent one always."""
-    hosts = chosen(HOSTS, ranks, least, failed, absent)
+    hosts = choose_hosts(HOSTS, ranks, least, failed, absent)
     assert (hosts and (" ".join(host.name for host in hosts[0]), hosts[1])) == found
 
 

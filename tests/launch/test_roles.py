@@ -8,12 +8,19 @@ import pytest
 
 import launching
 from hvtrain.errors import ConfigError
-from hvtrain.launch.command import launch
+from hvtrain.launch.command import main
 from hvtrain.launch.first_failure import End, judge
-from hvtrain.launch.job import Job, hosts_word, parse_hosts, rank_places
-from hvtrain.launch.line import Way, start_line
-from hvtrain.launch.restart import chosen
-from hvtrain.launch.roles import Roles, roles_of
+from hvtrain.launch.job import (
+    Job,
+    LaunchOptions,
+    Roles,
+    hosts_option,
+    launcher_command,
+    parse_hosts,
+    place_ranks,
+    roles_of,
+)
+from hvtrain.launch.restart import choose_hosts
 from hvtrain.system.verdict import Verdict
 from lab import Lab, needs_lab
 
@@ -44,7 +51,7 @@ def would_run(monkeypatch, tmp_path, capsys):
     def run(options, *words):
         own = ["--config-dir", str(tmp_path / "conf")] if words and words[0].startswith("strategy=") else []
         monkeypatch.setattr(sys, "argv", ["launch", *options.split(), "--", *own, *words])
-        assert launch() == 0
+        assert main() == 0
         return capsys.readouterr().out
 
     return run
@@ -82,8 +89,8 @@ def test_a_command_of_ones_own_with_servers(would_run):
 @pytest.mark.parametrize("mpirun", [False, True])
 def test_each_launcher_has_a_slot_for_each_process(mpirun):
     job = Job(("python", "x.py"), 4, parse_hosts("s1:2,s2:2"), num_ps=1)
-    assert rank_places(job) == ("s1",) * 4 + ("s2",) * 2
-    line = start_line(job, Way(mpirun=mpirun))
+    assert place_ranks(job) == ("s1",) * 4 + ("s2",) * 2
+    line = launcher_command(job, LaunchOptions(mpirun=mpirun))
     assert (line[line.index("-np") + 1], line[line.index("-H") + 1]) == ("6", "s1:4,s2:2")
     if mpirun:
         assert line[line.index("--bind-to") + 1] == "none", "no process is bound to a core that another one needs"
@@ -92,10 +99,10 @@ def test_each_launcher_has_a_slot_for_each_process(mpirun):
 def test_a_restart_has_as_many_processes():
     """On the hosts that are left; the first of them then has the coordinator and the servers."""
     job = Job(("python", "x.py"), 2, parse_hosts("s1:2,s2:2"), num_ps=1)
-    hosts, num_ranks = chosen(job.hosts, job.num_ranks, job.num_ranks, {}, {"s1"})
-    assert hosts_word(hosts) == "s2:2"
-    assert rank_places(Job(job.command, num_ranks, hosts, num_ps=1)) == ("s2",) * 4
-    assert chosen(parse_hosts("s1:1,s2:1"), 2, 2, {}, {"s1"}) is None, "no slot for a worker"
+    hosts, num_ranks = choose_hosts(job.hosts, job.num_ranks, job.num_ranks, {}, {"s1"})
+    assert hosts_option(hosts) == "s2:2"
+    assert place_ranks(Job(job.command, num_ranks, hosts, num_ps=1)) == ("s2",) * 4
+    assert choose_hosts(parse_hosts("s1:1,s2:1"), 2, 2, {}, {"s1"}) is None, "no slot for a worker"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_a_line_without_the_settings_of_a_run_says_where_they_go(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^the settings of the run are missing; write them after --, for example: -- m"
     ):
-        launch()
+        main()
 
 
 def test_slurms_file_asks_for_those_that_train_and_starts_this_launcher(would_run):

@@ -12,8 +12,8 @@ import pytest
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters import slurm
 from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.kinds import Slurm, slurm_seconds
 from hvtrain.launch.job import Job, parse_hosts
 from slurm_cluster import cluster as cluster
 
@@ -41,7 +41,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     (cluster.folder / "bin" / "python").write_text(LAUNCHER)
     (cluster.folder / "bin" / "python").chmod(0o755)
     (cluster.folder / "work dir").mkdir()
-    settings = slurm.Settings(
+    settings = Slurm(
         time="2",
         nodes=2,
         gpus_per_rank=0,
@@ -71,7 +71,7 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_its_second_start(cluster):
     """The real launcher, a real rank on each of two hosts. The signal comes by hand, once the training is under way."""
-    settings = slurm.Settings(
+    settings = Slurm(
         time="30",
         nodes=2,
         gpus_per_rank=0,
@@ -96,7 +96,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
 
 
 def text(job, **settings):
-    (found,) = Cluster("slurm", typed(slurm.Settings, {"time": "1:00:00", **settings}, "cluster.")).texts(job).values()
+    (found,) = Cluster("slurm", typed(Slurm, {"time": "1:00:00", **settings}, "cluster.")).texts(job).values()
     return found
 
 
@@ -169,7 +169,7 @@ def test_shellcheck_finds_nothing(tmp_path):
     [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216000), ("1-0:30", 88200), ("1-1:01:01", 90061)],
 )
 def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
-    assert slurm.seconds(limit) == expected
+    assert slurm_seconds(limit) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters import spark
 from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.kinds import Spark
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.spark import parse, rank_environment
 from launching import ROOT, finish, start
@@ -100,7 +100,7 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     words = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
     words += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
     job = Job(("python", "-m", "hvtrain", *words, "train.epochs=3"), 2)
-    cluster = Cluster("spark", spark.Settings(master=MASTER, cores_per_rank=1))
+    cluster = Cluster("spark", Spark(master=MASTER, cores_per_rank=1))
     cluster.write(job, tmp_path)
     code, output = run(*cluster.command(tmp_path), cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
@@ -165,7 +165,7 @@ def test_options_and_settings_are_told_apart():
         "--config-dir own --cfg job a=1": (None, False, ["--config-dir", "own", "--cfg", "job", "a=1"]),
     }.items():
         options = parse(line.split())
-        assert (options.np, options.mpi, options.words) == expected
+        assert (options.np, options.mpi, options.overrides) == expected
 
 
 def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
@@ -186,7 +186,7 @@ WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]")
 
 def submitted(tmp_path, job, **settings):
     """The arguments that the script gives to spark-submit."""
-    cluster = Cluster("spark", spark.Settings(**settings))
+    cluster = Cluster("spark", Spark(**settings))
     cluster.write(job, tmp_path / "a b")
     (tmp_path / "spark-submit").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
     (tmp_path / "spark-submit").chmod(0o755)
@@ -254,4 +254,4 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
 )
 def test_what_cannot_start_is_refused(job, settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Cluster("spark", spark.Settings(**settings)).texts(job)
+        Cluster("spark", Spark(**settings)).texts(job)

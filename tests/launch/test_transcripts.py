@@ -16,12 +16,11 @@ from functools import partial
 
 import pytest
 
-from hvtrain.launch import horovodrun, on_host, restart, start
+from hvtrain.launch import horovodrun, on_host, restart, supervisor
 from hvtrain.launch.first_failure import AGAIN
-from hvtrain.launch.job import Job, parse_hosts
-from hvtrain.launch.line import Way
+from hvtrain.launch.job import Job, LaunchOptions, parse_hosts
 from hvtrain.launch.on_host import Answer
-from hvtrain.launch.reach import Reached
+from hvtrain.launch.remote_hosts import HostCalls
 from lab import Lab, needs_lab
 from launcher_lab import HOW, last_line
 from launching import ROOT
@@ -45,7 +44,7 @@ ENDS = {
 CASES = [(how, name) for how in HOW for name in FATES]
 
 
-class Replayed(start.Launch):
+class Replayed(supervisor.Launch):
     """A launch whose launcher is the speaker, and whose other host answers as it did then."""
 
     transcript = FOLDER
@@ -63,7 +62,7 @@ class Replayed(start.Launch):
 
 
 @dataclass(frozen=True)
-class OtherHost(Reached):
+class OtherHost(HostCalls):
     answers: Mapping[str, Answer | None] = field(default_factory=dict)
 
     def clear(self, mark, job=None):
@@ -78,8 +77,8 @@ def replay(monkeypatch, tmp_path, capfd):
     handlers = {number: signal.getsignal(number) for number in numbers}
     for module in (restart, horovodrun):
         monkeypatch.setattr(module, "Launch", Replayed)
-    monkeypatch.setattr(restart.reach, "check", lambda *_: None)
-    monkeypatch.setattr(restart.reach, "absent", lambda *_: {})
+    monkeypatch.setattr(restart.remote_hosts, "check", lambda *_: None)
+    monkeypatch.setattr(restart.remote_hosts, "absent", lambda *_: {})
     monkeypatch.setattr(Replayed, "environments", [])
 
     def run(how, name, *options, max_restarts=0, transcript=None, run_dir=None):
@@ -87,7 +86,7 @@ def replay(monkeypatch, tmp_path, capfd):
         if how.startswith("launch"):
             controller = "gloo" if how == "launch-gloo" else "mpi"
             job = Job(("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ))
-            way = Way(mpirun=how == "launch-mpirun")
+            way = LaunchOptions(mpirun=how == "launch-mpirun")
             code = restart.run(job, way, tmp_path / "logs", run_dir, max_restarts)
         else:
             words = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
@@ -178,7 +177,7 @@ def test_ctrl_c_ends_the_pause_before_a_restart(replay, monkeypatch):
 
 def test_some_time_after_sigterm_all_is_ended_by_force(replay, monkeypatch, tmp_path):
     """Half a minute, here half a second."""
-    monkeypatch.setattr(start, "SECONDS_TO_SAVE", 0.5)
+    monkeypatch.setattr(supervisor, "SECONDS_TO_SAVE", 0.5)
     text = (FOLDER / "horovodrun-gloo" / "sigterm-twice.txt").read_text()
     assert text.count("SIGTERM\n") == 2
     (tmp_path / "once.txt").write_text(text.replace("SIGTERM\n", "", 1))

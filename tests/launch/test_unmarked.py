@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvtrain.launch import horovodrun
-from hvtrain.launch.output import RankOutput
-from hvtrain.launch.unmarked import Channel, Unmarked
+from hvtrain.launch.output import PlainOutput, PlainStream, RankOutput
 from hvtrain.system.drawing import Bar, Drawing
 from hvtrain.system.verdict import Verdict
 from launching import BIN, environment
@@ -21,48 +20,48 @@ DRAWN = Drawing((Bar("Run", 1, 2, "50%"),), ("loss 1",))
 
 def in_pieces(channel, text, size):
     pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
-    return "".join(channel.text(piece) for piece in pieces) + channel.rest()
+    return "".join(channel.feed(piece) for piece in pieces) + channel.rest()
 
 
-def plain(rank, line):
-    return line
+def plain(line):
+    return line.text
 
 
 @pytest.mark.parametrize("size", [1, 7, 80, 1000])
 def test_rank_0_speaks_without_marks_and_others_in_whole_lines(size):
     text = "usage: x\n[1,0]<stdout>:Epoch 1\r[1,0]<stdout>:Epoch 2[1,1]<stdout>:one[1,0]<stdout>:, done\n"
     text += "[1,1]<stdout>: two\n[0]<stdout>:[x] it[1]<stdout>:late\n[0]<stdout>: ends [2]<stdout>:no end"
-    shown = in_pieces(Channel(plain, lambda: False), text, size)
+    shown = in_pieces(PlainStream(plain, lambda: False), text, size)
     assert shown == (
         "usage: x\nEpoch 1\rEpoch 2, done\n[1,1]<stdout>:one two\n[x] it\n[1]<stdout>:late\n ends \n[2]<stdout>:no end"
     )
 
 
 def test_a_bar_that_moves_does_not_wait_for_its_lines_end():
-    channel = Channel(plain, lambda: False)
-    assert channel.text("[1,0]<stdout>:10%") == "10%"
-    assert channel.text("[1,0]<stdout>:\r20% h") == "\r20% " and channel.text("\r30%") == "h\r30%"
-    waits = Channel(plain, lambda: True)
-    assert (waits.text("[1,0]<stdout>:10%"), waits.text("\n")) == ("", "10%\n"), "below a live display it would break"
+    channel = PlainStream(plain, lambda: False)
+    assert channel.feed("[1,0]<stdout>:10%") == "10%"
+    assert channel.feed("[1,0]<stdout>:\r20% h") == "\r20% " and channel.feed("\r30%") == "h\r30%"
+    waits = PlainStream(plain, lambda: True)
+    assert (waits.feed("[1,0]<stdout>:10%"), waits.feed("\n")) == ("", "10%\n"), "below a live display it would break"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_drawings_and_verdicts_are_not_shown(size):
-    output = Unmarked()
+    output = PlainOutput()
     text = f"[1,0]<stdout>:a\n[1,0]<stdout>:{DRAWN.line()}[1,0]<stdout>:...[1,0]<stdout>:{DRAWN.line()}"
     text += "[1,0]<stdout>:hvtrain-drawing: of my own\n"
-    assert in_pieces(Channel(output._read_output, lambda: False), text, size) == (
+    assert in_pieces(PlainStream(output._filter_output, lambda: False), text, size) == (
         "a\n...\nhvtrain-drawing: of my own\n"
     )
-    assert output._came == DRAWN
+    assert output.drawing == DRAWN
     text = '[1,1]<stderr>:hvtrain-verdict: {"rank": 1, "cause": "no"}\n[1,1]<stderr>:said\n[1,0]<stderr>:b\n'
-    assert in_pieces(Channel(output._read_error, lambda: False), text, size) == "[1,1]<stderr>:said\nb\n"
+    assert in_pieces(PlainStream(output._filter_error, lambda: False), text, size) == "[1,1]<stderr>:said\nb\n"
     assert output.listener.verdicts == {1: Verdict(1, "no")}
 
 
 def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
     output = RankOutput(tmp_path, ["s1"])
-    output.take([f"[1,0]<stdout>:{DRAWN.line()}", "[1,0]<stdout>:Epoch 1\n", f"[1,0]<stdout>:{Drawing().line()}"])
+    output.read([f"[1,0]<stdout>:{DRAWN.line()}", "[1,0]<stdout>:Epoch 1\n", f"[1,0]<stdout>:{Drawing().line()}"])
     assert capsys.readouterr().out == "Epoch 1\n", "no terminal, no bars"
     assert (tmp_path / "rank-0000-s1.log").read_text() == "Epoch 1\n"
 
@@ -79,7 +78,7 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
 )
 def test_prefix_is_for_horovodrun_only_before_the_program(words, own, keeps, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["horovodrun", *words.split()])
-    assert horovodrun._own_words(words.split()) == (own.split(), keeps)
+    assert horovodrun._launcher_arguments(words.split()) == (own.split(), keeps)
 
 
 SPEAKS = """
@@ -126,7 +125,7 @@ def test_what_cannot_be_written_keeps_no_rank_from_being_read(tmp_path, monkeypa
     else:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     lines = iter(["[0]<stdout>:größer\n", "[0]<stdout>:more\n", "[1]<stderr>:last\n"])
-    output.take(lines)
+    output.read(lines)
     assert next(lines, None) is None and output.path(1).read_text() == "last\n"
     shown = capsys.readouterr()
     assert shown.err.endswith("[rank 1 s2] last\n")

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from hvtrain.launch import start
+from hvtrain.launch import supervisor
 from hvtrain.launch.output import MARK
 
 FOLDER = Path(__file__).parents[1] / "launch" / "transcripts"
@@ -50,7 +50,7 @@ _REPLACED = {
 _CHANCE = re.compile(r"Terminated$|Process \d exit with status code (143|255)|.*resource_tracker|  warnings\.warn")
 
 
-class Recorded(start.Launch):
+class Recorded(supervisor.Launch):
     """A launch that notes what it reads, in the file that HVTRAIN_TRANSCRIPT names."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -89,7 +89,7 @@ class Recorded(start.Launch):
         self._lost = [host for host, answer in answers.items() if answer is None]
         return answers
 
-    def run(self, signals: start.Signals) -> start.Ending:
+    def run(self, signals: supervisor.Signals) -> supervisor.Ending:
         ending = super().run(signals)
         head = f"unreachable hosts: {' '.join(self._lost) or 'none'}\nexit code: {self._child.returncode}\n\n"
         Path(os.environ["HVTRAIN_TRANSCRIPT"]).write_text(head + "".join(f"{line}\n" for line in self._noted))
@@ -152,14 +152,13 @@ def record(lab: Any, how: str, name: str) -> str:
 
 def run_front(front: str) -> None:
     """hvtrain launch or horovodrun with this process's arguments, recorded."""
-    from hvtrain.launch import command as launch
-    from hvtrain.launch import horovodrun, restart
+    from hvtrain.launch import command, horovodrun, restart
     from hvtrain.system.command import enter
 
     del sys.argv[1]
     restart.Launch = horovodrun.Launch = Recorded
     if front == "launch":
-        enter(launch.launch)
+        enter(command.main)
     else:
         horovodrun.main()
 

@@ -1,0 +1,296 @@
+"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvtrain.errors import INTERRUPTED, RESTART_HELPS
+from hvtrain.launch import on_host
+from hvtrain.launch.child import die_with_parent, handle_signals
+from hvtrain.launch.first_failure import AGAIN, Failure, judge
+from hvtrain.launch.on_host import Answer
+from hvtrain.launch.output import PlainOutput, PrefixedOutput, RankOutput
+from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
+from hvtrain.system import console, host_facts
+
+SECONDS_TO_SAVE = 30.0
+SECONDS_TO_STOP = 15.0
+SECONDS_TO_BEGIN = 300.0
+SECONDS_BETWEEN_LOOKS = 30.0
+SECONDS_FOR_LAST_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended. failure is None if all went well, after Ctrl-C, and if no rank was started."""
+
+    code: int
+    failure: Failure | None = None
+
+
+class Signals:
+    """Passes the signals that this process receives to the attempt that runs.
+
+    Attributes:
+        first: the first signal, which means that this process has to end; None so far.
+        received: set once there is one.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.received = threading.Event()
+        self._handler: Callable[[int], None] | None = None
+        self._waiting: list[int] = []
+        handle_signals(self._receive)
+
+    def pass_to(self, handler: Callable[[int], None] | None) -> None:
+        """Calls the handler for signals from now on, and at once for those that were waiting."""
+        self._handler = handler
+        while handler and self._waiting:
+            handler(self._waiting.pop(0))
+
+    def _receive(self, number: int, *_: object) -> None:
+        self.first = self.first or number
+        self.received.set()
+        if self._handler:
+            self._handler(number)
+        else:
+            self._waiting.append(number)
+
+
+class Launch:
+    """A launcher and all that it starts. Its processes carry the name of the launch's folder in on_host.MARK.
+
+    Args:
+        line: the launcher's command.
+        environment: its variables.
+        output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's outputs in one
+            stream, PlainOutput each in its own, PrefixedOutput only the error output.
+        folder: a folder of this launch alone.
+        hosts: the hosts; None: the launcher writes them into the folder.
+        label: how messages name a rank.
+        seconds_to_begin: after this time without any rank the launcher is ended.
+    """
+
+    def __init__(
+        self,
+        line: Sequence[str],
+        environment: Mapping[str, str],
+        output: RankOutput | PrefixedOutput | PlainOutput,
+        folder: Path,
+        hosts: HostCalls | None = None,
+        label: Callable[[int], str] = "rank {}".format,
+        seconds_to_begin: float = SECONDS_TO_BEGIN,
+    ) -> None:
+        host_facts.raise_file_limit()
+        self._output = output
+        self._folder = folder
+        self._known_hosts = hosts
+        self._label = label
+        self._seconds_to_begin = seconds_to_begin
+
+        self._oom_kills = on_host.oom_kills()
+        self._later_oom_kills = self._oom_kills
+        self._signals: list[int] = []
+        self._was_asked = False
+        self._was_forced = False
+        self._began_too_late = False
+
+        # The error output's pipe comes first.
+        reads, writes = zip(*(os.pipe() for _ in output.readers))
+        self._streams = [os.fdopen(read, encoding="utf-8", errors="replace") for read in reads]
+        self._child = subprocess.Popen(
+            line,
+            env={**environment, on_host.MARK: str(folder)},
+            stdin=subprocess.DEVNULL if output.merged else None,
+            stdout=writes[-1] if output.merged or len(writes) > 1 else None,
+            stderr=writes[0],
+            # The child holds a reading end itself, so that the pipe never breaks: mpirun would die of that before it
+            # has ended its ranks.
+            pass_fds=reads,
+            # In this terminal's group it would get a Ctrl-C twice.
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        for write in writes:
+            os.close(write)
+
+    def run(self, signals: Signals) -> Ending:
+        """Runs the launcher to its end and leaves nothing behind.
+
+        Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save and stop together,
+        with code 130 after Ctrl-C, else 75. A closed terminal goes on to the launcher. A second signal, or no end in
+        time, ends all by force.
+        """
+        signals.pass_to(self._take_signal)
+        # In threads of their own: an ssh that outlives mpirun keeps the pipe open.
+        readers = [_in_background(read, stream) for read, stream in zip(self._output.readers, self._streams)]
+        try:
+            code = self._wait_for_child()
+            answers = self._clear() if code else {}
+            for reader in readers:
+                reader.join(SECONDS_FOR_LAST_LINES)
+            return self._ending(code, answers) if code else Ending(0)
+        finally:
+            signals.pass_to(None)
+
+    def _take_signal(self, number: int) -> None:
+        """Asks the ranks to stop, or passes the signal on; ends all by force at the second one."""
+        # A request to save and stop, as before a time limit. A second one forces nothing.
+        if number == signal.SIGUSR1:
+            _in_background(self._ask, number)
+            return
+
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            _in_background(self._force)
+            return
+
+        seconds = SECONDS_TO_SAVE
+        if number == signal.SIGHUP:
+            self._pass_on(number)
+            seconds = SECONDS_TO_STOP
+        else:
+            _in_background(self._ask, number)
+        last_resort = threading.Timer(seconds, self._force)
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
+        """Tells why the launcher ended with this code. answers: those of the other hosts to on_host.clear."""
+        hosts = self._hosts()
+        if self._began_too_late:
+            names = ", ".join(dict.fromkeys(hosts.rank_hosts))
+            return _launcher_failed(
+                f"no rank began within {self._seconds_to_begin:g} s on {names}; look there what a login does and what "
+                "ps shows, or give more time with --start-timeout"
+            )
+
+        signal_name = signal.Signals(self._signals[0]).name if self._signals else "SIGUSR1"
+        if self._signals and (self._was_forced or not self._was_asked):
+            # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
+            code = RESTART_HELPS if self._signals[0] == signal.SIGTERM else 128 + self._signals[0]
+            return Ending(code, _of_all(f"ended by force after {signal_name}", code) if self._was_forced else None)
+        if self._signals and self._signals[0] == signal.SIGINT:
+            return Ending(INTERRUPTED)  # Rank 0 has told what was saved.
+
+        listener = self._output.listener
+        if listener.first is None:
+            if code > 0:
+                return Ending(code)
+            return _launcher_failed(f"killed by {signal.Signals(-code).name}; {AGAIN}")
+
+        failure = judge(
+            listener.first,
+            listener.verdicts,
+            hosts.rank_hosts,
+            out_of_memory=self._hosts_out_of_memory(hosts, answers),
+            lost={*listener.lost, *(host for host, answer in answers.items() if answer is None)},
+            label=self._label,
+        )
+        if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
+            # It came before the rank had set its handler, or the program has none.
+            failure = _of_all(f"stopped by {signal_name} before it could save", RESTART_HELPS)
+        return Ending(failure.exit_code, failure)
+
+    def _hosts_out_of_memory(self, hosts: HostCalls, answers: Mapping[str, Answer | None]) -> set[str]:
+        """The hosts whose kernel has killed processes for lack of memory during the launch."""
+        short = {host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])}
+        if _grew(self._oom_kills, on_host.oom_kills()):
+            short |= {*hosts.rank_hosts} - hosts.remote.keys()
+        return short
+
+    def _wait_for_child(self) -> int:
+        """Waits for the launcher's end, and ends it if no rank begins in time. Returns its exit code.
+
+        MPI waits forever for a host that does not answer. Meanwhile the kernel's kills are counted every half minute:
+        those from before the last minute did not end this run.
+        """
+        latest_begin = time.monotonic() + self._seconds_to_begin
+        has_begun = False
+        while True:
+            try:
+                return self._child.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds_to_begin))
+            except subprocess.TimeoutExpired:
+                self._oom_kills = self._later_oom_kills
+                self._later_oom_kills = on_host.oom_kills()
+
+            has_begun = has_begun or self._has_begun()
+            if not has_begun and time.monotonic() > latest_begin:
+                self._began_too_late = True
+                self._force()
+
+    def _has_begun(self) -> bool:
+        """True once a rank runs on any host; also if it is not known where ranks are to run."""
+        hosts = self._hosts()
+        mark = str(self._folder)
+        if not hosts.rank_hosts or on_host.begun(mark)["count"]:
+            return True
+
+        answers = [hosts.call(host, "begun", mark) for host in hosts.remote]
+        return any(answer and answer["count"] for answer in answers)
+
+    def _ask(self, number: int) -> None:
+        """Asks the ranks of this host to stop, or of the first other host that has any: they tell all the others."""
+        request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+        count = on_host.ask(str(self._folder), request)["count"]
+        if not count:
+            hosts = self._hosts()
+            for host in hosts.remote:
+                answer = hosts.call(host, "ask", str(self._folder), request)
+                count = answer["count"] if answer else 0
+                if count:
+                    break
+
+        self._was_asked = self._was_asked or count > 0
+        if count and number == signal.SIGINT:
+            console.say_stopping()
+        elif not count:
+            name = signal.Signals(number).name
+            sys.stderr.write(f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n")
+            if number != signal.SIGUSR1:
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        # To its whole group: there may be a shell between it and the ranks.
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
+
+    def _force(self) -> None:
+        if self._child.poll() is None:
+            self._was_forced = True
+        self._clear()
+
+    def _clear(self) -> dict[str, Answer | None]:
+        return self._hosts().clear(str(self._folder), mpirun_job(self._folder))
+
+    def _hosts(self) -> HostCalls:
+        return self._known_hosts or HostCalls.read(self._folder)
+
+
+def _grew(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def _launcher_failed(cause: str) -> Ending:
+    return Ending(RESTART_HELPS, Failure("the launcher", socket.gethostname(), cause, RESTART_HELPS))
+
+
+def _of_all(cause: str, code: int) -> Failure:
+    return Failure("", "", cause, code, is_preemption=True)
+
+
+def _in_background(work: Any, *arguments: Any) -> threading.Thread:
+    """Runs work in a thread: a signal handler must not wait for ssh."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
