@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from hvtrain.core.records import write_atomic
-from hvtrain.finished.run_words import SETTINGS, SPLITS, add_trust, finished_config
+from hvtrain.core.files import write_atomic
+from hvtrain.finished.arguments import SETTINGS, SPLITS, add_trust, finished_config
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
@@ -19,7 +19,30 @@ examples:
 
 
 def main() -> int:
-    """Opens the run, evaluates it, prints the metrics, and writes them where asked."""
+    """Opens the run, evaluates it, prints the metrics, and writes them if asked to."""
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    finished = finished_config(options.overrides, "split", trust=options.trust)
+    split = finished.choice("split", SPLITS, "test")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.outputs import metrics_of
+
+    with on_ranks(finished.config) as strategy:
+        run = open_run(finished, strategy)
+        results = metrics_of(run, split)
+        if run.is_chief:
+            for text in results["skipped"]:
+                print(f"left out: {text}")
+            metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["metrics"].items())
+            examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
+            print(f"{results['checkpoint']}, {examples}: {metrics}")
+            if options.output:
+                text = json.dumps({"run": str(finished.folder), **results}, indent=2)
+                write_atomic(Path(options.output), text + "\n")
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain evaluate",
         usage="%(prog)s run=DIR [split=SPLIT] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
@@ -30,20 +53,4 @@ validation or test (default).""",
     )
     parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
     add_trust(parser)
-    options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split", trust=options.trust)
-    split = finished.choice("split", SPLITS, "test")
-    with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.finished.metrics import metrics_of
-    with on_ranks(finished.config) as strategy:
-        run = open_run(finished, strategy)
-        found = metrics_of(run, split)
-        if run.is_chief:
-            for item in found["skipped"]:
-                print(f"left out: {item}")
-            words = ", ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items())
-            print(f"{found['checkpoint']}, {found['examples']:,} {split} examples of {found['dataset']}: {words}")
-            if options.output:
-                write_atomic(Path(options.output), json.dumps({"run": str(finished.folder), **found}, indent=2) + "\n")
-    return 0
+    return parser

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import SETTINGS, add_trust, finished_config
+from hvtrain.finished.arguments import SETTINGS, add_trust, finished_config
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
-FORMATS = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
-"""Suffixes by format; a SavedModel is a folder."""
+SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
+"""By format; a SavedModel is a folder."""
 EPILOG = f"""\
 {SETTINGS}
 
@@ -21,9 +21,52 @@ examples:
 
 def main() -> int:
     """Opens the run in this process, exports its model, and says how far its outputs differ."""
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    finished = finished_config(options.overrides, "format", trust=options.trust)
+    model_format = finished.choice("format", tuple(SUFFIXES), "")
+    if console.is_launched():
+        raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
+    path = output_path(options.output, finished.folder.name, model_format)
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.exported import export_checked
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.strategies.base import Strategy
+
+    with on_ranks(finished.config, Strategy()) as strategy:
+        run = open_run(finished, strategy, uses_split=False)
+        print(f"{run.checkpoint} in {path}; {export_checked(run, model_format, path)}")
+    return 0
+
+
+def output_path(output: str | None, run_name: str, model_format: str) -> Path:
+    """Returns where the exported model goes.
+
+    Args:
+        output: the user's choice.
+        run_name: of which the default is made.
+        model_format: one of SUFFIXES.
+
+    Raises:
+        ConfigError: the path has another suffix, exists, or is in no folder.
+    """
+    suffix = SUFFIXES[model_format]
+    path = Path(output or f"{run_name}{suffix}")
+    # A default path may have any suffix: the folder lr0.1 of a run becomes the SavedModel lr0.1.
+    if output and path.suffix != suffix:
+        needed = f"PATH{suffix}" if suffix else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+    if path.exists():
+        raise ConfigError(f"--output {path} exists already; choose another path")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
+    return path
+
+
+def _parser() -> Parser:
+    formats = "|".join(SUFFIXES)
     parser = Parser(
         "python -m hvtrain export",
-        usage=f"%(prog)s run=DIR format={'|'.join(FORMATS)} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
+        usage=f"%(prog)s run=DIR format={formats} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
         description="""\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
 for digits.onnx). The exported model is first compared with the run's own on examples of its data.""",
@@ -31,23 +74,4 @@ for digits.onnx). The exported model is first compared with the run's own on exa
     )
     parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
     add_trust(parser)
-    options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "format", trust=options.trust)
-    chosen = finished.choice("format", tuple(FORMATS), "")
-    if console.is_launched():
-        raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
-    path = Path(options.output or f"{finished.folder.name}{FORMATS[chosen]}")
-    if options.output and path.suffix != FORMATS[chosen]:
-        needed = f"PATH{FORMATS[chosen]}" if FORMATS[chosen] else "a folder"
-        raise ConfigError(f"--output {path} does not fit format={chosen}; give {needed}")
-    if path.exists() or not path.absolute().parent.is_dir():
-        why = "exists already" if path.exists() else "is in a folder that does not exist"
-        raise ConfigError(f"--output {path} {why}; choose another path")
-    with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.exported import export_checked
-        from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.strategies.base import Strategy
-    with on_ranks(finished.config, Strategy()) as strategy:
-        run = open_run(finished, strategy, uses_split=False)
-        print(f"{run.checkpoint} in {path}; {export_checked(run, chosen, path)}")
-    return 0
+    return parser

@@ -1,10 +1,10 @@
-"""Writes a model in another format, and compares its outputs with those of the trained model."""
+"""Writes a model in another format, runs it as other programs would, and compares its outputs."""
 
 import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,63 +13,80 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.records import TEMPORARY, remove, write_atomic
+from hvtrain.core.files import TEMPORARY, remove, write_atomic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
-from hvtrain.finished.runtimes import RUNTIMES
 from hvtrain.training.saved_model import description, with_preprocessing
 
 NUM_EXAMPLES = 8
 LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
+Outputs = list[np.ndarray]
+"""All outputs in Keras's order; those of a dict in the order of their names."""
+Runtime = Callable[[Any], Outputs]
+"""Runs an exported model on a batch."""
 
-def export_checked(run: FinishedRun, chosen: str, path: Path) -> str:
-    """Exports to a new path; returns how far the outputs differ, in words.
 
-    Raises ConfigError, and leaves nothing at the path, if the model cannot be exported or differs, or if a
-    file beside it is that of another model.
+def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
+    """Exports the run's model to a new path, and compares it with the model on examples.
+
+    Args:
+        run: the finished run.
+        model_format: one of WRITERS.
+        path: of the exported model; its description goes beside it.
+
+    Returns:
+        How far the outputs differ, in words.
+
+    Raises:
+        ConfigError: the model cannot be exported or differs, or a file beside it is that of another
+            model. Nothing is left at the path.
     """
-    if chosen == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
-        raise ConfigError(
-            f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "
-            "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
-        )
+    if model_format == "onnx":
+        missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "
+                "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
+            )
     preprocessing = run.source.preprocessing()
-    described = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
-    told = json.dumps(described, indent=2) + "\n"
-    beside = files_beside(path, chosen, told, run.source.assets())
-    whole = with_preprocessing(run.in_float32(), run.task, preprocessing)
+    facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
+    beside = files_beside(path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets())
+    model = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
-    expected = [as_arrays(whole(one, training=False)) for one in examples]
+    expected = [as_arrays(model(batch, training=False)) for batch in examples]
+
     unfinished = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         remove(unfinished)
         try:
-            WRITERS[chosen](whole, unfinished)
-            run_exported = RUNTIMES[chosen](unfinished)
-            actual = [run_exported(one) for one in examples]
-        except Exception as error:
+            WRITERS[model_format](model, unfinished)
+            run_exported = RUNTIMES[model_format](unfinished)
+            actual = [run_exported(batch) for batch in examples]
+        except Exception as error:  # Each exporter and each runtime has errors of its own.
             raise ConfigError(
-                f"format={chosen} cannot have this model: {in_one_line(error)}; choose another format"
+                f"format={model_format} cannot have this model: {in_one_line(error)}; choose another format"
             ) from error
-        found = _difference(actual, expected, chosen)
+        verdict = compare_outputs(actual, expected, model_format)
         unfinished.rename(path)
     finally:
         remove(unfinished)
+
     for file, content in beside.items():
         write_atomic(file, content)
-    return found
+    return verdict
 
 
-def files_beside(path: Path, chosen: str, told: str, assets: Mapping[str, bytes]) -> dict[Path, bytes]:
-    """What an export writes beside the model: its description, and files such as a tokenizer.
+def files_beside(path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]) -> dict[Path, bytes]:
+    """Returns what an export writes beside the model: its description, and files such as a tokenizer.
 
     Exports of the same model to other formats share them. Raises ConfigError if one of them is another model's.
     """
-    name = path.name if chosen == "savedmodel" else path.stem  # A folder's name may have dots: lr0.1
-    files = {path.with_name(f"{name}.json"): told.encode()}
-    files |= {path.with_name(name): content for name, content in assets.items()}
+    # The name of a folder, a SavedModel, may have dots that begin no suffix: lr0.1
+    name = path.name if model_format == "savedmodel" else path.stem
+    files = {path.with_name(f"{name}.json"): facts.encode()}
+    files |= {path.with_name(asset): content for asset, content in assets.items()}
     for file, content in files.items():
         if file.exists() and file.read_bytes() != content:
             raise ConfigError(f"--output {path} would replace {file}, which is another model's; choose another path")
@@ -77,82 +94,138 @@ def files_beside(path: Path, chosen: str, told: str, assets: Mapping[str, bytes]
 
 
 def real_examples(run: FinishedRun) -> list[Any]:
-    """Batches of one raw example of the run's data each, as the exported model takes them; they may differ in size."""
-    source, place = run.source, run.strategy.topology
+    """Returns batches of one raw example each, as the exported model takes them; they may differ in size."""
+    source = run.source
+    topology = run.strategy.topology
     split = "test" if source.num_examples("test") else "train"
-    raw: list[Any] = source.raw_examples(split, place, NUM_EXAMPLES)
+    examples: list[Any] = source.raw_examples(split, topology, NUM_EXAMPLES)
     preprocessing = source.preprocessing()
-    if not raw and not preprocessing.layers:
-        stream = source.evaluation(split, place, 1).take(NUM_EXAMPLES)
-        return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in stream]
-    images = isinstance(preprocessing.shape, tuple)
-    return [
-        tf.nest.map_structure(
-            lambda value: tf.constant(np.asarray(value)[np.newaxis], tf.float32 if images else None), one
-        )
-        for one in raw
-    ]
+    if not examples and not preprocessing.layers:
+        # The model takes what the pipeline gives.
+        batches = source.evaluation(split, topology, 1).take(NUM_EXAMPLES)
+        return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in batches]
+
+    dtype = tf.float32 if isinstance(preprocessing.shape, tuple) else None
+
+    def as_batch(value: Any) -> tf.Tensor:
+        return tf.constant(np.asarray(value)[np.newaxis], dtype)
+
+    return [tf.nest.map_structure(as_batch, example) for example in examples]
 
 
-def as_arrays(outputs: Any) -> list[np.ndarray]:
-    """All outputs in Keras's order; those of a dict in the order of their names."""
+def as_arrays(outputs: Any) -> Outputs:
     return [np.asarray(keras.ops.convert_to_numpy(output)) for output in keras.tree.flatten(outputs)]
 
 
-def _difference(actual: list[list[np.ndarray]], expected: list[list[np.ndarray]], chosen: str) -> str:
-    """The largest difference in words. Raises ConfigError if it is beyond rounding."""
+def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], model_format: str) -> str:
+    """Describes the largest difference of the outputs by example. Raises ConfigError if it is beyond rounding."""
     if not expected:
         return "not checked, since the data set gives no raw examples"
-    gap, largest = 0.0, 1.0
-    for ours, theirs in zip(actual, expected):
-        for one, other in zip(ours, theirs, strict=True):
-            if one.shape != other.shape:
-                raise ConfigError(f"format={chosen} gives outputs of shape {one.shape} instead of {other.shape}")
-            if not np.isfinite(one).all():
+    difference = 0.0
+    largest = 1.0
+    for actual_outputs, expected_outputs in zip(actual, expected):
+        for array, reference in zip(actual_outputs, expected_outputs, strict=True):
+            if array.shape != reference.shape:
                 raise ConfigError(
-                    f"the model in format={chosen} gives {one[~np.isfinite(one)][0]}; choose another format"
+                    f"format={model_format} gives outputs of shape {array.shape} instead of {reference.shape}"
                 )
-            gap = max(gap, float(np.max(np.abs(one - other), initial=0.0)))
-            largest = max(largest, float(np.max(np.abs(other), initial=0.0)))
-    if not gap <= LARGEST_DIFFERENCE * largest:
+            wrong = array[~np.isfinite(array)]
+            if wrong.size:
+                raise ConfigError(f"the model in format={model_format} gives {wrong[0]}; choose another format")
+            difference = max(difference, float(np.max(np.abs(array - reference), initial=0.0)))
+            largest = max(largest, float(np.max(np.abs(reference), initial=0.0)))
+
+    if not difference <= LARGEST_DIFFERENCE * largest:  # Also if it is NaN.
         raise ConfigError(
-            f"the model in format={chosen} gives outputs that differ by {gap:.2g}, of {largest:.2g} at most; "
-            "choose another format"
+            f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
+            f"of {largest:.2g} at most; choose another format"
         )
     return (
-        f"largest difference of its outputs on {len(expected)} examples: {gap:.2g} (the largest output: {largest:.2g})"
+        f"largest difference of its outputs on {len(expected)} examples: {difference:.2g} "
+        f"(the largest output: {largest:.2g})"
     )
 
 
-def _keras(model: keras.Model, path: Path) -> None:
+def _write_keras(model: keras.Model, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:  # Keras demands its own suffix.
         model.save(Path(folder) / "model.keras")
         shutil.copy(Path(folder) / "model.keras", path)
 
 
-def _saved_model(model: keras.Model, path: Path) -> None:
+def _write_saved_model(model: keras.Model, path: Path) -> None:
     model.export(str(path), format="tf_saved_model", verbose=False)
 
 
-def _onnx(model: keras.Model, path: Path) -> None:
+def _write_onnx(model: keras.Model, path: Path) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             # tf2onnx makes an input of each tensor that a function takes from outside; arrays become constants in it.
-            layer.mean, layer.variance = (np.asarray(one) for one in (layer.mean, layer.variance))
+            layer.mean = np.asarray(layer.mean)
+            layer.variance = np.asarray(layer.variance)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras looks for a name that NumPy has dropped.
         model.export(str(path), format="onnx", verbose=False)
 
 
-def _tflite(model: keras.Model, path: Path) -> None:
+def _write_tflite(model: keras.Model, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _saved_model(model, Path(folder))
+        _write_saved_model(model, Path(folder))
         path.write_bytes(tf.lite.TFLiteConverter.from_saved_model(folder).convert())
 
 
 WRITERS: dict[str, Callable[[keras.Model, Path], None]] = {
-    "keras": _keras,
-    "savedmodel": _saved_model,
-    "onnx": _onnx,
-    "tflite": _tflite,
+    "keras": _write_keras,
+    "savedmodel": _write_saved_model,
+    "onnx": _write_onnx,
+    "tflite": _write_tflite,
+}
+
+
+def _open_keras(path: Path) -> Runtime:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "model.keras"
+        shutil.copy(path, copy)
+        model = keras.models.load_model(copy)
+    return lambda batch: as_arrays(model(batch))
+
+
+def _open_saved_model(path: Path) -> Runtime:
+    loaded = tf.saved_model.load(str(path))
+    return lambda batch: [output.numpy() for output in tf.nest.flatten(loaded.serve(batch))]
+
+
+def _open_onnx(path: Path) -> Runtime:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    return lambda batch: session.run(None, by_name(batch, names))
+
+
+def _open_tflite(path: Path) -> Runtime:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a package of its own.
+        interpreter = tf.lite.Interpreter(str(path))
+    runner = interpreter.get_signature_runner()
+    names = list(runner.get_input_details())
+
+    def run(batch: Any) -> Outputs:
+        outputs = runner(**by_name(batch, names))
+        return [outputs[name] for name in sorted(outputs)]
+
+    return run
+
+
+def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a batch by the names of the exported model's inputs."""
+    if isinstance(batch, dict):
+        return {name: np.asarray(batch[name]) for name in names}
+    return dict(zip(names, map(np.asarray, tf.nest.flatten(batch)), strict=True))
+
+
+RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
+    "keras": _open_keras,
+    "savedmodel": _open_saved_model,
+    "onnx": _open_onnx,
+    "tflite": _open_tflite,
 }

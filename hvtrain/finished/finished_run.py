@@ -15,9 +15,8 @@ from hvtrain.data import fitted
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.finished.run_words import FinishedConfig
-from hvtrain.strategies.base import Strategy
-from hvtrain.strategies.base import report_failures
+from hvtrain.finished.arguments import FinishedConfig
+from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.tasks import Task
@@ -27,7 +26,16 @@ from hvtrain.training.setup import build_network, open_source, open_task, optimi
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run with its trained model, the same on every rank. checkpoint: the name of the one that was read."""
+    """A run with its trained model, the same on every rank.
+
+    Attributes:
+        config: the run's settings, with the changes of the command line.
+        strategy: the ranks that use the run.
+        source: its data set, or another one.
+        task: what it has learned.
+        model: its model, with the weights of the checkpoint, and compiled.
+        checkpoint: the name of the checkpoint, step-00000040.
+    """
 
     config: RunConfig
     strategy: Strategy
@@ -41,7 +49,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> keras.Model:
-        """The trained model, or a float32 copy with the same weights."""
+        """Returns the trained model, or a float32 copy with the same weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -51,9 +59,10 @@ class FinishedRun:
         return model
 
     def left_out(self) -> list[Unreadable]:
-        """What data.on_error=skip has left out on any rank since the last call (every rank)."""
-        items = [item for own in self.strategy.comm.gather(self.source.unreadable()) for item in own]
-        return list({item.place: item for item in items}.values())  # Two ranks may have met the same damaged file.
+        """Returns what data.on_error=skip has left out on any rank since the last call (every rank)."""
+        by_rank = self.strategy.comm.gather(self.source.unreadable())
+        # Two ranks may have met the same damaged file.
+        return list({item.location: item for items in by_rank for item in items}.values())
 
     def explain(self, error: Exception) -> Exception:
         """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""
@@ -67,6 +76,7 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
     with report_failures(strategy):
         topology = strategy.start()
         console.start_log(topology.is_chief)
+        # A command prints its result; what a run would log about its beginning is of no interest here.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
@@ -76,54 +86,94 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
 def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
     """Opens the run's data and task, builds its model, and gives it the checkpoint's weights (every rank).
 
-    Inputs are preprocessed as in the run's training, whatever its data are now. If the command uses a split of these
-    data, they must be the same as then. Raises UserError, on all ranks at once.
+    Inputs are preprocessed as in the run's training, whatever its data are now.
+
+    Args:
+        finished: the run.
+        strategy: started.
+        uses_split: True if the command uses a split of the run's data, which must then be the same as in training.
+
+    Raises:
+        UserError: on all ranks at once.
     """
-    config, comm = finished.config, strategy.comm
-    wanted = finished.words.get("checkpoint")
-    step = comm.on_chief(lambda: _step(finished, wanted))
-    # Seeding also resets Keras's counters of layers, so that their names are those of the checkpoint.
-    seed_everything(config, strategy.topology.rank)
+    comm = strategy.comm
+    config = finished.config
+    step = comm.on_chief(lambda: checkpoint_step(finished))
     files = comm.on_chief(lambda: fitted.read(finished.folder))
-    source = comm.all_or_raise(lambda: open_source(config, files))
-    task = comm.all_or_raise(lambda: open_task(config, source))
-    seed_everything(config, strategy.topology.rank)
-    model = comm.all_or_raise(lambda: _compiled(config, source, task, strategy))
+    source, task, model = _build(config, files, strategy)
+
     path = finished.folder / "checkpoints" / store.folder_name(step)
-    data = comm.on_chief(lambda: load_weights(config, model, path))
+    manifest = comm.on_chief(lambda: load_weights(config, model, path))
     comm.broadcast_model(model)
+
     comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
-    if strategy.topology.is_chief and not finished.has_own_data:
-        fitted.warn_of_unused(source, files)
-    # A run of an older version fits anew, so it depends on its data in any case.
-    if finished.has_own_data and (uses_split or not files):
-        comm.all_or_raise(lambda: check_unchanged(path.name, data, source.manifest(), config.guard.data))
+    if not finished.has_own_data:
+        if strategy.topology.is_chief:
+            fitted.warn_of_unused(source, files)
+    elif uses_split:
+        comm.all_or_raise(lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data))
     return FinishedRun(config, strategy, source, task, model, path.name)
 
 
-def _compiled(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
-    """The run's model with loss and metrics. It needs the run's optimizer only for averages of the weights."""
+def checkpoint_step(finished: FinishedConfig) -> int:
+    """Returns the step of the checkpoint to read (chief only).
+
+    That is the best one, or the last if the command line asks for it, or if it asks for none and no checkpoint is
+    marked as the best.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the best one is on another host.
+        ConfigError: checkpoint=best, and the run has none.
+    """
+    folder = finished.folder / "checkpoints"
+    choice = finished.arguments.get("checkpoint")
+    best = None if choice == "last" else writer.read_best(folder)
+    if best and "host" in best:
+        raise CheckpointError(
+            f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
+        )
+    if best:
+        return best["step"]
+    if choice == "best":
+        raise ConfigError(f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last")
+
+    checkpoints = store.list_checkpoints(folder)
+    if not checkpoints:
+        raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
+    return store.step_of(checkpoints[-1])
+
+
+def _build(
+    config: RunConfig,
+    files: dict[str, bytes],
+    strategy: Strategy,
+) -> tuple[Source, Task, keras.Model]:
+    """Opens the data and the task, and builds the model as the run did (every rank).
+
+    Args:
+        config: the settings.
+        files: what the data set was fitted to, data.fitted.
+        strategy: started.
+    """
+    comm = strategy.comm
+    rank = strategy.topology.rank
+    # Seeding also resets Keras's counters of layers, so that their names are those of the checkpoint. Layers of the
+    # data set's preprocessing count too, so it is done again before the model.
+    seed_everything(config, rank)
+    source = comm.all_or_raise(lambda: open_source(config, files))
+    task = comm.all_or_raise(lambda: open_task(config, source))
+    seed_everything(config, rank)
+    model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
+    return source, task, model
+
+
+def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
     model = build_network(config, source, task, strategy.topology.size)
-    keeps: Any = optimizer_at(lambda: 0.0, config) if config.train.ema else keras.optimizers.SGD()
-    weighted = len(source.element_spec) > 2
-    task.compile(model, keeps, weighted=weighted, distribute_loss=strategy.distribute_loss)
+    optimizer: Any = keras.optimizers.SGD()
+    if config.train.ema:
+        # The averages of the weights are variables of the run's optimizer.
+        optimizer = optimizer_at(lambda: 0.0, config)
+    has_weights = len(source.element_spec) > 2
+    task.compile(model, optimizer, weighted=has_weights, distribute_loss=strategy.distribute_loss)
     model.optimizer.build(model.trainable_variables)
     return model
-
-
-def _step(finished: FinishedConfig, wanted: str | None) -> int:
-    """The step of the checkpoint to read: the best, or the last if asked for or if there is no best (chief only)."""
-    folder = finished.folder / "checkpoints"
-    if wanted != "last":
-        best = writer.read_best(folder)
-        if best and "host" not in best:
-            return best["step"]
-        if best:
-            raise CheckpointError(
-                f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
-            )
-        if wanted == "best":
-            raise ConfigError(f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last")
-    if not (found := store.list_checkpoints(folder)):
-        raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
-    return store.step_of(found[-1])

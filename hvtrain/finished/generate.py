@@ -3,7 +3,7 @@
 import sys
 
 from hvtrain.errors import ConfigError
-from hvtrain.finished.run_words import SETTINGS, add_trust, finished_config
+from hvtrain.finished.arguments import SETTINGS, add_trust, finished_config
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, not_negative
 
@@ -17,6 +17,41 @@ examples:
 
 def main() -> int:
     """Opens the run in this process and prints the prompt with its continuation."""
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    finished = finished_config(options.overrides, "prompt", trust=options.trust)
+    prompt = finished.arguments.get("prompt")
+    if not prompt:
+        raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
+    if console.is_launched():
+        raise ConfigError("generate runs in one process; start python -m hvtrain generate without a launcher")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.strategies.base import Strategy
+        from hvtrain.tasks.language import continuation
+
+    with on_ranks(finished.config, Strategy()) as strategy:
+        run = open_run(finished, strategy, uses_split=False)
+        source = run.source
+        tokens = source.tokens_of(prompt)
+        facts = source.facts()
+        if not tokens or not facts.get("causal"):
+            raise ConfigError(
+                f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"
+            )
+        written = continuation(
+            run.model,
+            tokens,
+            options.tokens,
+            facts["length"],
+            options.temperature,
+            options.seed,
+            source.end_token,
+        )
+        print(source.text_of([*tokens, *written]))
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain generate",
         usage="%(prog)s run=DIR prompt=TEXT [checkpoint=best|last] [OPTION ...] [SETTING=VALUE ...]",
@@ -27,25 +62,4 @@ def main() -> int:
     parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
     add_trust(parser)
-    options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "prompt", trust=options.trust)
-    if not (prompt := finished.words.get("prompt")):
-        raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
-    if console.is_launched():
-        raise ConfigError("generate runs in one process; start python -m hvtrain generate without a launcher")
-    with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.strategies.base import Strategy
-        from hvtrain.tasks.language import continuation
-    with on_ranks(finished.config, Strategy()) as strategy:
-        run = open_run(finished, strategy, uses_split=False)
-        tokens, facts = run.source.tokens_of(prompt), run.source.facts()
-        if not tokens or not facts.get("causal"):
-            raise ConfigError(
-                f"the run of {run.source.name} has no tokenizer, or is not causal; choose one of dataset=text"
-            )
-        written = continuation(
-            run.model, tokens, options.tokens, facts["length"], options.temperature, options.seed, run.source.end_token
-        )
-        print(run.source.text_of([*tokens, *written]))
-    return 0
+    return parser

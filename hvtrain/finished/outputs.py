@@ -1,6 +1,8 @@
-"""Predictions as rows, in the order of the examples, gathered from the ranks batch by batch."""
+"""Metrics and predictions of a finished run, the same on any number of ranks."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -9,18 +11,101 @@ import tensorflow as tf
 from hvtrain.errors import ConfigError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
-from hvtrain.finished.pace import Pace
+from hvtrain.training.run import evaluation_batches
+
+SECONDS_BETWEEN = 10.0
 
 Rows = dict[str, np.ndarray]
 """Columns of equal length by name."""
 
 
+class ProgressLines:
+    """Prints how many of `total` examples are done, at most every 10 seconds; nothing for short work.
+
+    Args:
+        verb: "predicted" or "evaluated".
+        total: number of examples.
+        is_chief: the other ranks print nothing.
+        clock: in seconds; a test injects its own.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        total: int,
+        is_chief: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.verb = verb
+        self.total = total
+        self.is_chief = is_chief
+        self._clock = clock
+        self._began = clock()
+        self._printed_at = self._began
+
+    def update(self, num_done: int) -> None:
+        """Takes the number of examples that all ranks have done."""
+        now = self._clock()
+        if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
+            return
+        self._printed_at = now
+        left = (now - self._began) * max(self.total - num_done, 0) / num_done
+        print(f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True)
+
+
+def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
+    """Evaluates a split: sums over all examples of all ranks, never a mean of means (every rank).
+
+    Returns:
+        The metrics, with checkpoint, data set and split, and what could not be read.
+
+    Raises:
+        ConfigError: the split is empty.
+    """
+    topology = run.strategy.topology
+    source = run.source
+    batch_size = run.config.train.evaluation_batch_size
+    data = run.strategy.comm.all_or_raise(lambda: evaluation_batches(source, split, topology, batch_size))
+    total = source.num_examples(split)
+    if data is None:
+        counts = {name: source.num_examples(name) for name in source.SPLITS}
+        known = [f"{name} ({count:,})" for name, count in counts.items() if count]
+        raise ConfigError(f"split={split} of {source.name} has no examples; it has {', '.join(known)}")
+
+    progress = ProgressLines("evaluated", total, topology.is_chief)
+
+    def on_test_batch_end(batch: int, logs: Any) -> None:
+        # Shards differ by few examples, so this rank's progress stands for that of all.
+        progress.update(min(total, (batch + 1) * batch_size * topology.size))
+
+    callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
+    source.unreadable()  # What was left out as the examples were counted is not in their number.
+    try:
+        results = run.strategy.evaluate(run.model, data, [callback])
+    except Exception as error:
+        raise run.explain(error) from error
+
+    skipped = run.left_out()
+    return {
+        "checkpoint": run.checkpoint,
+        "dataset": source.name,
+        "split": split,
+        "examples": total - sum(item.num_examples or 0 for item in skipped),
+        "skipped": [f"{item.location}: {item.problem}" for item in skipped],
+        "metrics": run.task.results(results),
+    }
+
+
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
-    """Yields rows in order, the same on every rank (every rank). At most one batch per rank is in memory."""
-    comm, batches = run.strategy.comm, examples.batches()
+    """Yields rows in the order of the examples, the same on every rank (every rank).
+
+    At most one batch of each rank is in memory.
+    """
+    comm = run.strategy.comm
+    batches = examples.batches()
+    # Images of many sizes would otherwise trace a graph each.
     forward = tf.function(lambda inputs: run.model(inputs, training=False), reduce_retracing=True)
-    pace = Pace("predicted", examples.total, run.is_chief)
-    number = 0
+    progress = ProgressLines("predicted", examples.total, run.is_chief)
 
     def next_rows() -> Rows | None:
         try:
@@ -29,49 +114,65 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
             raise run.explain(error) from error
         return batch and rows_of(run, batch, forward)
 
-    while blocks := [block for block in comm.gather(comm.all_or_raise(next_rows)) if block is not None]:
+    num_done = 0
+    while True:
+        # A rank whose batches have ended goes on with the others until all have.
+        by_rank = comm.gather(comm.all_or_raise(next_rows))
+        blocks = [rows for rows in by_rank if rows is not None]
+        if not blocks:
+            return
         rows = joined(blocks, examples.is_interleaved)
-        count = len(next(iter(rows.values())))
-        yield {"example": np.arange(number, number + count), **rows}
-        number += count
-        pace.reach(number)
+        count = _num_rows(rows)
+        yield {"example": np.arange(num_done, num_done + count), **rows}
+        num_done += count
+        progress.update(num_done)
 
 
-def rows_of(run: FinishedRun, batch: Batch, forward: object) -> Rows:
-    """The columns of a batch: those of the input, then those that the task makes of the outputs."""
-    inputs, known = batch
-    outputs = keras.tree.map_structure(
-        lambda output: np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32"))),
-        forward(inputs),  # type: ignore[operator]
-    )
+def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
+    """Returns the columns of a batch: those of the input, then those that the task makes of the outputs."""
+    inputs, input_columns = batch
+
+    def as_float32(output: Any) -> np.ndarray:
+        return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")))
+
+    outputs = keras.tree.map_structure(as_float32, forward(inputs))
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
-    taken = {"example", *known}  # A label or an output may have one of these names.
-    return {**known, **{f"prediction.{name}" if name in taken else name: array for name, array in columns.items()}}
+
+    rows = dict(input_columns)
+    for name, array in columns.items():
+        # A label or an output may have the name of another column.
+        is_taken = name == "example" or name in input_columns
+        rows[f"prediction.{name}" if is_taken else name] = array
+    return rows
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
-    """Splits arrays [examples, n] into n columns. Raises ConfigError for more dimensions.
+    """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay.
+
+    Raises:
+        ConfigError: an array has more dimensions.
 
     >>> list(flat({"class": np.zeros(3), "prediction": np.zeros((3, 2))}))
     ['class', 'prediction.0', 'prediction.1']
     """
-    found: Rows = {}
+    rows: Rows = {}
     for name, array in columns.items():
         if array.ndim == 1 or has_masks:
-            found[name] = array
+            rows[name] = array
+        elif array.ndim == 2 and array.shape[1] == 1:
+            rows[name] = array[:, 0]
         elif array.ndim == 2:
-            narrow = array.shape[1] == 1
-            found.update({name if narrow else f"{name}.{i}": array[:, i] for i in range(array.shape[1])})
+            rows |= {f"{name}.{index}": array[:, index] for index in range(array.shape[1])}
         else:
             raise ConfigError(
                 f"the predictions of an example are of shape {list(array.shape[1:])}, which is no row of a table; use "
                 "hvtrain.load(run).model, or python -m hvtrain generate for text"
             )
-    return found
+    return rows
 
 
 def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
-    """The blocks of all ranks in the order of the examples.
+    """Joins the blocks of all ranks in the order of the examples.
 
     >>> joined([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
     [0, 1, 2, 3, 4]
@@ -79,8 +180,12 @@ def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
     rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     if not is_interleaved:
         return rows
-    lengths = [len(next(iter(block.values()))) for block in blocks]
+    lengths = [_num_rows(block) for block in blocks]
     ranks = np.repeat(np.arange(len(blocks)), lengths)
-    places = np.concatenate([np.arange(length) for length in lengths])
-    order = np.lexsort((ranks, places))
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    order = np.lexsort((ranks, positions))  # By the position in a block, then by rank.
     return {name: array[order] for name, array in rows.items()}
+
+
+def _num_rows(rows: Rows) -> int:
+    return len(next(iter(rows.values())))

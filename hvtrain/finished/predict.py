@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished.run_words import SETTINGS, SPLITS, add_trust, finished_config
+from hvtrain.finished.arguments import SETTINGS, SPLITS, add_trust, finished_config
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
@@ -19,6 +19,50 @@ examples:
 
 def main() -> int:
     """Opens the run, predicts, and writes the predictions on the chief."""
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    finished = finished_config(options.overrides, "split", "input", trust=options.trust)
+    split = finished.choice("split", SPLITS, "test")
+    path = finished.arguments.get("input")
+    if path is not None and "split" in finished.arguments:
+        raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.inputs import of_input, of_split
+        from hvtrain.finished.outputs import predictions
+        from hvtrain.finished.writers import writer_for
+
+    with on_ranks(finished.config) as strategy:
+        comm = strategy.comm
+        run = open_run(finished, strategy, uses_split=path is None)
+        examples = comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
+        if not examples.total:
+            raise DataError(f"input={path} holds no examples; give a file that has some")
+
+        has_masks = run.task.targets_are_masks
+        output = Path(options.output or ("masks" if has_masks else "predictions.csv"))
+        settings = (path, *run.config.dataset.values())
+        inputs = [Path(value) for value in settings if isinstance(value, str)]
+        writer = comm.all_or_raise(lambda: writer_for(output, has_masks, inputs))
+        num_examples = 0
+        try:
+            for rows in predictions(run, examples):
+                num_examples += len(rows["example"])
+                comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
+            comm.on_chief(writer.close)
+        except BaseException:
+            if run.is_chief:
+                writer.discard()
+            raise
+
+        skipped = run.left_out()
+        if run.is_chief:
+            for item in skipped:
+                print(f"left out: {item.location}: {item.problem}")
+            print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}")
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain predict",
         usage="%(prog)s run=DIR [split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
@@ -27,40 +71,10 @@ Writes what a finished run predicts for each example, in order, and changes noth
 validation or test (default).""",
         epilog=EPILOG,
     )
-    what = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
-    parser.add_argument("--output", metavar="FILE", help=what)
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder",
+    )
     add_trust(parser)
-    options = parser.parse_with_words(sys.argv[1:])
-    finished = finished_config(options.words, "split", "input", trust=options.trust)
-    split, path = finished.choice("split", SPLITS, "test"), finished.words.get("input")
-    if path is not None and "split" in finished.words:
-        raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
-    with console.quiet_import(finished.config.verbose):
-        from hvtrain.finished.finished_run import on_ranks, open_run
-        from hvtrain.finished.inputs import of_input, of_split
-        from hvtrain.finished.outputs import predictions
-        from hvtrain.finished.writers import writer_for
-    with on_ranks(finished.config) as strategy:
-        run = open_run(finished, strategy, uses_split=path is None)
-        examples = strategy.comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
-        if not examples.total:
-            raise DataError(f"input={path} holds no examples; give a file that has some")
-        output = Path(options.output or ("masks" if run.task.targets_are_masks else "predictions.csv"))
-        read = [Path(value) for value in (path, *run.config.dataset.values()) if isinstance(value, str)]
-        write = strategy.comm.all_or_raise(lambda: writer_for(output, run.task.targets_are_masks, read))
-        number = 0
-        try:
-            for rows in predictions(run, examples):
-                number += len(rows["example"])
-                strategy.comm.on_chief(lambda: write.add(rows))  # noqa: B023, called at once
-            strategy.comm.on_chief(write.close)
-        except BaseException:
-            if run.is_chief:
-                write.discard()
-            raise
-        skipped = run.left_out()
-        if run.is_chief:
-            for item in skipped:
-                print(f"left out: {item.place}: {item.why}")
-            print(f"{run.checkpoint}: {number:,} predictions of {examples.name} in {output}")
-    return 0
+    return parser

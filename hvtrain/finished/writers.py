@@ -1,4 +1,4 @@
-"""Writes predictions as they arrive: a CSV or Parquet file that appears when it is complete, or images of masks."""
+"""Writes predictions as they come: a CSV or Parquet file that appears when it is complete, or images of masks."""
 
 import csv
 from abc import ABC, abstractmethod
@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
-from hvtrain.core.records import TEMPORARY, remove
+from hvtrain.core.files import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
 
 ROW_GROUP_BYTES = 2**24
-"""Of a Parquet file. A group for each batch would make the file many times larger."""
+"""Bytes of a row group of a Parquet file. A group for each batch would make the file many times larger."""
 
 
 class Writer(ABC):
@@ -28,7 +28,7 @@ class Writer(ABC):
 
     @abstractmethod
     def add(self, rows: Rows) -> None:
-        """Writes some more rows. Raises StorageError."""
+        """Writes rows. Raises StorageError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Writer(ABC):
 
 
 @contextmanager
-def _stored(path: Path) -> Iterator[None]:
+def _storage_errors(path: Path) -> Iterator[None]:
     """Turns an error of the disk into a StorageError with that path."""
     try:
         yield
@@ -49,47 +49,64 @@ def _stored(path: Path) -> Iterator[None]:
 
 
 class TableWriter(Writer):
-    """A .csv or .parquet file, which has its name only once it is complete."""
+    """Writes a file that has its name only once it is complete.
+
+    Its subclasses open `self._file` with the first rows, whose columns they need.
+    """
 
     def __init__(self, path: Path) -> None:
-        path = path.resolve()  # A link stays one.
+        path = path.resolve()  # If it is a link, the file behind it is replaced, and the link stays.
         super().__init__(path)
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
         self._file: Any = None
-        self._waiting: list[pa.Table] = []  # Of the next row group of a Parquet file.
-        self._waiting_bytes = 0
-
-    def add(self, rows: Rows) -> None:
-        with _stored(self.path):
-            if self.path.suffix == ".parquet":
-                table = pa.table(rows)
-                self._waiting.append(table)
-                self._waiting_bytes += table.nbytes
-                if self._waiting_bytes >= ROW_GROUP_BYTES:
-                    self._write_row_group()
-                return
-            if self._file is None:
-                self._file = self._temporary.open("w", newline="", encoding="utf-8")
-                csv.writer(self._file).writerow(rows)
-            csv.writer(self._file).writerows(zip(*(array.tolist() for array in rows.values())))
-
-    def _write_row_group(self) -> None:
-        table = pa.concat_tables(self._waiting)
-        self._waiting, self._waiting_bytes = [], 0
-        self._file = self._file or pa.parquet.ParquetWriter(self._temporary, table.schema)
-        self._file.write_table(table)
 
     def close(self) -> None:
-        with _stored(self.path):
-            if self._waiting:
-                self._write_row_group()
-            if self._file is not None:
+        if self._file is not None:
+            with _storage_errors(self.path):
                 self._file.close()
                 self._temporary.replace(self.path)
 
 
+class CsvWriter(TableWriter):
+    """A .csv file."""
+
+    def add(self, rows: Rows) -> None:
+        with _storage_errors(self.path):
+            if self._file is None:
+                self._file = self._temporary.open("w", newline="", encoding="utf-8")
+                csv.writer(self._file).writerow(rows)
+            columns = [array.tolist() for array in rows.values()]
+            csv.writer(self._file).writerows(zip(*columns))
+
+
+class ParquetWriter(TableWriter):
+    """A .parquet file, whose row groups hold many batches."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._group: list[pa.Table] = []
+
+    def add(self, rows: Rows) -> None:
+        self._group.append(pa.table(rows))
+        if sum(table.nbytes for table in self._group) >= ROW_GROUP_BYTES:
+            self._write_group()
+
+    def close(self) -> None:
+        if self._group:
+            self._write_group()
+        super().close()
+
+    def _write_group(self) -> None:
+        table = pa.concat_tables(self._group)
+        self._group = []
+        with _storage_errors(self.path):
+            if self._file is None:
+                self._file = pa.parquet.ParquetWriter(self._temporary, table.schema)
+            self._file.write_table(table)
+
+
 class MaskWriter(Writer):
-    """A folder of PNG images whose values are classes, named after the image or the number of the example.
+    """Writes a folder of PNG images whose values are classes, named after the image or the number of the example.
 
     The mask of x.jpg is x.png, or x.jpg.png if the mask of another image is x.png already.
     """
@@ -105,19 +122,26 @@ class MaskWriter(Writer):
             if path in self._written:
                 path = self.path / f"{name}.png"
             self._written.add(path)
-            with _stored(path):
+            with _storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)
+                dtype = np.uint8 if mask.max() < 256 else np.uint16
+                Image.fromarray(mask.astype(dtype)).save(path)
 
     def close(self) -> None:
         pass  # Each image is complete.
 
 
 def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
-    """The writer for that path.
+    """Returns the writer for that path.
 
-    inputs: files and folders that are read, or were trained on. Raises ConfigError if the output would replace them, if
-    its suffix is unknown or its folder does not exist, and for a folder of masks that holds anything.
+    Args:
+        output: a file, or a folder for masks.
+        has_masks: True if the predictions are images.
+        inputs: files and folders that are read, or were trained on.
+
+    Raises:
+        ConfigError: the output would replace an input, its suffix is unknown, its folder does not
+            exist, or a folder for masks holds anything.
     """
     if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
         raise ConfigError(f"--output {output} is what is read too; choose another name")
@@ -133,4 +157,4 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
         raise ConfigError(f"--output {output} is a folder; choose the name of a file")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another")
-    return TableWriter(output)
+    return ParquetWriter(output) if output.suffix == ".parquet" else CsvWriter(output)

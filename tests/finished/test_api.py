@@ -11,9 +11,8 @@ import pytest
 import hvtrain
 from hvtrain.data.formats.documents import embedded
 from hvtrain.errors import CheckpointError, ConfigError, DataError
-from hvtrain.finished.generate import generate
-from hvtrain.finished.predict import predict
-from hvtrain.finished.run_words import foreign_code
+from hvtrain.finished import generate, predict
+from hvtrain.finished.arguments import foreign_code
 
 TEXT = ["dataset=text", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
 MODEL = ["model=transformer", "model.width=16", "model.blocks=1", "model.heads=2", "strategy=single", "train.steps=20"]
@@ -72,7 +71,7 @@ def test_importing_hvtrain_is_cheap_and_typed():
 
 def written(monkeypatch, capsys, folder, *words):
     monkeypatch.setattr(sys, "argv", ["generate", f"run={folder}", *words])
-    assert generate() == 0
+    assert generate.main() == 0
     return capsys.readouterr().out
 
 
@@ -95,20 +94,20 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
 def test_what_cannot_be_written_is_refused(tales, monkeypatch, words, message):
     monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *words])
     with pytest.raises(ConfigError, match=re.escape(message)):
-        generate()
+        generate.main()
 
 
 def test_predict_needs_examples(tales, monkeypatch, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros((0, 16), np.int32))
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"])
     with pytest.raises(DataError, match=r"none.npy holds no examples; give a file that has some"):
-        predict()
+        predict.main()
 
 
 def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")])
     with pytest.raises(ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"):
-        predict()
+        predict.main()
     assert not list(tmp_path.iterdir())
 
 
@@ -124,7 +123,7 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     def predicted(*words):
         output = tmp_path / "predicted.csv"
         monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *words, f"--output={output}"])
-        assert predict() == 0
+        assert predict.main() == 0
         return output.read_text()
 
     before = predicted(f"input={new}")
@@ -171,12 +170,12 @@ def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(setting
         hvtrain.load(tmp_path, trust=True)
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path}", "--trust"])
     with pytest.raises(ConfigError, match=r"does not have all settings"):
-        predict()
+        predict.main()
 
 
 def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):
     config = tales[0] / "config.yaml"
-    monkeypatch.setattr("hvtrain.finished.run_words.CONFIG_FILE", "own.yaml")
+    monkeypatch.setattr("hvtrain.finished.arguments.CONFIG_FILE", "own.yaml")
     (tales[0] / "own.yaml").write_text(config.read_text().replace("hvtrain.models.transformer", "own.model"))
     assert foreign_code(tales[0], []) == ["model._target_=own.model"]
     assert foreign_code(tales[0], ["model._target_=own.model"]) == foreign_code(tales[0], ["model=cnn"]) == []

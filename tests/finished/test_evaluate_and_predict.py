@@ -15,9 +15,8 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
-from hvtrain.finished.evaluate import evaluate
-from hvtrain.finished.pace import Pace
-from hvtrain.finished.predict import predict
+from hvtrain.finished import evaluate, predict
+from hvtrain.finished.outputs import ProgressLines
 from hvtrain.finished.writers import writer_for
 from tiers import with_nightly
 
@@ -204,14 +203,14 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(found, name, message):
 def test_wrong_words_are_refused_in_one_line(found, monkeypatch, command, words, message):
     monkeypatch.setattr(sys, "argv", ["command", *(word.replace("{run}", str(found[0] / "digits")) for word in words)])
     with pytest.raises(ConfigError, match=re.escape(message)):
-        command()
+        command.main()
 
 
 def test_waiting_users_see_progress(capsys):
     now = iter([0.0, 5.0, 20.0, 21.0, 40.0])
-    pace = Pace("predicted", 1000, is_chief=True, clock=lambda: next(now))
+    progress = ProgressLines("predicted", 1000, is_chief=True, clock=lambda: next(now))
     for number in (100, 400, 420, 800):
-        pace.reach(number)
+        progress.update(number)
     assert capsys.readouterr().out.splitlines() == [
         "predicted 400 of 1,000 examples, 30 s left",
         "predicted 800 of 1,000 examples, 10 s left",

@@ -10,8 +10,7 @@ import pytest
 import hvtrain
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.finished import exported
-from hvtrain.finished.export import export
+from hvtrain.finished import export, exported
 from launching import without_hvtrain
 from tiers import mostly_nightly
 
@@ -54,7 +53,7 @@ def folder(tmp_path_factory):
 
 def export_words(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
-    assert export() == 0
+    assert export.main() == 0
 
 
 @pytest.mark.parametrize("chosen", mostly_nightly(SCRIPTS, "onnx"))

@@ -1,0 +1,185 @@
+"""The arguments of a command that uses a finished run: run=DIR, the command's own, and changes of the run's settings.
+
+Nothing here needs TensorFlow.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hvtrain.config.compose import CONFIGS, compose
+from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.errors import ConfigError
+from hvtrain.training.run_folder import CONFIG_FILE, CONFIG_HEADER
+
+CHECKPOINTS = ("best", "last")
+SPLITS = ("train", "validation", "test")
+BUILT = ("dataset", "model", "task", "optimizer")
+"""The parts of a run's settings whose targets are called to open it."""
+FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
+SETTINGS = """\
+SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
+
+
+@dataclass(frozen=True)
+class FinishedConfig:
+    """A finished run as a command line asks for it.
+
+    Attributes:
+        folder: the run folder, absolute.
+        config: its settings, with the changes of the command line.
+        arguments: the command's own, such as split=test, by name.
+        has_own_data: True if the data set is the run's, with its settings.
+    """
+
+    folder: Path
+    config: RunConfig
+    arguments: dict[str, str]
+    has_own_data: bool = True
+
+    def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
+        """Returns the argument of that name. Raises ConfigError if its value is not allowed."""
+        value = self.arguments.get(name, default)
+        if not value:
+            raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
+        if value not in allowed:
+            raise ConfigError(f"{name}={value} is not one of {', '.join(allowed)}")
+        return value
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --trust."""
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="call code that the run's settings name, besides hvtrain's and Keras's; for runs of your own code",
+    )
+
+
+def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
+    """Reads run=DIR, checkpoint=NAME and the command's own arguments; composes the rest on the run's settings.
+
+    Args:
+        arguments: of the command line, without options.
+        *names: of the command's own arguments.
+        trust: lets the settings name code that is neither hvtrain's nor Keras's.
+
+    Raises:
+        ConfigError: there is no such run, a setting is wrong, or it names foreign code.
+    """
+    own = {}
+    settings = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name in ("run", "checkpoint", *names):
+            own[name] = value
+        elif equals or argument.startswith("-"):
+            settings.append(argument)
+        else:
+            raise ConfigError(f"{argument} is not a setting; write NAME=VALUE")
+
+    if not own.get("run"):
+        raise ConfigError("run=DIR is missing; name the folder of a run, such as run=runs/first")
+    folder = Path(own.pop("run"))
+    if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
+        raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
+
+    foreign = [] if trust else foreign_code(folder, settings)
+    if foreign:
+        raise ConfigError(
+            f"run={folder} names code that is not hvtrain's or Keras's, and would be executed: {', '.join(foreign)}; "
+            "add --trust (in Python: trust=True) if this run is yours, or you have looked at that code"
+        )
+    has_own_data = not any(setting.startswith(("dataset=", "dataset.")) for setting in settings)
+    finished = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
+    finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
+    return finished
+
+
+def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
+    """Returns what opening a run calls that neither hvtrain's choices nor these settings name, as NAME=TARGET.
+
+    A run folder may be somebody else's, and calling what it names, such as numpy.load, could execute anything.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
+        header: Any = OmegaConf.to_container(OmegaConf.create(CONFIG_HEADER), resolve=False)
+    except Exception:
+        return []  # Composing it fails too, and says why.
+    if not isinstance(tree, dict):
+        return []
+
+    overridden = {setting.partition("=")[0] for setting in settings}
+    known = {setting.partition("=")[2] for setting in settings}
+    for path in CONFIGS.rglob("*.yaml"):
+        known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
+
+    foreign = []
+    for part in BUILT:
+        if part not in overridden:
+            for name, target in _targets(part, tree.get(part)):
+                if target not in known and not target.startswith(FROM_KERAS):
+                    foreign.append(f"{name}={target}")
+    # Hydra itself calls what its own settings name.
+    foreign += [name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])]
+    return foreign
+
+
+def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
+    """Yields the dotted names and values of all targets in a tree of settings.
+
+    Interpolations count as targets: only OmegaConf knows which settings it makes of them.
+    """
+    if isinstance(tree, str) and "${" in tree.replace("${run.dir}", ""):
+        yield name, tree
+    branches: Any = ()
+    if isinstance(tree, dict):
+        branches = tree.items()
+    elif isinstance(tree, list):
+        branches = enumerate(tree)
+    for key, value in branches:
+        if key == "_target_":
+            yield f"{name}._target_", str(value)
+        else:
+            yield from _targets(f"{name}.{key}", value)
+
+
+def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
+    """Composes the run's settings with changes. Raises ConfigError."""
+    options = [setting for setting in settings if setting.startswith("-")]
+    of_run = [setting for setting in settings if not setting.startswith("-")]
+
+    # dataset=NAME takes another data set, with none of the run's settings: it is composed by itself.
+    of_data = []
+    if any(setting.startswith("dataset=") for setting in of_run):
+        of_data = [setting for setting in of_run if setting.startswith(("dataset=", "dataset."))]
+        of_run = [setting for setting in of_run if setting not in of_data]
+
+    tree = _compose_one([f"--config-dir={folder}", *of_run])
+    if of_data:
+        tree["dataset"] = _compose_one([*options, *of_data])["dataset"]
+    config = from_dict(tree)
+    return replace(config, run=replace(config.run, dir=str(folder.absolute())))
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """Returns the settings that these overrides give. Raises ConfigError."""
+    return from_dict(_compose_one(overrides))
+
+
+def _compose_one(overrides: Sequence[str]) -> dict[str, Any]:
+    """Composes one run. sys.argv, which Hydra reads, is afterwards as it was."""
+    arguments = sys.argv[:]
+    try:
+        trees = compose(list(overrides))
+    finally:
+        sys.argv[:] = arguments
+    if not trees:
+        raise ConfigError(f"{' '.join(overrides)} composes no run; leave out options such as --cfg")
+    return trees[0]
