@@ -1,7 +1,8 @@
-"""A note, on each host without checkpoints of its own, of where the newest checkpoint lies. Knows no ranks.
+"""Notes of where the newest checkpoint lies, on hosts that have none. Knows no ranks.
 
-Without a shared disk only rank 0's host has checkpoints. A start without that host would silently begin at step 0, so
-hvtrain.training.newest reads the notes and refuses. The launcher passes its own note in VARIABLE.
+Without a shared disk only rank 0's host has checkpoints. A start without that host would silently
+begin at step 0, so hvtrain.training.find_checkpoint reads the notes and refuses. The launcher
+passes its own note in VARIABLE.
 """
 
 import json
@@ -12,13 +13,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvtrain.core.records import write_atomic
+from hvtrain.core.files import write_atomic
 from hvtrain.errors import StorageError
 
 log = logging.getLogger(__name__)
 
 NOTE_FILE = "newest-checkpoint.json"
 VARIABLE = "HVTRAIN_NEWEST_CHECKPOINT"
+
+# A note is not trusted: whoever can write to a run folder can write one.
 _MAX_BYTES = 10_000
 _HOST = re.compile(r"[\w.-]{1,253}")
 _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
@@ -26,44 +29,50 @@ _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
 
 @dataclass(frozen=True)
 class Note:
-    """A host that writes checkpoints of a run, and the step of its newest complete one; 0: none yet.
-
-    run_id is None if the run is not known.
-    """
+    """A host that writes checkpoints of a run, and the step of its newest complete one."""
 
     step: int
+    """0: no checkpoint is complete yet."""
     host: str
     run_id: str | None = None
+    """None if the run is not known."""
 
 
 def checked_run_id(value: object) -> str | None:
-    """A run's identifier as read from a file; None for anything else, as in checkpoints of older versions."""
+    """Returns a run's identifier as read from a file; None for anything else."""
     return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
 
 
 def read(folder: Path) -> Note | None:
-    """The note in a run folder; None if there is none, or if the file is not a note."""
+    """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
-        step, host, run_id = found["step"], found["host"], checked_run_id(found["run_id"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        step = content["step"]
+        host = content["host"]
+        run_id = checked_run_id(content["run_id"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    is_note = type(step) is int and step >= 0 and isinstance(host, str) and _HOST.fullmatch(host) and run_id
-    return Note(step, host, run_id) if is_note else None
+    is_step = type(step) is int and step >= 0  # A bool is an int to isinstance.
+    is_host = isinstance(host, str) and _HOST.fullmatch(host)
+    return Note(step, host, run_id) if is_step and is_host and run_id else None
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """Returns the name of the folder of a step's checkpoint.
+
+    >>> folder_name(44)
+    'step-00000044'
+    """
     return f"step-{step:08d}"
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint in a run folder on this host; None without any."""
-    names = [path.name for path in folder.glob("checkpoints/step-*")]
-    return max((int(found[1]) for name in names if (found := re.fullmatch("step-([0-9]{8,18})", name))), default=None)
+    """Returns the step of the newest checkpoint in a run folder on this host; None without any."""
+    matches = (re.fullmatch("step-([0-9]{8,18})", path.name) for path in folder.glob("checkpoints/step-*"))
+    return max((int(match[1]) for match in matches if match), default=None)
 
 
 def forget(folder: Path, run_id: str | None) -> None:
@@ -75,38 +84,42 @@ def forget(folder: Path, run_id: str | None) -> None:
 
 
 def from_launcher(environ: Mapping[str, str]) -> Note | None:
-    """The launcher's note, as to_ranks() wrote it.
+    """Returns the launcher's note, as to_ranks() wrote it.
 
     >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
     """
     step, _, host = environ.get(VARIABLE, "").partition("@")
-    return Note(int(step), host) if re.fullmatch("[0-9]{1,18}", step) and _HOST.fullmatch(host) else None
+    is_valid = re.fullmatch("[0-9]{1,18}", step) and _HOST.fullmatch(host)
+    return Note(int(step), host) if is_valid else None
 
 
 def to_ranks(step: int, host: str) -> dict[str, str]:
-    """The environment variable that passes the launcher's note."""
+    """Returns the environment variable that passes the launcher's note."""
     return {VARIABLE: f"{step}@{host}"}
 
 
 @dataclass
 class NoteKeeper:
-    """Keeps this host's note up to date; folder None: this rank writes none.
+    """Keeps this host's note up to date.
 
     If a note cannot be written, one warning says so: notes matter only after another failure.
     """
 
     folder: Path | None = None
+    """The run folder; None: this rank writes no note."""
     host: str = ""
     run_id: str | None = None
 
     def note(self, complete_step: int) -> None:
-        """Notes that the host writes checkpoints, and that the one of complete_step is complete; 0: none yet."""
+        """Notes that the host writes checkpoints, and which is complete; 0: none yet."""
         if self.folder is None:
             return
         note = Note(complete_step, self.host, self.run_id)
         before = read(self.folder)
-        if before == note or (before and before.run_id == note.run_id and before.step and not complete_step):
+        # The beginning of a run says nothing new if an earlier start has left its step.
+        knows_more = before and before.run_id == note.run_id and before.step and not complete_step
+        if before == note or knows_more:
             return
         try:
             write_atomic(self.folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")

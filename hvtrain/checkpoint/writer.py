@@ -1,7 +1,8 @@
-"""Writes checkpoints, completely or not at all, while training continues. Knows no ranks; only the chief calls it.
+"""Writes checkpoints, completely or not at all, while training continues.
 
-Files are flushed to the disk under a temporary name and appear by a rename; old ones are renamed before they are
-deleted. So step-NNNNNNNN is complete at any moment, and `sweep` finds what a killed process left by its name.
+Knows no ranks; only the chief calls it. Files are flushed to the disk under a temporary name and
+appear by a rename; old ones are renamed before they are deleted. So step-NNNNNNNN is complete at
+any moment, and `sweep` finds what a killed process left by its name.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.records import TEMPORARY, flush, read_file, remove, write_atomic, writing
+from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_atomic, writing
 from hvtrain.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ log = logging.getLogger(__name__)
 SECONDS_TO_FINISH = 30.0
 _BUFFER_BYTES = 1 << 20  # Groups small arrays: each system call may delay the training.
 _BEST = "best.json"
-_REPLACED, _GONE = f"{TEMPORARY}old-", f"{TEMPORARY}gone-"
-# safetensors's names of NumPy's types.
+_REPLACED = f"{TEMPORARY}old-"
+_GONE = f"{TEMPORARY}gone-"
+
+# safetensors's names of NumPy's types: "F32" is float32.
 _TYPES = {
     "bool": "BOOL",
     **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)},
@@ -40,20 +43,36 @@ _TYPES = {
 
 
 def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Path:
-    """Writes folder/step-NNNNNNNN and returns it. Raises CheckpointError; older checkpoints stay as they are."""
-    # safetensors has no bfloat16 for NumPy: such arrays are stored as their bits, and meta lists them.
+    """Writes a checkpoint to folder/step-NNNNNNNN, and returns its path.
+
+    Args:
+        folder: of the run's checkpoints.
+        step: of the training.
+        arrays: by key, see store.snapshot.
+        meta: everything else, as JSON.
+
+    Raises:
+        CheckpointError: if it was not written; older checkpoints stay as they are.
+    """
+    # safetensors has no bfloat16 for NumPy: such arrays are stored as their bits, and meta lists
+    # them.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    plain = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
+    storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
     text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
+    needed_bytes = sum(array.nbytes for array in arrays.values()) + len(text)
+
     target = folder / folder_name(step)
     temporary = folder / f"{TEMPORARY}{target.name}"
-    needed_bytes = sum(array.nbytes for array in arrays.values()) + len(text)
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
-        sums = [_write_file(temporary / ARRAYS, pieces(plain)), _write_file(temporary / META, [text])]
+        sums = [
+            _write_file(temporary / ARRAYS, pieces(storable)),
+            _write_file(temporary / META, [text]),
+        ]
         _write_file(temporary / SUMS, ["".join(sums).encode()])
         flush(temporary)
-        # If the replacement of an older checkpoint of this step is cut short, sweep restores that one.
+        # If the replacement of an older checkpoint of this step is cut short, sweep restores that
+        # one.
         old = target.with_name(f"{_REPLACED}{target.name}")
         remove(old)
         if os.path.lexists(target):
@@ -71,24 +90,45 @@ def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
     """
     # In the order of safetensors itself: by alignment, then by name.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header, end = {}, 0
+    header = {}
+    begin = 0
     for key, array in ordered:
-        begin, end = end, end + array.nbytes
-        header[key] = {"dtype": _TYPES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+        end = begin + array.nbytes
+        header[key] = {
+            "dtype": _TYPES[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, array in ordered:
-        yield np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C").reshape(-1).view(np.uint8)
+        little_endian = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+        yield little_endian.reshape(-1).view(np.uint8)
+
+
+def _write_file(path: Path, data: Iterable[Any]) -> str:
+    """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
+    digest = hashlib.sha256()
+    with path.open("xb", buffering=_BUFFER_BYTES) as stream:
+        for piece in data:
+            digest.update(piece)
+            stream.write(piece)
+    flush(path)
+    return f"{digest.hexdigest()}  {path.name}\n"
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
-    """Records the best checkpoint so far, and its host if it is another; prune keeps that checkpoint."""
+    """Records the best checkpoint so far, which prune keeps, and its host if it is another."""
     write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value, **host}) + "\n")
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
-    """The record of mark_best: step, metric, value and, if on another host, host; None if the checkpoint is gone."""
+    """Returns the record of mark_best; None if there is none, or if the checkpoint is gone.
+
+    Its keys are step, metric, value and, if the checkpoint is on another host, host.
+    """
     path = folder / _BEST
     if not path.exists():
         return None
@@ -108,10 +148,14 @@ def read_best(folder: Path) -> dict[str, Any] | None:
 def prune(folder: Path, keep: int, written_step: int) -> None:
     """Deletes all but the `keep` newest checkpoints and the best one.
 
-    Those after written_step are left alone and do not count: they were damaged and could not be set aside.
+    Those after written_step are left alone and do not count: they were damaged and could not be set
+    aside.
     """
-    best, paths = read_best(folder), [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
-    kept = {path.name for path in paths[-keep:]} | {folder_name(best["step"]) if best else ""}
+    paths = [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
+    kept = {path.name for path in paths[-keep:]}
+    best = read_best(folder)
+    if best:
+        kept.add(folder_name(best["step"]))
     for path in paths:
         if path.name not in kept:
             gone = path.with_name(f"{_GONE}{path.name}")
@@ -122,39 +166,50 @@ def prune(folder: Path, keep: int, written_step: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes left in this run's folder, and undoes a replacement that was cut short."""
+    """Removes what killed processes left, and undoes a replacement that was cut short."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        name = path.name.removeprefix(_REPLACED)
+        replaced = folder / path.name.removeprefix(_REPLACED)
         with suppress(OSError):
-            if name != path.name and not os.path.lexists(folder / name):
-                path.rename(folder / name)
+            if path.name.startswith(_REPLACED) and not os.path.lexists(replaced):
+                path.rename(replaced)
             else:
                 remove(path)
 
 
 def save_model(model: "keras.Model", path: Path) -> None:
-    """Saves the model as a Keras file, or its weights as .weights.h5, completely or not at all. Raises StorageError."""
+    """Saves the model as a Keras file, or its weights as .weights.h5, completely or not at all.
+
+    Raises:
+        StorageError: if it was not saved.
+    """
     temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
+    save = model.save_weights if path.suffix == ".h5" else model.save
     with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
         temporary.mkdir()
-        (model.save_weights if path.suffix == ".h5" else model.save)(temporary / path.name)
+        save(temporary / path.name)
         flush(temporary / path.name)
         (temporary / path.name).replace(path)
         remove(temporary)
 
 
 class Writer:
-    """Writes checkpoints in a background thread, one at a time; records the best, deletes old ones (chief only).
+    """Writes checkpoints in a background thread, one at a time (chief only).
 
-    As a context manager it finishes a write even if training fails, within SECONDS_TO_FINISH.
+    Records the best, and deletes old ones. As a context manager it finishes a write even if
+    training fails, within SECONDS_TO_FINISH.
 
-    best: the metric whose best checkpoint is kept. sign: 1 if more of it is better, otherwise -1.
+    Args:
+        folder: of the run's checkpoints.
+        config: how many are kept, and what an error does.
+        best: the metric whose best checkpoint is kept.
+        sign: 1 if more of it is better, otherwise -1.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, best: str = "val_accuracy", sign: int = 1) -> None:
-        self._best, self._sign = best, sign
         self._folder = folder
         self._config = config
+        self._best = best
+        self._sign = sign
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
@@ -173,7 +228,10 @@ class Writer:
         self._thread.start()
 
     def outcome(self) -> UserError | None:
-        """Waits for the current write; returns the error that stops training, or None. Raises any other exception."""
+        """Waits for the current write; returns the error that stops training, or None.
+
+        Raises any other exception, which is a bug.
+        """
         if self._thread:
             self._thread.join()
         if self._error is None or isinstance(self._error, UserError):
@@ -182,7 +240,8 @@ class Writer:
 
     def finish(self) -> None:
         """Waits for the last write; raises its error, or warns that the last state is not saved."""
-        if error := self.outcome():
+        error = self.outcome()
+        if error:
             raise error
         if self._unsaved:
             log.warning("the last state is not saved: %s", self._unsaved)
@@ -197,29 +256,26 @@ class Writer:
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
             write(self._folder, step, arrays, meta)
-            name, sign, best = self._best, self._sign, read_best(self._folder)
-            value = meta["metrics"].get(name, math.nan)
-            is_best = best is None or best["metric"] != name or sign * value > sign * best["value"]
-            if math.isfinite(value) and is_best:
-                mark_best(self._folder, step, name, value)
+            value = meta["metrics"].get(self._best, math.nan)
+            if math.isfinite(value) and self._is_best(value):
+                mark_best(self._folder, step, self._best, value)
             prune(self._folder, self._config.keep, step)
-            self._unsaved, self.whole_step = "", step
+            self._unsaved = ""
+            self.whole_step = step
         except UserError as error:
             if self._config.on_error == "stop":
                 self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")
             else:
                 self._unsaved = str(error)
-                log.warning("%s; training continues (checkpoint.on_error=warn), the next save tries again", error)
+                log.warning(
+                    "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                    error,
+                )
         except BaseException as error:  # A bug; outcome() raises it in the training thread.
             self._error = error
 
-
-def _write_file(path: Path, data: Any) -> str:
-    """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
-    digest = hashlib.sha256()
-    with path.open("xb", buffering=_BUFFER_BYTES) as stream:
-        for piece in data:
-            digest.update(piece)
-            stream.write(piece)
-    flush(path)
-    return f"{digest.hexdigest()}  {path.name}\n"
+    def _is_best(self, value: float) -> bool:
+        best = read_best(self._folder)
+        if best is None or best["metric"] != self._best:
+            return True
+        return self._sign * value > self._sign * best["value"]

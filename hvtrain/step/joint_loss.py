@@ -1,9 +1,10 @@
-"""Losses whose mean over all ranks is the loss of the joint batch, also where ranks hold unlike amounts of what counts.
+"""Losses whose mean over all ranks is that of the joint batch, whatever each rank holds.
 
-The mean over ranks of their means is the joint mean only if each rank divides by the same number. Masks, ignored labels
-and weighted means divide by what the batch holds, so the ranks have to add up these denominators. That is one number in
-a message of its own. It depends on masks and weights alone, so it travels while the model computes; and unlike a number
-that travels with the gradients, it is exact for several losses, for accumulated gradients and for the loss in the logs.
+The mean over ranks of their means is the joint mean only if each rank divides by the same number.
+Masks, ignored labels and weighted means divide by what the batch holds, so the ranks have to add up
+these denominators. That is one number in a message of its own. It depends on masks and weights
+alone, so it travels while the model computes; and unlike a number that travels with the gradients,
+it is exact for several losses, for accumulated gradients and for the loss in the logs.
 """
 
 from collections.abc import Callable
@@ -17,23 +18,30 @@ from tensorflow.python.eager.record import could_possibly_record as is_taking_gr
 
 
 def joint_loss(
-    loss: keras.losses.Loss, mean_over_ranks: Callable[[tf.Tensor], tf.Tensor], num_ranks: Callable[[], int]
+    loss: keras.losses.Loss,
+    mean_over_ranks: Callable[[tf.Tensor], tf.Tensor],
+    num_ranks: Callable[[], int],
 ) -> keras.losses.Loss:
-    """The loss, changed where a gradient is taken, so that the mean over ranks of its gradients is the joint one.
+    """Changes a loss so that the mean over ranks of its gradients is that of the joint batch.
 
-    Keras saves it as the plain loss. Its attribute `denominator` is what its last value was divided by, or None if that
-    is the number of elements. Its attribute `batch_weight` is 1, or n x ranks / N if this rank has n of the step's N
-    examples and its gradient is multiplied by that afterwards.
+    It acts only where a gradient is taken. Keras saves it as the plain loss.
 
     Args:
-        mean_over_ranks: the mean of a float32 scalar over all ranks.
+        loss: of Keras, or a subclass.
+        mean_over_ranks: returns the mean of a float32 scalar over all ranks.
         num_ranks: called when a step is traced.
+
+    Returns:
+        A copy with two more attributes. `denominator` is what its last value was divided by, or
+        None if that is the number of elements. `batch_weight` is 1, or n x ranks / N if this rank
+        has n of the step's N examples and its gradient is multiplied by that afterwards.
     """
     base = type(loss)
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         losses = base.call(self, y_true, y_pred)
-        self._elements = losses, get_keras_mask(losses)
+        self._elements = losses
+        self._elements_mask = get_keras_mask(losses)
         return losses
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:  # noqa: N807
@@ -41,37 +49,50 @@ def joint_loss(
         value = base.__call__(self, y_true, y_pred, sample_weight)
         if self._elements is None:
             return value  # A loss with a __call__ of its own.
-        (elements, own_mask), mask = self._elements, get_keras_mask(y_pred)
-        mask = own_mask if mask is None else mask if own_mask is None else mask & own_mask
-        self.denominator = _denominator(elements, mask, sample_weight, self.reduction)
+        mask = get_keras_mask(y_pred)
+        if mask is None:
+            mask = self._elements_mask
+        elif self._elements_mask is not None:
+            mask = mask & self._elements_mask
+        self.denominator = _denominator(self._elements, mask, sample_weight, self.reduction)
+
         if not is_taking_gradients():
             return value
         if self.reduction == "sum":
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator)) / self.batch_weight
-        return value * tf.cast(tf.stop_gradient(share), value.dtype)
+        share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
+        return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 
-    # Keras writes these names into saved models, which then load as the plain loss.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    joint: Any = object.__new__(type(base.__name__, (base,), {**names, "__call__": __call__, "call": call}))
+    members = {
+        # Keras writes these names into saved models, which then load as the plain loss.
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__call__": __call__,
+        "call": call,
+    }
+    joint: Any = object.__new__(type(base.__name__, (base,), members))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
 
 
 def _denominator(elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None) -> tf.Tensor | None:
-    """The number that Keras divides the sum of the elements by; None if it is their number, or if it does not divide.
+    """Returns what Keras divides the sum of the elements by.
 
-    As in keras.src.losses.loss: a mask counts what is left, by its share of the elements, whatever its shape.
+    None if that is their number, or if it does not divide. As in keras.src.losses.loss: a mask
+    counts what is left, by its share of the elements, whatever its shape.
     """
-    mask = None if mask is None else tf.cast(mask, tf.float32)
+    if mask is not None:
+        mask = tf.cast(mask, tf.float32)
     if reduction == "mean_with_sample_weight":
-        weights = None if weights is None else tf.cast(weights, tf.float32)
-        if mask is not None and weights is not None:
-            mask, weights = squeeze_or_expand_to_same_rank(mask, weights)
+        if weights is None:
+            weights = mask
+        elif mask is None:
+            weights = tf.cast(weights, tf.float32)
+        else:
+            mask, weights = squeeze_or_expand_to_same_rank(mask, tf.cast(weights, tf.float32))
             weights = mask * weights
-        weights = mask if weights is None else weights
         return None if weights is None else tf.reduce_sum(weights)
     if mask is None or reduction not in ("sum_over_batch_size", "mean"):
         return None
@@ -79,16 +100,17 @@ def _denominator(elements: tf.Tensor, mask: Any, weights: Any, reduction: str | 
 
 
 def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
-    """The same value, whose gradient is multiplied by the weight of the batch."""
-    heavier = loss * tf.cast(batch_weight, loss.dtype)
-    return heavier + tf.stop_gradient(loss - heavier)
+    """Returns the same value, whose gradient is multiplied by the weight of the batch."""
+    scaled = loss * tf.cast(batch_weight, loss.dtype)
+    return scaled + tf.stop_gradient(loss - scaled)
 
 
 class ExactLoss(keras.metrics.Mean):
-    """Takes the place of the model's mean of losses, so that an evaluation does not depend on how examples are batched.
+    """Mean of losses that does not depend on how the examples of an evaluation are batched.
 
-    Keras weights each batch by its number of examples. Where the loss divides by something else (unmasked elements, the
-    sum of weights), evaluation weights by that instead: sum over sum, over all batches of all ranks.
+    Takes the place of the model's own, which weights each batch by its number of examples. Where
+    the loss divides by something else (unmasked elements, the sum of weights), an evaluation
+    weights by that instead: sum over sum, over all batches of all ranks.
 
     Args:
         loss: of joint_loss.
@@ -99,5 +121,7 @@ class ExactLoss(keras.metrics.Mean):
         self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        own = getattr(self._loss, "denominator", None)  # A strategy may leave losses as they are.
-        super().update_state(values, sample_weight if own is None or is_taking_gradients() else own)
+        denominator = getattr(self._loss, "denominator", None)  # A strategy may leave losses as they are.
+        if denominator is not None and not is_taking_gradients():
+            sample_weight = denominator
+        super().update_state(values, sample_weight)
