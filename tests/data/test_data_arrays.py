@@ -13,8 +13,8 @@ from sklearn.preprocessing import StandardScaler
 from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
-from hvtrain.data.sources.examples import Examples
 from hvtrain.data.sources.memory import as_models_take
+from hvtrain.data.sources.user_examples import PipelineExamples
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
 
@@ -123,7 +123,7 @@ def test_integers_beyond_32_bits_are_refused(value):
     ids, labels = np.array([[1], [value]]), np.array([0, 1])
     with pytest.raises(DataError, match=f"{value} is among the integers, and models take those of 32 bits; number"):
         as_models_take(ids)
-    examples = Examples(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
+    examples = PipelineExamples(tf.data.Dataset.from_tensor_slices((ids, labels)), "mine")
     with pytest.raises(tf.errors.InvalidArgumentError, match="models take integers of 32 bits; number what they name"):
         list(examples.examples(0))
 

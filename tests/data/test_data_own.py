@@ -226,7 +226,7 @@ def test_an_exception_of_the_function_is_named_with_its_line():
     file = ROOT / "tests/support/own/pipelines/__init__.py"
     lines = {mark: n for n, text in enumerate(file.read_text().splitlines(), 1) for mark in [text.partition("  # ")[2]]}
     message = (
-        rf"failing\(shard=0, num_shards=1\) failed: ZeroDivisionError: .* \({file}, line {lines['failing']}\); debug"
+        rf"failing\(shard=0, num_shards=1\) failed: ZeroDivisionError: .* \({file}, line {lines['failing']}\); trace"
     )
     with pytest.raises(ConfigError, match=message):
         pipelines.data("failing").num_examples("train")

@@ -1,4 +1,4 @@
-"""CIFAR-10: 60,000 color images of 32x32, from a folder with the binary version, or Keras's cache or download.
+"""CIFAR-10: 60,000 color images of 32x32 pixels, from the binary version's files or through Keras.
 
 The binary version needs no unpickling. Keras's copy is pickled, and Keras checks the archive's SHA-256 first.
 """
@@ -15,10 +15,24 @@ from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
 
 IMAGES_PER_FILE = 10_000
-INNER = "cifar-10-batches-bin"  # The folder inside the archive.
-CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # One label, then the red, green and blue planes.
-FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
+ARCHIVE_FOLDER = "cifar-10-batches-bin"
+FILES = {
+    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
+    "test": ["test_batch.bin"],
+}
+CLASS_NAMES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 KERAS_FILES = KerasFiles(
     "cifar10",
     ("cifar-10-batches-py-target_archive",),
@@ -35,28 +49,59 @@ def cifar10(
     shift_pixels: int = 4,
     flip: bool = True,
 ) -> ArraySource:
-    """`dir` or its folder cifar-10-batches-bin holds the six .bin files."""
+    """Makes the source.
+
+    Args:
+        dir: the folder with the six .bin files, or the one that holds cifar-10-batches-bin; None: Keras's
+            cache, or its download.
+        num_validation, standardize, shift_pixels, flip: see ArraySource.
+
+    Raises:
+        DataError: if files are missing, or the download's host does not answer.
+    """
     load: Callable[[], Arrays]
     if dir is None:
-        origin, load = KERAS_FILES.fetch(), KERAS_FILES.load
+        origin = KERAS_FILES.fetch()
+        load = KERAS_FILES.load
     else:
-        folder = user_path(dir)
-        folder = folder / INNER if (folder / INNER).is_dir() else folder
-        if missing := [name for group in FILES.values() for name in group if not (folder / name).is_file()]:
-            raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
-        origin, load = f"dataset.dir={dir}", partial(_read_folder, folder)
-    changes = num_validation, shift_pixels, flip
-    return ArraySource("cifar10", load, (32, 32, 3), 10, origin, standardize, 255.0, *changes, CLASS_NAMES)
+        origin = f"dataset.dir={dir}"
+        load = partial(_read_folder, _complete_folder(dir))
+    return ArraySource(
+        "cifar10",
+        load,
+        image_shape=(32, 32, 3),
+        num_classes=10,
+        origin=origin,
+        standardize=standardize,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        flip=flip,
+        class_names=CLASS_NAMES,
+    )
+
+
+def _complete_folder(dir: str) -> Path:
+    folder = user_path(dir)
+    if (folder / ARCHIVE_FOLDER).is_dir():
+        folder /= ARCHIVE_FOLDER
+    missing = [name for names in FILES.values() for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {KERAS_FILES.advice}")
+    return folder
 
 
 def _read_folder(folder: Path) -> Arrays:
-    """Images uint8 [n, 32, 32, 3] and labels [n] of the binary version's files."""
+    """Reads images uint8 [n, 32, 32, 3] and labels [n] from the binary version's files."""
+    file_bytes = IMAGES_PER_FILE * RECORD_BYTES
     arrays = {}
     for split, names in FILES.items():
         for name in names:
-            expected, found = IMAGES_PER_FILE * RECORD_BYTES, (folder / name).stat().st_size
-            if found != expected:
-                raise DataError(f"{folder / name}: {expected} bytes expected, {found} found; fetch the file again")
-        records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]).reshape(-1, RECORD_BYTES)
-        arrays[split] = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
+            size = (folder / name).stat().st_size
+            if size != file_bytes:
+                raise DataError(f"{folder / name}: {file_bytes} bytes expected, {size} found; fetch the file again")
+
+        records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
+        records = records.reshape(-1, RECORD_BYTES)
+        images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        arrays[split] = images, records[:, 0]
     return arrays

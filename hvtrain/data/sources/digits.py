@@ -1,7 +1,9 @@
-"""scikit-learn's 1,797 handwritten digits of 8x8: real data that needs no download."""
+"""scikit-learn's 1,797 handwritten digits of 8x8 pixels: real data that needs no download."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,60 +12,90 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797
-TRAITS = {"even": (0, 2, 4, 6, 8), "prime": (2, 3, 5, 7), "above four": (5, 6, 7, 8, 9), "with a loop": (0, 6, 8, 9)}
+MAX_VALUE = 16.0  # Of a pixel, in this data set.
+TRAITS = {
+    "even": (0, 2, 4, 6, 8),
+    "prime": (2, 3, 5, 7),
+    "above four": (5, 6, 7, 8, 9),
+    "with a loop": (0, 6, 8, 9),
+}
 
 
 def digits(
     num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
 ) -> ArraySource:
-    """Pixels 0 ... 16, 10 classes. The test part is stratified and the same in every run."""
-    _check_num_test(num_test)
+    """Makes a source of images with pixels 0 ... 16, in 10 classes.
 
-    def load() -> Arrays:
-        images, labels = read()
-        is_test = stratified(labels, num_test)
-        return {"train": (images[~is_test], labels[~is_test]), "test": (images[is_test], labels[is_test])}
-
-    changes, origin = (num_validation, shift_pixels, False), "inside scikit-learn"
-    return ArraySource("digits", load, (8, 8, 1), 10, origin, standardize, 16.0, *changes, tuple("0123456789"))
+    The test part is stratified and the same in every run.
+    """
+    return ArraySource(
+        "digits",
+        _loader(num_test, lambda labels: labels),
+        num_classes=10,
+        class_names=tuple("0123456789"),
+        **_image_options(num_validation, standardize, shift_pixels),
+    )
 
 
 def digits_traits(
     num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
 ) -> ArraySource:
-    """The same images, with TRAITS of the digit as targets: float32 0 or 1 for each."""
-    _check_num_test(num_test)
+    """Makes a source of the same images with TRAITS of the digit as targets, float32 0 or 1 for each."""
 
-    def load() -> Arrays:
-        images, labels = read()
-        targets = np.stack([np.isin(labels, digits) for digits in TRAITS.values()], axis=1).astype(np.float32)
-        is_test = stratified(labels, num_test)
-        return {"train": (images[~is_test], targets[~is_test]), "test": (images[is_test], targets[is_test])}
+    def traits(labels: np.ndarray) -> np.ndarray:
+        columns = [np.isin(labels, members) for members in TRAITS.values()]
+        return np.stack(columns, axis=1).astype(np.float32)
 
-    changes, origin = (num_validation, shift_pixels, False), "inside scikit-learn"
-    facts = {"label_names": tuple(TRAITS)}
-    return ArraySource("digits_traits", load, (8, 8, 1), None, origin, standardize, 16.0, *changes, more_facts=facts)
+    return ArraySource(
+        "digits_traits",
+        _loader(num_test, traits),
+        num_classes=None,
+        more_facts={"label_names": tuple(TRAITS)},
+        **_image_options(num_validation, standardize, shift_pixels),
+    )
 
 
-def _check_num_test(num_test: int) -> None:
+def _image_options(num_validation: int, standardize: str, shift_pixels: int) -> dict[str, Any]:
+    return {
+        "image_shape": (8, 8, 1),
+        "origin": "inside scikit-learn",
+        "standardize": standardize,
+        "max_value": MAX_VALUE,
+        "num_validation": num_validation,
+        "shift_pixels": shift_pixels,
+    }
+
+
+def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Arrays]:
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
+    def load() -> Arrays:
+        images, labels = read()
+        targets = targets_of(labels)
+        is_test = stratified(labels, num_test)
+        return {
+            "train": (images[~is_test], targets[~is_test]),
+            "test": (images[is_test], targets[is_test]),
+        }
+
+    return load
+
 
 def read() -> tuple[np.ndarray, np.ndarray]:
-    """Images (uint8, [1797, 8, 8]) and labels (int64, [1797]) from the file in scikit-learn's package.
-
-    The package is not imported, since that takes longer than training on this data.
-    """
+    """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from the file in scikit-learn's package."""
+    # Importing the package would take longer than training on this data.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataError("dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn")
-    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", np.uint8, delimiter=",")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
-    """Mask of a random, stratified choice of `number` labels: evenly spaced ones, shuffled and then sorted by class."""
+    """Returns a mask that selects `number` labels at random, from each class its share."""
+    # Shuffled, then sorted by class: evenly spaced members take from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)

@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.pipeline.transform import Transform, decode, decode_files
 from hvtrain.data.source import Unreadable
-from hvtrain.data.sources.file_source import Example, FileSource
+from hvtrain.data.sources.file_source import Example, FileSource, decode_whole
 from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
@@ -23,16 +22,28 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 CACHE_BATCH = 32
-Files = list[tuple[str, int]]  # Paths and labels.
+
+Files = list[tuple[str, int]]
+"""Paths and labels."""
 
 
 class ImageFolder(FileSource, IndexedSource):
-    """Class names are the sorted folder names, the same in every split; pixels are scaled to 0 ... 1.
+    """Images in one folder per class. Pixels are scaled to 0 ... 1.
 
-    image_shape: every image is resized to [height, width], and read with that many channels.
-    validation_fraction, test_fraction: taken out of train if there is no such folder, class by class and the same
-        in every run.
-    cache: keeps this rank's decoded shard in memory (h x w x c bytes an image) instead of reading files again.
+    Class names are the sorted folder names, the same in every split.
+
+    Args:
+        dir: holds the folders train, validation and test; the last two are optional.
+        image_shape: every image is resized to [height, width], and read with that many channels.
+        validation_fraction, test_fraction: taken out of train if there is no such folder, class by class
+            and the same in every run.
+        shift_pixels, flip: augmentation of training images; see Transform.
+        cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image) instead
+            of reading files again.
+
+    Raises:
+        ConfigError: if the fractions leave nothing to train on.
+        DataError: if a folder holds no classes, a class no images, or splits differ in their classes.
     """
 
     name = "image_folder"
@@ -51,23 +62,35 @@ class ImageFolder(FileSource, IndexedSource):
         self.class_names: list[str] = class_folders(self.folder / "train")
         self.num_classes = len(self.class_names)
         self._cache = cache
-        self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}  # By split, rank, size.
+        # Pixels and labels by split, rank and number of ranks.
+        self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
-            given = f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}"
-            raise ConfigError(f"{given}: each must be 0 or more, their sum less than 1")
-        train = list_files(self.folder / "train", self.class_names)
-        self._files: dict[str, Files] = {}
+            raise ConfigError(
+                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: each "
+                "must be 0 or more, their sum less than 1"
+            )
+        self._files = self._list_splits(fractions)
+
+    def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
+        train_folder = self.folder / "train"
+        train = list_files(train_folder, self.class_names)
+        files: dict[str, Files] = {}
+
         for split, fraction in fractions.items():
             folder = self.folder / split
             if folder.is_dir():
-                if differing := sorted(set(class_folders(folder)) ^ set(self.class_names)):
-                    found = f"{folder} and {self.folder / 'train'} differ in their classes: {', '.join(differing[:5])}"
-                    raise DataError(f"{found}; every split needs the same class folders")
-                self._files[split] = list_files(folder, self.class_names)
+                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
+                if differing:
+                    raise DataError(
+                        f"{folder} and {train_folder} differ in their classes: {', '.join(differing[:5])}; every split "
+                        "needs the same class folders"
+                    )
+                files[split] = list_files(folder, self.class_names)
             elif fraction:
-                train, self._files[split] = split_off(train, fraction)
-        self._files["train"] = train
+                train, files[split] = split_off(train, fraction)
+        return {**files, "train": train}
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -78,11 +101,16 @@ class ImageFolder(FileSource, IndexedSource):
     def reader(self, split: str, topology: Topology) -> Read:
         if not self._cache:
             return self.sure_reader(split, topology)
+
         key = (split, topology.rank, topology.size)
         if key not in self._cached:
-            self._cached[key] = self._decode_all(*self._shard(split, topology), topology)
+            self._cached[key] = self._decode_all(split, topology)
         pixels, labels = self._cached[key]
-        return lambda indices: (tf.gather(pixels, indices), tf.gather(labels, indices))
+
+        def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.gather(pixels, indices), tf.gather(labels, indices)
+
+        return read
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
         paths, labels = self._shard(split, topology)
@@ -92,27 +120,30 @@ class ImageFolder(FileSource, IndexedSource):
 
         return read
 
-    def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         files = self._files[split]
         path, _ = files[topology.share(len(files))[example[0][0]]]
-        return Unreadable(path, why.removeprefix(f"{path}; "))
+        return Unreadable(path, problem.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        read = partial(tf.io.decode_image, channels=self.image_shape[-1], expand_animations=False)
-        return [read(tf.io.read_file(path)).numpy() for path in paths[:number]]
+        return [decode_whole(tf.io.read_file(path), self.image_shape[2]) for path in paths[:number]]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """This rank's paths and labels."""
+        """Returns this rank's paths and labels."""
         files = self._files.get(split, [])
-        mine = [files[index] for index in topology.share(len(files))]
+        local = [files[index] for index in topology.share(len(files))]
         with tf.device("CPU:0"):
-            return tf.constant([path for path, _ in mine], tf.string), tf.constant([at for _, at in mine], tf.int32)
+            paths = tf.constant([path for path, _ in local], tf.string)
+            labels = tf.constant([label for _, label in local], tf.int32)
+        return paths, labels
 
-    def _decode_all(self, paths: tf.Tensor, labels: tf.Tensor, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """All images, and their labels: -1 for one that cannot be read, so that it is read again, and named, later."""
+    def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
+        """Decodes this rank's images, uint8 [n, h, w, c], and returns them with their labels."""
+        paths, labels = self._shard(split, topology)
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        known = np.full([len(paths)], -1, np.int32)
+        # -1 stays where an image cannot be read, so that it is read again, and named, when it is used.
+        readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number: tf.Tensor, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return number, decode(tf.io.read_file(path), self.image_shape)
@@ -120,33 +151,41 @@ class ImageFolder(FileSource, IndexedSource):
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         for numbers, batch in finish(images.batch(CACHE_BATCH), topology).as_numpy_iterator():
-            pixels[numbers], known[numbers] = batch, labels.numpy()[numbers]
+            pixels[numbers] = batch
+            readable_labels[numbers] = labels.numpy()[numbers]
         with tf.device("CPU:0"):
-            return tf.constant(pixels), tf.constant(known)
+            return tf.constant(pixels), tf.constant(readable_labels)
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the class folders, without hidden ones."""
-    names = sorted(path.name for path in _visible(folder) if path.is_dir()) if folder.is_dir() else []
+    """Returns the sorted names of the class folders. Raises DataError if there are none."""
+    names = []
+    if folder.is_dir():
+        names = sorted(path.name for path in _visible(folder) if path.is_dir())
     if not names:
         raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
     return names
 
 
 def list_files(folder: Path, class_names: list[str]) -> Files:
-    """All images below folder, sorted by class and name. An empty class is an error; other files are reported."""
+    """Returns all images of the classes, sorted by class and name. Logs how many other files there are.
+
+    Raises:
+        DataError: if a class has no images.
+    """
     files: Files = []
     others: Counter[str] = Counter()
     for label, class_name in enumerate(class_names):
-        found = []
+        paths = []
         for path in _visible(folder / class_name):
             if path.suffix.lower() in SUFFIXES:
-                found.append(str(path))
+                paths.append(str(path))
             else:
                 others["folder" if path.is_dir() else path.suffix or path.name] += 1
-        if not found:
+        if not paths:
             raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
-        files += [(path, label) for path in sorted(found)]
+        files += [(path, label) for path in sorted(paths)]
+
     if others:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
         log.warning("%s: left out what is not %s: %s", folder, ", ".join(SUFFIXES), kinds)
@@ -154,15 +193,18 @@ def list_files(folder: Path, class_names: list[str]) -> Files:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """The entries of a folder without hidden ones, such as .ipynb_checkpoints or macOS's ._NAME."""
+    """Returns the entries of a folder without hidden ones, such as .ipynb_checkpoints or macOS's ._NAME."""
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
-    """(rest, part): from each class the same fraction, rounded, chosen by a fixed seed."""
-    taken: set[tuple[str, int]] = set()
+    """Takes the same fraction, rounded, out of each class, chosen by a fixed seed. Returns (rest, part)."""
+    chosen: set[tuple[str, int]] = set()
     for label, group in groupby(files, key=itemgetter(1)):
         members = list(group)
         order = np.random.default_rng([SPLIT_SEED, label]).permutation(len(members))
-        taken.update(members[index] for index in order[: round(fraction * len(members))])
-    return [file for file in files if file not in taken], [file for file in files if file in taken]
+        chosen.update(members[index] for index in order[: round(fraction * len(members))])
+
+    rest = [file for file in files if file not in chosen]
+    part = [file for file in files if file in chosen]
+    return rest, part

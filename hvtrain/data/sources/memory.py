@@ -1,6 +1,6 @@
-"""Data sets that fit in memory as arrays of any shapes, types and structure. Each rank keeps its shard only."""
+"""Data sets that fit in memory as arrays of any structure. Each rank keeps only its shard."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -8,22 +8,25 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_arrays
+from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.errors import ConfigError, DataError
 
 Elements = Mapping[str, tuple[Any, ...]]
-"""Split name -> (inputs, targets) or (inputs, targets, weights), nested structures of arrays [n, ...] of equal lengths.
-"train" must be there."""
+"""Split name -> (inputs, targets) or (inputs, targets, weights), each a nested structure of arrays [n, ...].
 
-SPLIT_SEED = 0  # The validation part is the same in every run, whatever its seed.
-PARTS = ("inputs", "targets", "weights")
-_ATTRIBUTES = {"num_classes", "class_names"}
+All arrays of a split have the same length. "train" is required.
+"""
+
+SPLIT_SEED = 0  # Fixed, so that every run holds out the same examples, whatever its own seed.
+PART_NAMES = ("inputs", "targets", "weights")
+
+RENUMBER = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
 
 
 class Part(NamedTuple):
-    """One split, as rows of arrays: splitting copies nothing."""
+    """One split, as row numbers of whole arrays: taking a validation part out of training copies nothing."""
 
     elements: tuple[Any, ...]
     rows: np.ndarray
@@ -32,12 +35,21 @@ class Part(NamedTuple):
 class MemorySource(IndexedSource):
     """A data set from a function that returns whole arrays.
 
-    `load` runs when counts, the kind of the elements or a stream are first needed. The first stream cuts the arrays
-    down to this rank's shards, and drops the rest. Models get float32 for other floats, and int32 for int64.
+    The function runs when counts, types or a stream are first needed. The first stream cuts the arrays
+    down to this rank's shards and drops the rest. Models get float32 for float64, and int32 for int64.
 
-    load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two are optional.
-    num_validation: number of examples taken out of the training part at random, with a fixed seed.
-    more_facts: for the model's builder and the task, such as num_classes, class_names or vocabulary_size.
+    Args:
+        name: of the data set, for messages and the manifest.
+        load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two are
+            optional.
+        origin: where the arrays come from, for the run's header.
+        num_validation: number of examples taken out of the training part at random, with a fixed seed.
+        more_facts: for the model's builder and the task, such as num_classes, class_names or
+            vocabulary_size.
+
+    Raises:
+        ConfigError: if num_validation is negative or leaves nothing to train on.
+        DataError: once loaded, if lengths differ, or numbers are not finite or too large.
     """
 
     transform: Transform = Unchanged()
@@ -52,13 +64,19 @@ class MemorySource(IndexedSource):
     ) -> None:
         if num_validation < 0:
             raise ConfigError(f"dataset.num_validation={num_validation} is negative; 0 means none")
-        self.name, self.origin = name, origin
-        self._load, self._num_validation, self._more_facts = load, num_validation, dict(more_facts or {})
-        vars(self).update({name: self._more_facts[name] for name in _ATTRIBUTES & self._more_facts.keys()})
+
+        self.name = name
+        self.origin = origin
+        self._load = load
+        self._num_validation = num_validation
+        self._more_facts = dict(more_facts or {})
+        set_class_attributes(self, self._more_facts)
+
         self._counts: dict[str, int] = {}
         self._spec: tuple[Any, ...] = ()
         self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
-        self._shards: dict[Topology, dict[str, tuple[Any, ...]]] = {}  # Of several ranks: see regrouped().
+        # Of several ranks if a run resumes on another number of ranks; see regrouped() in streams.py.
+        self._shards: dict[Topology, dict[str, tuple[Any, ...]]] = {}
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
@@ -75,114 +93,167 @@ class MemorySource(IndexedSource):
         return {**super().facts(), **self._more_facts}
 
     def manifest(self) -> dict[str, Any]:
-        found = super().manifest()
-        whole: dict[int, str] = {}  # Validation and training are rows of the same arrays.
+        manifest = super().manifest()
+        digests: dict[int, str] = {}  # Validation and training may be rows of the same arrays.
+
         for split, part in self.parts().items():
-            digest = whole.get(id(part.elements)) or of_arrays(tf.nest.flatten(part.elements))
-            whole[id(part.elements)] = digest
-            if split in found["splits"]:
-                found["splits"][split]["digest"] = of_arrays([np.frombuffer(digest.encode(), np.uint8), part.rows])
-        return found
+            key = id(part.elements)
+            if key not in digests:
+                digests[key] = digest_arrays(tf.nest.flatten(part.elements))
+            if split in manifest["splits"]:
+                content = np.frombuffer(digests[key].encode(), np.uint8)
+                manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
+        return manifest
 
     def whole_targets(self) -> dict[str, Any]:
-        return {
-            split: tf.nest.map_structure(lambda array: array[part.rows], part.elements[1])  # noqa: B023, called at once
-            for split, part in self.parts().items()
-        }
+        return {split: _take(part.elements[1], part.rows) for split, part in self.parts().items()}
 
     def class_counts(self) -> np.ndarray | None:
         num_classes = self.facts().get("num_classes", 2)
         classes = np.asarray(self.whole_targets()["train"]).ravel().astype(np.int64)
-        return np.bincount(classes[(classes >= 0) & (classes < num_classes)], minlength=num_classes)
+        # Masks also hold 255, the label of pixels that do not count.
+        is_class = (classes >= 0) & (classes < num_classes)
+        return np.bincount(classes[is_class], minlength=num_classes)
 
     def reader(self, split: str, topology: Topology) -> Read:
-        if topology not in self._shards:  # Each rank's are cut once; then the whole arrays are dropped.
-            parts, self._parts = self.parts(), None
-            self.fit(parts["train"])
-            shards = self._shards[topology] = {}
-            with tf.device("CPU:0"):  # The input pipeline runs on the CPU, so no shard belongs on a GPU.
-                for name, part in parts.items():
-                    rows = part.rows[np.asarray(topology.share(len(part.rows)), np.int64)]
-                    own = tf.nest.map_structure(lambda array: array[rows], part.elements)  # noqa: B023
-                    shards[name] = tf.nest.map_structure(tf.constant, self.in_model_type(own))
-        empty = tf.nest.map_structure(lambda one: tf.zeros([0, *one.shape], one.dtype), self._spec)
+        if topology not in self._shards:
+            self._shards[topology] = self._cut_shards(topology)
+
+        empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), self._spec)
         elements = self._shards[topology].get(split, empty)
-        return lambda indices: tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
+
+        def read(indices: tf.Tensor) -> tuple[Any, ...]:
+            return tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
+
+        return read
+
+    def _cut_shards(self, topology: Topology) -> dict[str, tuple[Any, ...]]:
+        """Returns a rank's rows by split, as tensors, and drops the whole arrays."""
+        parts = self.parts()
+        self._parts = None
+        self.fit(parts["train"])
+
+        shards = {}
+        for split, part in parts.items():
+            local = np.asarray(topology.share(len(part.rows)), np.int64)
+            elements = self.in_model_type(_take(part.elements, part.rows[local]))
+            with tf.device("CPU:0"):  # The input pipeline runs there; a shard must not fill a GPU.
+                shards[split] = tf.nest.map_structure(tf.constant, elements)
+        return shards
 
     def fit(self, train: Part) -> None:
-        """Fits what is to be the same on every rank on the whole training part, before shards are cut."""
+        """Fits the transform to the whole training part, before shards are cut: it is equal on all ranks."""
 
     def parts(self) -> dict[str, Part]:
-        """The whole arrays by split, loaded again if they were dropped."""
+        """Returns the whole arrays by split, and loads them again if they were dropped."""
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
+        whole = self._load_checked()
+        empty = self.in_model_type(_take(whole["train"], np.arange(0)))
+        self._spec = tf.nest.map_structure(
+            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
+        )
+
+        parts = {split: Part(elements, np.arange(_length(elements))) for split, elements in whole.items()}
+        if self._num_validation and "validation" not in parts:
+            self._hold_out_validation(parts)
+        return parts
+
+    def _load_checked(self) -> dict[str, tuple[Any, ...]]:
         try:
-            arrays = self._load()
-            whole = {split: tf.nest.map_structure(np.asarray, tuple(part)) for split, part in arrays.items()}
-            whole = {split: self.check(split, *elements) for split, elements in whole.items()}
+            splits = self._load()
+            arrays = {split: tf.nest.map_structure(np.asarray, tuple(part)) for split, part in splits.items()}
+            return {split: self.check(split, *elements) for split, elements in arrays.items()}
         except OSError as error:
             raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
         except DataError as error:
             if self.on_error == "skip":
                 raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
             raise
-        parts = {split: Part(elements, np.arange(_length(elements))) for split, elements in whole.items()}
-        none = self.in_model_type(tf.nest.map_structure(lambda array: array[:0], whole["train"]))
-        self._spec = tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), none)
 
-        train, wanted = parts["train"], self._num_validation
-        if wanted and "validation" not in parts:
-            if wanted >= len(train.rows):
-                found = f"dataset.num_validation={wanted} leaves nothing of {len(train.rows)} training examples"
-                raise ConfigError(f"{found}; choose 0 ... {len(train.rows) - 1}")
-            order = np.random.default_rng(SPLIT_SEED).permutation(len(train.rows))
-            parts["validation"] = train._replace(rows=np.sort(order[:wanted]))
-            parts["train"] = train._replace(rows=np.sort(order[wanted:]))
-        return parts
+    def _hold_out_validation(self, parts: dict[str, Part]) -> None:
+        train = parts["train"]
+        num_train = len(train.rows)
+        if self._num_validation >= num_train:
+            raise ConfigError(
+                f"dataset.num_validation={self._num_validation} leaves nothing of {num_train} training "
+                f"examples; choose 0 ... {num_train - 1}"
+            )
+        order = np.random.default_rng(SPLIT_SEED).permutation(num_train)
+        parts["validation"] = train._replace(rows=np.sort(order[: self._num_validation]))
+        parts["train"] = train._replace(rows=np.sort(order[self._num_validation :]))
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
-        """A split's elements. Raises DataError for unequal lengths and for numbers that are not finite."""
+        """Returns a split's elements. Raises DataError for unequal lengths and numbers that are not finite."""
         where = f"{self.name}, {split} ({self.origin})"
-        lengths = {name: len(array) for name, array in _named(elements).items()}
-        if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{count} {name}" for name, count in lengths.items())
-            raise DataError(f"{where}: {found}; each example needs one of each")
-        for name, array in _named(elements).items():
-            if np.issubdtype(array.dtype, np.floating) and not (finite := np.isfinite(array)).all():
-                row = int(np.argmin(finite.reshape(len(array), -1).all(axis=1)))
+        arrays = _named_arrays(elements)
+
+        if len({len(array) for array in arrays.values()}) > 1:
+            lengths = ", ".join(f"{len(array)} {name}" for name, array in arrays.items())
+            raise DataError(f"{where}: {lengths}; each example needs one of each")
+
+        for name, array in arrays.items():
+            if not np.issubdtype(array.dtype, np.floating):
+                continue
+            is_finite = np.isfinite(array)
+            if not is_finite.all():
+                row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
                 raise DataError(f"{where}: the {name} of example {row} hold NaN or infinite values; fix or drop it")
         return elements
 
     def in_model_type(self, elements: Any) -> Any:
-        """Arrays of the types that models take, from some rows of a split."""
+        """Returns some rows of a split in the types that models take."""
         return tf.nest.map_structure(as_models_take, elements)
 
 
-def _named(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
-    """All arrays by inputs, targets or weights, and by their names within these."""
-    found = {}
-    for part, element in zip(PARTS, elements):
-        for path, array in keras.tree.flatten_with_path(element):
-            found[".".join(map(str, (part, *path)))] = array
-    return found
-
-
-OWN_NUMBERS = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
-
-
 def as_models_take(array: np.ndarray) -> np.ndarray:
-    """The array in the type that models take: float32 for float64, int32 for int64.
+    """Converts float64 to float32 and int64 to int32; leaves other types alone.
 
-    Raises DataError for integers that 32 bits do not hold.
+    Raises:
+        DataError: for integers that 32 bits do not hold. Users' ids are often 64-bit hashes, which
+            would silently become other ids.
     """
-    taken_as = {"float64": "float32", "int64": "int32"}.get(array.dtype.name)
-    if taken_as is None:
+    if array.dtype.name == "float64":
+        return array.astype(np.float32)
+    if array.dtype.name != "int64":
         return array
-    taken = array.astype(taken_as)
-    if taken_as == "int32" and (wrapped := taken != array).any():
-        raise DataError(f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {OWN_NUMBERS}")
-    return taken
+
+    narrow = array.astype(np.int32)
+    wrapped = narrow != array
+    if wrapped.any():
+        raise DataError(f"{array[wrapped][0]} is among the integers, and models take those of 32 bits; {RENUMBER}")
+    return narrow
+
+
+def known_facts(
+    num_classes: int | None,
+    class_names: Sequence[str] | None,
+    others: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Returns the facts that a user gave, without those that are None."""
+    facts = {"num_classes": num_classes, "class_names": class_names, **(others or {})}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def set_class_attributes(source: Any, facts: Mapping[str, Any]) -> None:
+    """Sets num_classes and class_names of a source, if they are among the facts."""
+    for name in ("num_classes", "class_names"):
+        if name in facts:
+            setattr(source, name, facts[name])
+
+
+def _take(arrays: Any, rows: np.ndarray) -> Any:
+    return tf.nest.map_structure(lambda array: array[rows], arrays)
+
+
+def _named_arrays(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Returns all arrays by part and by their path in it, such as "inputs.age"."""
+    arrays = {}
+    for part, structure in zip(PART_NAMES, elements):
+        for path, array in keras.tree.flatten_with_path(structure):
+            arrays[".".join(map(str, (part, *path)))] = array
+    return arrays
 
 
 def _length(elements: tuple[Any, ...]) -> int:

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: 70,000 images of 28x28 in four idx files, or from Keras's cache or download."""
+"""MNIST and Fashion-MNIST: 70,000 images of 28x28 pixels, from four idx files or through Keras."""
 
 import gzip
 import math
@@ -22,6 +22,7 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 FILE_NAMES = [name for pair in FILES.values() for name in pair]
+UNSIGNED_BYTES = 8  # The code of this type in an idx file.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -50,18 +51,33 @@ def _idx_source(
     shift_pixels: int = 0,
     flip: bool = False,
 ) -> ArraySource:
-    """Without `dir`: the Debian package (of Fashion-MNIST), then Keras's cache, then Keras's download."""
-    folder, origin = DEBIAN_FOLDER, f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
+    """Makes a source from `dir`, or the Debian package (of Fashion-MNIST), Keras's cache or its download."""
+    folder = DEBIAN_FOLDER
+    origin = f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
     if dir is not None:
-        folder, origin = user_path(dir), f"dataset.dir={dir}"
+        folder = user_path(dir)
+        origin = f"dataset.dir={dir}"
+
     load: Callable[[], Arrays] = partial(_read_folder, folder)
-    missing = [name for name in FILE_NAMES if not find_idx(folder, name)]
+    missing = [name for name in FILE_NAMES if not _find_idx(folder, name)]
     if missing and dir is not None:
         raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
     if dir is None and (missing or files is MNIST_FILES):
-        origin, load = files.fetch(), files.load
-    changes = num_validation, shift_pixels, flip
-    return ArraySource(files.name, load, (28, 28, 1), 10, origin, standardize, 255.0, *changes, class_names)
+        origin = files.fetch()
+        load = files.load
+
+    return ArraySource(
+        files.name,
+        load,
+        image_shape=(28, 28, 1),
+        num_classes=10,
+        origin=origin,
+        standardize=standardize,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        flip=flip,
+        class_names=class_names,
+    )
 
 
 mnist = partial(_idx_source, MNIST_FILES, tuple("0123456789"))
@@ -71,44 +87,62 @@ fashion_mnist = partial(_idx_source, FASHION_FILES, FASHION_CLASSES)
 def _read_folder(folder: Path) -> Arrays:
     arrays = {}
     for split, names in FILES.items():
-        # A file that went away since it was found is named when it is read.
-        paths = [find_idx(folder, name) or folder / name for name in names]
-        images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
+        # A file that has vanished since it was found is named when it is read.
+        images_path, labels_path = (_find_idx(folder, name) or folder / name for name in names)
+        images = read_idx(images_path, 3)
+        labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
-            found = f"{paths[0]} holds {len(images)} images but {paths[1]} {len(labels)} labels"
-            raise DataError(f"{found}; the two files do not belong together")
+            raise DataError(
+                f"{images_path} holds {len(images)} images but {labels_path} {len(labels)} labels; the two files do "
+                "not belong together"
+            )
         arrays[split] = images, labels
     return arrays
 
 
-def find_idx(folder: Path, name: str) -> Path | None:
-    """The file of that name in folder, plain or .gz; None if there is neither."""
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+def _find_idx(folder: Path, name: str) -> Path | None:
+    """Returns the file of that name, plain or .gz; None if there is neither."""
+    paths = (folder / name, folder / f"{name}.gz")
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
-    """The array of unsigned bytes in an idx file that must have num_dims dimensions.
+    """Reads the array of unsigned bytes in an idx file.
 
-    Format: http://yann.lecun.com/exdb/mnist/ (two zero bytes, type, number of dimensions, big-endian sizes).
+    Format: two zero bytes, the type, the number of dimensions, the sizes as big-endian uint32, the values
+    (http://yann.lecun.com/exdb/mnist/).
+
+    Args:
+        path: the file, plain or .gz.
+        num_dims: the number of dimensions that it must have.
+
+    Raises:
+        DataError: if the file is damaged, of another kind, or larger than half of this machine's memory.
     """
-    magic, header_bytes = bytes([0, 0, 8, num_dims]), 4 + 4 * num_dims  # 8: unsigned bytes.
+    magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
+    header_bytes = 4 + 4 * num_dims
     try:
         file: IO[bytes]
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[assignment]
-            if len(header := file.read(header_bytes)) < header_bytes:
+            header = file.read(header_bytes)
+            if len(header) < header_bytes:
                 raise DataError(f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}")
             if header[:4] != magic:
-                needed = f"an idx file of bytes with {num_dims} dimension(s) is needed"
-                raise DataError(f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; {needed}")
+                raise DataError(
+                    f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of bytes with "
+                    f"{num_dims} dimension(s) is needed"
+                )
+
             sizes = struct.unpack(f">{num_dims}I", header[4:])
             expected = math.prod(sizes)
             # Checked before the bytes are read: a header may claim anything, and a small .gz may hold gigabytes.
             if expected > MAX_BYTES:
                 raise DataError(f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}")
-            data = np.frombuffer(file.read(expected + 1), np.uint8)
+            values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); {FETCH}") from error
-    if len(data) != expected:
-        found = "more" if len(data) > expected else len(data)
-        raise DataError(f"{path}: {expected} bytes expected after the header, {found} found; {FETCH}")
-    return data.reshape(sizes)
+
+    if len(values) != expected:
+        size = "more" if len(values) > expected else len(values)
+        raise DataError(f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}")
+    return values.reshape(sizes)

@@ -20,28 +20,43 @@ from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
-ROW_BITS = 40  # A row's code is the number of its row group, shifted by so many bits, plus the row's own number.
+ROW_BITS = 40
+"""A row's code is the number of its row group, shifted by so many bits, plus the row's own number."""
 
 Batch = tuple[np.ndarray, ...]
 """Images, labels, and the codes of their rows."""
-Read = tuple[Batch, np.ndarray]
-"""The content of a piece, and its rows in the order in which they are taken."""
+Content = tuple[Batch, np.ndarray]
+"""All rows of a piece, and the numbers of those that are used, in order."""
 
 
 class Piece(NamedTuple):
-    """Row groups that are in memory together, and those of their rows that are used, in order."""
+    """Row groups that are in memory together, and the numbers of their rows that are used, in order."""
 
     groups: list[RowGroup]
     rows: np.ndarray
 
 
 class Parquet(DealtSource):
-    """DIR/train*.parquet or DIR/train/, and likewise validation and test; or one file, the training part.
+    """Images or pixels, and labels, in the row groups of Parquet files.
 
     Opening reads the footers, which hold the counts. Epoch e of a rank: its row groups in an order made from
     (seed, e, rank), shuffle_groups of them read and their rows shuffled together, then the next ones. The
     footers tell where each row comes, so a stream that starts in the middle reads no earlier row group.
     Memory holds shuffle_groups row groups and, read ahead by a thread, as many again.
+
+    Args:
+        dir: holds train*.parquet or train/, and likewise validation and test; or is one file, the
+            training part.
+        image_shape: [height, width, channels]. Encoded images of other sizes are resized.
+        num_classes: labels are whole numbers from 0 to num_classes - 1.
+        image_column, label_column: names of columns; `record.field` names the field of a struct.
+        scale: what pixels are divided by.
+        shuffle_groups: number of row groups whose rows are shuffled together.
+        shift_pixels, flip: augmentation of training images; see Transform.
+
+    Raises:
+        ConfigError: if a setting is out of range.
+        DataError: once counted, if there are no training rows, or files differ in their kind of column.
     """
 
     name = "parquet"
@@ -69,32 +84,34 @@ class Parquet(DealtSource):
         self.num_classes = num_classes
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
-        self._wrong_rows: dict[tuple[RowGroup, int], str] = {}  # Rows that were read and cannot be used, and why.
+        # The problems of row groups that cannot be read, and of single rows in others.
         self._wrong_groups: dict[RowGroup, str] = {}
+        self._wrong_rows: dict[tuple[RowGroup, int], str] = {}
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        groups: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
-        first_of: dict[pa.DataType, Path] = {}
-        for split, found in groups.items():
+        counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
+        first_paths: dict[pa.DataType, Path] = {}
+        for split, of_split in counts.items():
             for path in row_groups.find_files(self.folder, split):
-                found.update((group, group.num_rows) for group in self._read_footer(path, first_of))
-        if not groups["train"]:
-            advice = "set dataset.dir to a folder that does"
-            raise DataError(f"{self.folder} holds no rows in train*.parquet or train/; {advice}")
-        self._encoded = any(map(is_encoded, first_of))
-        self._pixel_type = tf.uint8 if set(first_of) == {pa.uint8()} else tf.float32
-        if self._encoded and not all(map(is_encoded, first_of)):
-            both = " and ".join(map(str, first_of.values()))
-            what = f"{self._columns.image} is encoded in one and pixels in the other"
-            raise DataError(f"{both}: {what}; write both the same way")
-        return groups
+                of_split.update((group, group.num_rows) for group in self._read_footer(path, first_paths))
+        if not counts["train"]:
+            raise DataError(
+                f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
+            )
 
-    @cached_property
-    def _all_groups(self) -> list[RowGroup]:
-        return [group for part in self.counts.values() for group in part]
+        kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
+        if any(kinds) and not all(kinds):
+            paths = " and ".join(map(str, first_paths.values()))
+            raise DataError(
+                f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
+            )
+        self._encoded = any(kinds)
+        self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
+        return counts
 
-    def _read_footer(self, path: Path, first_of: dict[pa.DataType, Path]) -> list[RowGroup]:
+    def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
+        """Returns a file's row groups, and notes its path if it is the first with its type of pixels."""
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
@@ -103,8 +120,12 @@ class Parquet(DealtSource):
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
         if groups:
-            first_of.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
+            first_paths.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
         return groups
+
+    @cached_property
+    def _all_groups(self) -> list[RowGroup]:
+        return [group for groups in self.counts.values() for group in groups]
 
     def paths(self, split: str) -> list[str]:
         return list(dict.fromkeys(group.path for group in self.counts[split]))
@@ -114,11 +135,13 @@ class Parquet(DealtSource):
         share = request.share_of(sum(group.num_rows for group in groups))
 
         def batches() -> Iterator[Batch]:
-            steps = itertools.count(request.position[1])
-            sizes = (share.begin(step % share.steps + 1) - share.begin(step % share.steps) for step in steps)
+            _, first_step = request.position
+            steps = (step % share.steps for step in itertools.count(first_step))
+            sizes = (share.begin(step + 1) - share.begin(step) for step in steps)
             return self._cut(pieces_of(groups, self._shuffle_groups, request), sizes)
 
-        return self._stream(batches, share.batch_size if share.is_full else None).enumerate(request.start_step)
+        batch_size = share.batch_size if share.is_full else None
+        return self._stream(batches, batch_size).enumerate(request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         groups = self.shard(split, topology)
@@ -126,86 +149,103 @@ class Parquet(DealtSource):
 
         def batches() -> Iterator[Batch]:
             pieces = (Piece([group], np.arange(group.num_rows)) for group in groups)
-            return self._cut(pieces, (min(batch_size, num_local - at) for at in range(0, num_local, batch_size)))
+            sizes = (min(batch_size, num_local - start) for start in range(0, num_local, batch_size))
+            return self._cut(pieces, sizes)
 
         return self._stream(batches, None).enumerate()
 
     def reader(self, split: str, topology: Topology) -> streams.Read:
         def decode(images: tf.Tensor, labels: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return (decode_batch(images, self.image_shape) if self._encoded else images), labels
+            if self._encoded:
+                images = decode_batch(images, self.image_shape)
+            return images, labels
 
         return decode
 
     def preprocessing(self) -> Preprocessing:
         if self.counts and self._encoded:
             return super().preprocessing()
-        values = f"the list in column {self._columns.image}"
-        shape, limits = (int(np.prod(self.image_shape)),), (0.0, float(self.transform.scale))
-        return self.transform.preprocessing(shape, self.image_shape, values, limits)
+        return self.transform.preprocessing(
+            (int(np.prod(self.image_shape)),),
+            self.image_shape,
+            f"the list in column {self._columns.image}",
+            (0.0, float(self.transform.scale)),
+        )
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
-        shape, kind = ([], tf.string) if self._encoded else (self.image_shape, self._pixel_type)
-        numbers = tf.TensorSpec([batch_size], tf.int32), tf.TensorSpec([batch_size], tf.int64)
-        signature = (tf.TensorSpec([batch_size, *shape], kind), *numbers)
-        return tf.data.Dataset.from_generator(batches, output_signature=signature)
+        if self._encoded:
+            images = tf.TensorSpec([batch_size], tf.string)
+        else:
+            images = tf.TensorSpec([batch_size, *self.image_shape], self._pixel_type)
+        labels = tf.TensorSpec([batch_size], tf.int32)
+        codes = tf.TensorSpec([batch_size], tf.int64)
+        return tf.data.Dataset.from_generator(batches, output_signature=(images, labels, codes))
 
     def _cut(self, pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[Batch]:
-        """The rows of the pieces in batches of these sizes. The next piece is read while one is in use."""
+        """Yields the rows of the pieces in batches of these sizes. The next piece is read while one is in use."""
         pool = ThreadPoolExecutor(1, "parquet")
         try:
             yield from rebatch(read_ahead(pool, self._read, pieces), sizes)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, piece: Piece) -> Read:
-        parts = [self._read_group(group) for group in piece.groups]
-        images, labels, codes = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
+    def _read(self, piece: Piece) -> Content:
+        images, labels, codes = _joined([self._read_group(group) for group in piece.groups])
         if not self._encoded:
             images = images.astype(self._pixel_type.as_numpy_dtype, copy=False)
         return (images, labels, codes), piece.rows
 
     def _read_group(self, group: RowGroup) -> Batch:
-        """Images, labels (-1 in rows that cannot be used), and codes."""
+        """Returns images, labels (-1 in rows that cannot be used), and codes."""
         try:
             images, labels, wrong = row_groups.read_group(group, self._columns)
-            self._wrong_rows.update({(group, row): why for row, why in wrong.items()})
+            self._wrong_rows.update({(group, row): problem for row, problem in wrong.items()})
         except DataError as error:
             self._wrong_groups[group] = str(error).removeprefix(f"{group} ")
-            shape, kind = ((), object) if self._encoded else (self.image_shape, self._pixel_type.as_numpy_dtype)
-            images = np.full([group.num_rows, *shape], b"" if self._encoded else 0, kind)
+            images = self._blank_images(group.num_rows)
             labels = np.full(group.num_rows, -1, np.int32)
-        return images, labels, (self._all_groups.index(group) << ROW_BITS) + np.arange(group.num_rows)
+        first_code = self._all_groups.index(group) << ROW_BITS
+        return images, labels, first_code + np.arange(group.num_rows)
 
-    def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
+    def _blank_images(self, number: int) -> np.ndarray:
+        """Returns placeholders for the images of an unreadable row group."""
+        if self._encoded:
+            return np.full(number, b"", object)
+        return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
+
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         number, row = divmod(int(example[-1][0]), 1 << ROW_BITS)
         group = self._all_groups[number]
         if group in self._wrong_groups:
             return Unreadable(str(group), self._wrong_groups[group], group.num_rows)
-        return Unreadable(f"{group}, row {row}", self._wrong_rows.get((group, row), why))
+        return Unreadable(f"{group}, row {row}", self._wrong_rows.get((group, row), problem))
 
 
 def pieces_of(groups: list[RowGroup], shuffle_groups: int, request: StreamRequest) -> Iterator[Piece]:
-    """The pieces that a rank reads, endlessly, from request.start_step on. Pure."""
+    """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure."""
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position
+    seed = request.seed
+    rank = request.topology.rank
+
     for epoch in itertools.count(first_epoch):
-        random = np.random.default_rng((request.seed, streams.ORDER, request.topology.rank, epoch))
-        order = random.permutation(len(groups))
+        order = np.random.default_rng((seed, streams.ORDER, rank, epoch)).permutation(len(groups))
         begin = share.begin(steps_done) if epoch == first_epoch else 0
-        before = 0  # Rows of the epoch before this piece.
-        for number, at in enumerate(range(0, len(groups), shuffle_groups)):
-            chosen = [groups[index] for index in order[at : at + shuffle_groups]]
+        piece_begin = 0  # Rows of the epoch before this piece.
+        for number, start in enumerate(range(0, len(groups), shuffle_groups)):
+            chosen = [groups[index] for index in order[start : start + shuffle_groups]]
             num_rows = sum(group.num_rows for group in chosen)
-            low, high = max(begin - before, 0), min(share.num_examples - before, num_rows)
+            low = max(begin - piece_begin, 0)
+            high = min(share.num_examples - piece_begin, num_rows)
             if low < high:
-                random = np.random.default_rng((request.seed, streams.BLOCK, request.topology.rank, epoch, number))
+                random = np.random.default_rng((seed, streams.BLOCK, rank, epoch, number))
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
-            before += num_rows
+            piece_begin += num_rows
 
 
-def read_ahead(pool: Executor, read: Callable[[Piece], Read], pieces: Iterable[Piece]) -> Iterator[Read]:
-    """read(piece) of each piece in turn. While one is in use, the next one is being read, and no other."""
-    reading: Future[Read] | None = None
+def read_ahead(pool: Executor, read: Callable[[Piece], Content], pieces: Iterable[Piece]) -> Iterator[Content]:
+    """Yields read(piece) of each piece in turn. While one is in use, the next one is being read, and no other."""
+    reading: Future[Content] | None = None
     for piece in pieces:
         ready = reading.result() if reading else None
         try:
@@ -218,17 +258,26 @@ def read_ahead(pool: Executor, read: Callable[[Piece], Read], pieces: Iterable[P
         yield reading.result()
 
 
-def rebatch(pieces: Iterator[Read], sizes: Iterable[int]) -> Iterator[Batch]:
-    """Batches of the given sizes, across the boundaries of pieces."""
-    at, rows = 0, np.empty(0, np.int64)
+def rebatch(contents: Iterator[Content], sizes: Iterable[int]) -> Iterator[Batch]:
+    """Yields batches of the given sizes, across the boundaries of pieces, until the pieces end."""
+    arrays: Batch = ()
+    rows = np.empty(0, np.int64)
     for size in sizes:
         parts = []
         while size:
-            if at == len(rows):
-                if (piece := next(pieces, None)) is None:
+            if not len(rows):
+                content = next(contents, None)
+                if content is None:
                     return
-                at, (arrays, rows) = 0, piece
-            taken = rows[at : at + size]
+                arrays, rows = content
+            taken = rows[:size]
+            rows = rows[size:]
             parts.append(tuple(array[taken] for array in arrays))
-            at, size = at + len(taken), size - len(taken)
-        yield parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts)))
+            size -= len(taken)
+        yield _joined(parts)
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return tuple(map(np.concatenate, zip(*batches)))

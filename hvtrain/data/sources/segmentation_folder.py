@@ -10,34 +10,42 @@ import tensorflow as tf
 from PIL import Image, UnidentifiedImageError
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.manifest import of_files, user_path
+from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape, decode_files
 from hvtrain.data.source import Preprocessing, reason
+from hvtrain.data.sources.file_source import decode_whole, decoded_preprocessing, with_files
 from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 
-MOST_PIXELS = 2**29
-"""Of an image, as in TensorFlow."""
-Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many; its own limit is that of photographs.
+MAX_PIXELS = 2**29  # Of an image, as in TensorFlow.
+# Pillow refuses images of twice this limit; its own is that of photographs.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
-Pairs = list[tuple[str, str]]  # Paths of an image and of its mask.
+Pairs = list[tuple[str, str]]
+"""Paths of an image and of its mask."""
 
 
 class SegmentationFolder(IndexedSource):
     """Images, resized and scaled to 0 ... 1, and masks of class indices, resized to the nearest pixel.
 
-    dir holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png for the splits train, validation and test; or, as PASCAL
-    VOC does, JPEGImages/, SegmentationClass/ and the lists ImageSets/Segmentation/train.txt and val.txt. A mask is a
-    grey or palette PNG whose values are classes; 255 is ignored.
+    A mask is a grey or palette PNG whose values are classes; 255 is ignored.
 
     Args:
+        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png for the splits train, validation and
+            test; or, as PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
+            ImageSets/Segmentation/train.txt and val.txt.
         image_shape: every image is resized to [height, width], and read with that many channels.
         num_classes: with the background.
         class_names: by class.
-        shift_pixels, flip: augmentation of training images, with their masks; what comes in at a border is ignored.
+        shift_pixels, flip: augmentation of training images, with their masks; pixels that come in at a
+            border are ignored.
+
+    Raises:
+        ConfigError: if there is not one name for each class.
+        DataError: if there are no training images, or an image has no mask.
     """
 
     name = "segmentation_folder"
@@ -51,22 +59,26 @@ class SegmentationFolder(IndexedSource):
         shift_pixels: int = 0,
         flip: bool = True,
     ) -> None:
-        self.folder = user_path(dir)
-        self.origin, self.image_shape = str(self.folder), check_image_shape(image_shape)
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigError(
                 f"dataset.class_names has {len(class_names)} names for {num_classes} classes; give one each"
             )
-        self.num_classes, self.class_names = num_classes, class_names
+        self.folder = user_path(dir)
+        self.origin = str(self.folder)
+        self.image_shape = check_image_shape(image_shape)
+        self.num_classes = num_classes
+        self.class_names = class_names
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        self._failure: DataError | None = None
+
         is_voc = (self.folder / "ImageSets").is_dir()
-        self._pairs = {split: (voc_pairs if is_voc else folder_pairs)(self.folder, split) for split in self.SPLITS}
+        list_pairs = voc_pairs if is_voc else folder_pairs
+        self._pairs = {split: list_pairs(self.folder, split) for split in self.SPLITS}
         if not self._pairs["train"]:
             raise DataError(
                 f"{self.folder} holds no training images; files are needed as train/images/NAME.jpg and "
                 "train/masks/NAME.png, or in the layout of PASCAL VOC"
             )
-        self._failure: DataError | None = None
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
@@ -76,48 +88,49 @@ class SegmentationFolder(IndexedSource):
         return len(self._pairs.get(split, []))
 
     def manifest(self) -> dict[str, Any]:
-        found = super().manifest()
-        for split, part in found["splits"].items():
-            part.update(of_files(self.folder, [path for pair in self._pairs[split] for path in pair]))
-        return found
+        def paths(split: str) -> list[str]:
+            return [path for pair in self._pairs[split] for path in pair]
+
+        return with_files(super().manifest(), self.folder, paths)
 
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
             raise ConfigError("dataset=segmentation_folder cannot skip what it cannot read; use data.on_error=stop")
         end_with_python()
-        pairs, (height, width, _) = self._pairs.get(split, []), self.image_shape
-        mine = [pairs[index] for index in topology.share(len(pairs))]
+        height, width, _ = self.image_shape
+        pairs = self._shard(split, topology)
         with tf.device("CPU:0"):
-            paths = tf.constant([image for image, _ in mine], tf.string)
+            image_paths = tf.constant([image for image, _ in pairs], tf.string)
 
-        def masks(indices: np.ndarray) -> np.ndarray:
+        # By Pillow, since TensorFlow turns the palette of a PNG into colours.
+        def read_masks(indices: np.ndarray) -> np.ndarray:
             try:
-                return np.stack([read_mask(mine[index], (width, height), self.num_classes) for index in indices])
+                return np.stack([read_mask(pairs[index], (width, height), self.num_classes) for index in indices])
             except DataError as error:
                 self._failure = error
                 raise
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            found = tf.numpy_function(masks, [indices], tf.uint8)
-            return decode_files(tf.gather(paths, indices), self.image_shape), tf.ensure_shape(
-                found, [None, height, width]
-            )
+            masks = tf.numpy_function(read_masks, [indices], tf.uint8)
+            images = decode_files(tf.gather(image_paths, indices), self.image_shape)
+            return images, tf.ensure_shape(masks, [None, height, width])
 
         return read
+
+    def _shard(self, split: str, topology: Topology) -> Pairs:
+        pairs = self._pairs.get(split, [])
+        return [pairs[index] for index in topology.share(len(pairs))]
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         images, masks = elements
         return self.transform.augment_with_masks(images, masks, seed)
 
     def preprocessing(self) -> Preprocessing:
-        values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
-        return self.transform.preprocessing((None, None, self.image_shape[2]), self.image_shape, values, (0.0, 255.0))
+        return decoded_preprocessing(self.transform, self.image_shape)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        pairs = self._pairs.get(split, [])
-        paths = [pairs[index][0] for index in topology.share(len(pairs))][:number]
-        channels = self.image_shape[2]
-        return [tf.io.decode_image(tf.io.read_file(path), channels, expand_animations=False).numpy() for path in paths]
+        pairs = self._shard(split, topology)[:number]
+        return [decode_whole(tf.io.read_file(image), self.image_shape[2]) for image, _ in pairs]
 
     def explain(self, error: Exception) -> Exception:
         if self._failure and "DataError" in str(error):
@@ -126,16 +139,21 @@ class SegmentationFolder(IndexedSource):
         # All images are read below, so not after another error, such as that of a layer.
         if not is_of_a_file or not re.search("DecodeImage|ReadFile", str(error)):
             return error
-        for pair in (pair for pairs in self._pairs.values() for pair in pairs):
-            try:
-                tf.io.decode_image(tf.io.read_file(pair[0]))
-            except tf.errors.OpError as found:
-                return DataError(f"{pair[0]} cannot be read: {reason(found)}; fix or remove it")
+        for pairs in self._pairs.values():
+            for image, _ in pairs:
+                try:
+                    tf.io.decode_image(tf.io.read_file(image))
+                except tf.errors.OpError as failure:
+                    return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
         return error
 
 
 def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) -> np.ndarray:
-    """A mask as uint8 of that (width, height). Raises DataError if it has not its image's size, or other labels."""
+    """Reads the mask of (image, mask), and resizes it to uint8 of `size`, which is (width, height).
+
+    Raises:
+        DataError: if it cannot be read, differs in size from its image, or has other labels.
+    """
     image, mask = pair
     try:
         with Image.open(image) as picture, Image.open(mask) as labels:
@@ -143,35 +161,40 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
                 raise DataError(f"{mask} is {labels.size} pixels and its image {picture.size}; both need one size")
             if labels.mode not in ("P", "L", "1"):
                 raise DataError(f"{mask} is a picture of mode {labels.mode}; a grey or palette PNG of labels is needed")
-            found = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
+            classes = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
     except Image.DecompressionBombError as error:
-        raise DataError(f"{mask} or its image has more than {MOST_PIXELS:,} pixels; cut both into tiles") from error
+        raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
-    if (wrong := (found >= num_classes) & (found != IGNORED)).any():
+
+    is_outside = (classes >= num_classes) & (classes != IGNORED)
+    if is_outside.any():
         raise DataError(
-            f"{mask} has the label {found[wrong][0]}, outside 0 ... {num_classes - 1}; fix it or num_classes"
+            f"{mask} has the label {classes[is_outside][0]}, outside 0 ... {num_classes - 1}; fix it or num_classes"
         )
-    return found
+    return classes
 
 
 def folder_pairs(folder: Path, split: str) -> Pairs:
-    """Images and masks of the same name, sorted."""
+    """Lists images and masks of the same name, sorted; none if there is no such folder."""
     images = folder / split / "images"
-    paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES) if images.is_dir() else []
-    return [(str(path), _mask(folder / split / "masks" / f"{path.stem}.png", path)) for path in paths]
+    paths = []
+    if images.is_dir():
+        paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES)
+    return [_pair(path, folder / split / "masks") for path in paths]
 
 
 def voc_pairs(folder: Path, split: str) -> Pairs:
-    """Those of a list of PASCAL VOC, in its order."""
+    """Lists the pairs of a list of PASCAL VOC, in its order; none if there is no such list."""
     names = folder / "ImageSets" / "Segmentation" / VOC_LISTS[split]
     if not names.is_file():
         return []
     paths = [folder / "JPEGImages" / f"{name}.jpg" for name in names.read_text(encoding="utf-8").split()]
-    return [(str(path), _mask(folder / "SegmentationClass" / f"{path.stem}.png", path)) for path in paths]
+    return [_pair(path, folder / "SegmentationClass") for path in paths]
 
 
-def _mask(path: Path, image: Path) -> str:
-    if not path.is_file():
-        raise DataError(f"{image} has no mask; {path} is needed")
-    return str(path)
+def _pair(image: Path, masks: Path) -> tuple[str, str]:
+    mask = masks / f"{image.stem}.png"
+    if not mask.is_file():
+        raise DataError(f"{image} has no mask; {mask} is needed")
+    return str(image), str(mask)

@@ -1,4 +1,4 @@
-"""Text as rows of tokens, for models that predict the next token or hidden ones."""
+"""Text as rows of tokens, for models that predict the next token or masked ones."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -15,28 +15,37 @@ from hvtrain.errors import ConfigError
 
 OBJECTIVES = ("causal", "masked")
 TOKENIZER_FILE = "tokenizer.model"
+
 WHOLE_DOCUMENTS = 20
 """Fewer documents are cut: they are one text, whose last parts are for validation and test."""
-MASKED, REPLACED = 0.8, 0.1
-"""Of the hidden tokens, as in BERT: those that the mask replaces, and those that another token does. Others stay."""
+
+# What is shown for a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section 3.1): mostly the mask,
+# sometimes a random token, else the token itself.
+MASK_SHARE = 0.8
+RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
     """Rows of tokens, int32 [length], from documents that follow one another, each with a token for its end.
 
-    causal: the targets are the next tokens. masked: the inputs have some tokens hidden, anew in each epoch of training
-    and always the same in evaluation; the targets are all tokens, and hidden ones alone have the weight 1.
+    With the objective causal, the targets are the next tokens. With masked, some tokens of the inputs are
+    masked, anew in each epoch of training and always the same in evaluation; the targets are all tokens,
+    and only masked ones have the weight 1.
 
     Args:
-        file: a text file, a folder of .txt files, or a .csv or .parquet file; null: Python's own documentation.
+        file: a text file, a folder of .txt files, or a .csv or .parquet file; null: Python's own
+            documentation.
         column: of the table, with a text in each row.
         tokenizer: a .model file of sentencepiece; null: one is trained on the training part.
         vocabulary_size: of the tokenizer that is trained.
         length: tokens in an example. What does not fill the last row of a part is left out.
         objective: causal or masked.
-        masked_share: of the tokens, hidden for the objective masked.
-        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or its last parts if
-            there are fewer than WHOLE_DOCUMENTS.
+        masked_share: of the tokens, for the objective masked.
+        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or its
+            last parts if there are fewer than WHOLE_DOCUMENTS.
+
+    Raises:
+        ConfigError: if a setting is out of range, or a part of the text is shorter than one example.
     """
 
     def __init__(
@@ -51,14 +60,22 @@ class Text(MemorySource):
         validation_share: float = 0.1,
         test_share: float = 0.1,
     ) -> None:
-        shares = {"validation_share": validation_share, "test_share": test_share}
-        _check(length, objective, masked_share=masked_share, **shares)
-        name = "python_documentation" if file is None else Path(file).stem
-        origin = f"pydoc_data.topics of Python {platform.python_version()}" if file is None else file
-        super().__init__(name, self._rows, origin)
-        self._file, self._column, self._tokenizer_file = file, column, tokenizer
-        self._vocabulary_size, self._length = vocabulary_size, length
-        self._masked_share = masked_share if objective == "masked" else 0.0
+        _check(length, objective, masked_share, validation_share, test_share)
+        if file is None:
+            name = "python_documentation"
+            origin = f"pydoc_data.topics of Python {platform.python_version()}"
+        else:
+            name = Path(file).stem
+            origin = file
+        super().__init__(name, self._rows_by_split, origin)
+
+        self._file = file
+        self._column = column
+        self._tokenizer_file = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._length = length
+        self._is_causal = objective == "causal"
+        self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
         self._tokenizer: Any = None
 
@@ -67,9 +84,20 @@ class Text(MemorySource):
         self.num_examples("train")
         return self._tokenizer
 
+    @property
+    def end_token(self) -> int:  # type: ignore[override]
+        return self.tokenizer.end
+
     def facts(self) -> dict[str, Any]:
-        own = {"vocabulary_size": self._num_tokens, "length": self._length, "causal": not self._masked_share}
-        return {**super().facts(), **own}
+        num_tokens = self.tokenizer.size
+        if not self._is_causal:
+            num_tokens += 1  # The mask comes after the tokenizer's own tokens.
+        return {
+            **super().facts(),
+            "vocabulary_size": num_tokens,
+            "length": self._length,
+            "causal": self._is_causal,
+        }
 
     def manifest(self) -> dict[str, Any]:
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
@@ -90,103 +118,144 @@ class Text(MemorySource):
     def tokens_of(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
-    @property
-    def end_token(self) -> int:  # type: ignore[override]
-        return self.tokenizer.end
-
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
-        return self._hide(elements[0], seed) if self._masked_share else elements
+        if self._is_causal:
+            return elements
+        return self._mask(elements[0], seed)
 
-    @property
-    def _num_tokens(self) -> int:
-        """Of the tokenizer, and the mask, which comes after them."""
-        return self.tokenizer.size + bool(self._masked_share)
-
-    def _rows(self) -> Elements:
+    def _rows_by_split(self) -> Elements:
         documents = embedded() if self._file is None else read_documents(self._file, self._column)
         parts = cut(documents, **self._shares)
+
         if self._tokenizer is None:  # Not again when the text is read again.
             if self._tokenizer_file is None:
                 self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
             else:
                 self._tokenizer = load_tokenizer(self._tokenizer_file)
-        return {split: self._of_split(split, texts) for split, texts in parts.items()}
+        return {split: self._rows(split, texts) for split, texts in parts.items()}
 
-    def _of_split(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
-        tokens, length = self._tokenizer.join(documents), self._length
-        next_one = 0 if self._masked_share else 1
-        count = (len(tokens) - next_one) // length
+    def _rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
+        tokens = self._tokenizer.join(documents)
+        length = self._length
+        num_targets = len(tokens) - 1 if self._is_causal else len(tokens)
+        count = num_targets // length
         if count < 1:
+            fix = "give more text"
+            if split in self._shares:
+                fix = f"change dataset.{split}_share={self._shares[split]}"
             raise ConfigError(
-                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it or "
-                + (f"change dataset.{split}_share={self._shares[split]}" if split in self._shares else "give more text")
+                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it "
+                f"or {fix}"
             )
+
         rows = tokens[: count * length].reshape(count, length)
-        if not self._masked_share:
+        if self._is_causal:
             return rows, tokens[1 : count * length + 1].reshape(count, length)
         if split == "train":
-            return rows, rows, np.ones(rows.shape, np.float32)  # Hidden when they are read; see augment.
+            return (
+                rows,
+                rows,
+                np.ones(rows.shape, np.float32),
+            )  # augment() masks them, anew in each epoch.
         with tf.device("CPU:0"):
-            hidden = self._hide(tf.constant(rows), tf.constant([SPLIT_SEED, count], tf.int64))
-        return tuple(array.numpy() for array in hidden)
+            masked = self._mask(tf.constant(rows), tf.constant([SPLIT_SEED, count], tf.int64))
+        return tuple(array.numpy() for array in masked)
 
-    def _hide(self, tokens: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Tokens with some hidden, all of them, and weights of 1 where they are hidden. Pure function."""
-        size, shape = self._tokenizer.size, tf.shape(tokens)
-        others_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
-        drawn = tf.random.stateless_uniform(shape, seed) / self._masked_share
-        others = tf.random.stateless_uniform(shape, others_seed, maxval=size, dtype=tf.int32)
-        shown = tf.where(drawn < MASKED, size, tf.where(drawn < MASKED + REPLACED, others, tokens))
-        return shown, tokens, tf.cast(drawn < 1, tf.float32)
+    def _mask(self, tokens: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns masked inputs, the tokens as targets, and weights of 1 where they are masked.
+
+        A pure function of the tokens [batch, length] and the seed, int64 [2].
+        """
+        mask_token = self._tokenizer.size
+        shape = tf.shape(tokens)
+        random_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
+        # Below 1 for tokens that are masked, and then uniform in 0 ... 1.
+        draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
+        random_tokens = tf.random.stateless_uniform(shape, random_seed, maxval=mask_token, dtype=tf.int32)
+
+        shown = tf.where(draws < MASK_SHARE + RANDOM_SHARE, random_tokens, tokens)
+        shown = tf.where(draws < MASK_SHARE, mask_token, shown)
+        return shown, tokens, tf.cast(draws < 1, tf.float32)
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """The documents of each split, by shares of the characters: whole ones at random, or the ends of a single text.
+    """Returns the documents of each split: whole ones at random, or parts if there are few.
 
-    >>> {split: "".join(texts) for split, texts in cut(["abcdefgh", "ij"], validation=0.1, test=0.2).items()}
-    {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
+    Args:
+        documents: all texts.
+        validation, test: shares of the characters.
+
+    Example:
+        >>> parts = cut(["abcdefgh", "ij"], validation=0.1, test=0.2)
+        >>> {split: "".join(texts) for split, texts in parts.items()}
+        {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
     """
-    lengths, splits = [len(text) for text in documents], ("train", "validation", "test")
+    lengths = [len(text) for text in documents]
     if len(documents) < WHOLE_DOCUMENTS:
-        edges, starts = _edges(sum(lengths), validation, test), np.cumsum([0, *lengths]).tolist()
-        found = {
-            split: [text[max(begin - at, 0) : max(end - at, 0)] for text, at in zip(documents, starts)]
-            for split, begin, end in zip(splits, edges, edges[1:])
-            if begin < end
-        }
-        return {split: [text for text in texts if text] for split, texts in found.items()}
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-    found = {}
-    for sizes in (lengths, [1] * len(documents)):  # By number, where a long document leaves a part empty.
-        edges, places = _edges(sum(sizes), validation, test), {}
-        ends = np.cumsum([sizes[index] for index in order]).tolist()
-        for index, end in zip(order, ends):  # A document belongs where its middle is.
-            middle = end - sizes[index] + sizes[index] // 2
-            places[index] = splits[sum(middle >= edge for edge in edges[1:3])]
-        found = {split: [text for i, text in enumerate(documents) if places[i] == split] for split in splits}
-        found = {split: found[split] for split, begin, end in zip(splits, edges, edges[1:]) if begin < end}
-        if all(found.values()):
-            break
-    return found
+        return _cut_characters(documents, _ranges(sum(lengths), validation, test))
+
+    parts = _deal_documents(documents, lengths, _ranges(sum(lengths), validation, test))
+    if not all(parts.values()):  # One long document may cover the whole share of a split; then each counts 1.
+        parts = _deal_documents(documents, [1] * len(documents), _ranges(len(documents), validation, test))
+    return parts
 
 
-def _edges(total: int, validation: float, test: float) -> list[int]:
-    """Where the training, validation and test parts of so many characters or documents begin, and the end."""
-    return [0, round(total * (1 - validation - test)), round(total * (1 - test)), total]
+def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
+    """Returns the characters or documents of each split, without empty splits."""
+    train_end = round(total * (1 - validation - test))
+    test_start = round(total * (1 - test))
+    ranges = {
+        "train": range(train_end),
+        "validation": range(train_end, test_start),
+        "test": range(test_start, total),
+    }
+    return {split: span for split, span in ranges.items() if span}
 
 
-def _check(length: int, objective: str, **shares: float) -> None:
+def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
+    parts: dict[str, list[str]] = {split: [] for split in ranges}
+    start = 0
+    for text in documents:
+        for split, span in ranges.items():
+            piece = text[max(span.start - start, 0) : max(span.stop - start, 0)]
+            if piece:
+                parts[split].append(piece)
+        start += len(text)
+    return parts
+
+
+def _deal_documents(
+    documents: Sequence[str], sizes: Sequence[int], ranges: Mapping[str, range]
+) -> dict[str, list[str]]:
+    """Lays the documents in a row, in random order; each belongs to the split that its middle is in."""
+    splits = {}
+    start = 0
+    for index in np.random.default_rng(SPLIT_SEED).permutation(len(documents)):
+        middle = start + sizes[index] // 2
+        splits[index] = next((split for split, span in ranges.items() if middle in span), None)
+        start += sizes[index]
+
+    return {split: [text for index, text in enumerate(documents) if splits[index] == split] for split in ranges}
+
+
+def _check(length: int, objective: str, masked_share: float, validation_share: float, test_share: float) -> None:
     """Raises ConfigError for settings that no text fits."""
     if objective not in OBJECTIVES:
         raise ConfigError(f"dataset.objective={objective} is not one of {', '.join(OBJECTIVES)}")
     if length < 2:
         raise ConfigError(f"dataset.length={length} is too short; an example needs at least 2 tokens")
+
+    shares = {
+        "masked_share": masked_share,
+        "validation_share": validation_share,
+        "test_share": test_share,
+    }
     for name, share in shares.items():
-        low = 0 if name != "masked_share" else 1e-6
-        if not low <= share < 1:
+        lowest = 1e-6 if name == "masked_share" else 0
+        if not lowest <= share < 1:
             raise ConfigError(f"dataset.{name}={share} is not a share between 0 and 1")
-    if shares["validation_share"] + shares["test_share"] >= 1:
+    if validation_share + test_share >= 1:
         raise ConfigError(
-            "dataset.validation_share={validation_share} and test_share={test_share} leave nothing to train on; "
-            "lower them".format(**shares)
+            f"dataset.validation_share={validation_share} and test_share={test_share} leave nothing to train on; "
+            "lower them"
         )

@@ -8,25 +8,41 @@ from pathlib import Path
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.record_files import CORRUPTED, find_damage, find_record, scan_records, walk
+from hvtrain.data.formats.record_files import (
+    CORRUPTED,
+    find_damage,
+    find_record,
+    scan_records,
+    walk,
+)
 from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed, unconverted
 from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import DataError
 
-CHANGED = "dataset was expected to contain"  # TensorFlow's words if a file is shorter than it was.
+SHORTENED = "dataset was expected to contain"  # TensorFlow's words if a file holds fewer records than before.
 INTERLEAVED_FILES = 8  # A constant: the order of examples must not depend on the machine.
-SEARCH_SECONDS = 5.0
+SEARCH_SECONDS = 5.0  # All that an error message may take to find a record in large files.
 
 
 class TFRecords(DealtSource):
-    """DIR/train*.tfrecord, DIR/validation*.tfrecord, DIR/test*.tfrecord; pixels are scaled to 0 ... 1.
+    """Encoded images of any size, and labels, in the records of TFRecord files. Pixels are scaled to 0 ... 1.
 
     Epoch e of a rank: its files in an order made from (seed, e, rank), eight read in turns, and the records
-    shuffled in blocks of shuffle_buffer. tf.data's shuffle() would mix TensorFlow's global seed into its own, so
-    that the order would depend on what else the process did.
-    Each image is an encoded one of any size, resized to image_shape [height, width, channels].
+    shuffled in blocks of shuffle_buffer. tf.data's shuffle() would mix TensorFlow's global seed into its own,
+    so that the order would depend on what else the process did.
+
+    Args:
+        dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord; the last two are optional.
+        image_shape: [height, width, channels] to which images are resized.
+        num_classes: labels are whole numbers from 0 to num_classes - 1.
+        image_key, label_key: names of the features of a tf.train.Example.
+        shuffle_buffer: records of a block that is shuffled; less than 2: only files are.
+        shift_pixels, flip: augmentation of training images; see Transform.
+
+    Raises:
+        DataError: if there is no training file; once counted, if a file is damaged.
     """
 
     name = "tfrecord"
@@ -45,9 +61,12 @@ class TFRecords(DealtSource):
     ) -> None:
         super().__init__(dir, image_shape, Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip))
         self.num_classes = num_classes
-        self._image_key, self._label_key = image_key, label_key
-        kinds = {image_key: tf.string, label_key: tf.int64}
-        self._features = {key: tf.io.FixedLenFeature([], kind) for key, kind in kinds.items()}
+        self._image_key = image_key
+        self._label_key = label_key
+        self._features = {
+            image_key: tf.io.FixedLenFeature([], tf.string),
+            label_key: tf.io.FixedLenFeature([], tf.int64),
+        }
         self._shuffle_buffer = shuffle_buffer
         self._paths = {split: sorted(map(str, self.folder.glob(f"{split}*.tfrecord"))) for split in self.SPLITS}
         self._opened: dict[str, int] = {}  # Files that streams of this process read, and their records.
@@ -70,6 +89,7 @@ class TFRecords(DealtSource):
         return self._paths[split]
 
     def _open(self, split: str, topology: Topology) -> dict[str, int]:
+        """Returns this rank's files and their records, and notes them for explain()."""
         counts = {path: self.counts[split][path] for path in self.shard(split, topology)}
         self._opened.update(counts)
         return counts
@@ -95,15 +115,17 @@ class TFRecords(DealtSource):
         return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        paths = list(self._open(split, topology))
-        return self._in_turn(tf.constant(paths, tf.string)).batch(batch_size).enumerate()
+        paths = tf.constant(list(self._open(split, topology)), tf.string)
+        return self._records(paths).batch(batch_size).enumerate()
 
     def _shuffled(self, paths: list[str], request: StreamRequest, epoch: tf.Tensor) -> tf.data.Dataset:
-        """All of this rank's records once, in the order of that epoch."""
-        seed, rank = request.seed, request.topology.rank
-        order = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=derive_seed(seed, ORDER, rank, epoch))
-        records = tf.data.Dataset.from_tensor_slices(order).interleave(
-            self._in_turn,
+        """Returns all of this rank's records once, in the order of that epoch."""
+        seed = request.seed
+        rank = request.topology.rank
+        file_order = derive_seed(seed, ORDER, rank, epoch)
+        shuffled_paths = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=file_order)
+        records = tf.data.Dataset.from_tensor_slices(shuffled_paths).interleave(
+            self._records,
             cycle_length=min(INTERLEAVED_FILES, len(paths)),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
@@ -116,43 +138,59 @@ class TFRecords(DealtSource):
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
-    def _in_turn(self, path: tf.Tensor) -> tf.data.Dataset:
-        """The records of a file; as (place, data) if damaged ones are left out, which is slower."""
+    def _records(self, paths: tf.Tensor) -> tf.data.Dataset:
+        """Returns the records of a file, or of several in turn.
+
+        If damaged records are left out, each comes as (location, data), read in Python, which is slower.
+        """
         if not self.skips:
-            return tf.data.TFRecordDataset(path)
-        walked = partial(tf.data.Dataset.from_generator, walk, output_signature=tf.TensorSpec([None, 2], tf.string))
-        paths = tf.data.Dataset.from_tensor_slices(tf.reshape(path, [-1]))
-        return paths.flat_map(lambda path: walked(args=(path,)).unbatch())
+            return tf.data.TFRecordDataset(paths)
+        signature = tf.TensorSpec([None, 2], tf.string)
+        walked = partial(tf.data.Dataset.from_generator, walk, output_signature=signature)
+        files = tf.data.Dataset.from_tensor_slices(tf.reshape(paths, [-1]))
+        return files.flat_map(lambda path: walked(args=(path,)).unbatch())
 
     def reader(self, split: str, topology: Topology) -> Read:
         def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            features = tf.io.parse_example(records[:, 1] if self.skips else records, self._features)
+            if self.skips:
+                records = records[:, 1]
+            features = tf.io.parse_example(records, self._features)
             labels = features[self._label_key]
-            inside = (labels >= 0) & (labels < self.num_classes)
-            labels = tf.cast(tf.where(inside, labels, -1), tf.int32)
+            is_class = (labels >= 0) & (labels < self.num_classes)
+            labels = tf.cast(tf.where(is_class, labels, -1), tf.int32)
             return decode_batch(features[self._image_key], self.image_shape), labels
 
         return parse
 
-    def locate(self, split: str, topology: Topology, example: Example, why: str) -> Unreadable:
-        *place, record = example[0].ravel()  # A record that comes without its place is searched for by its bytes.
-        found = place[0].decode() if place else find_record(self._opened, record, time.monotonic() + SEARCH_SECONDS)
-        if not why:
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        *locations, record = example[0].ravel()
+        if not problem:
             label = int(tf.io.parse_single_example(record, self._features)[self._label_key])
-            why = f"label {label} is outside 0 ... {self.num_classes - 1}"
-        why = why.removeprefix("Name: <unknown>, ") if record else CORRUPTED
-        if found:
-            return Unreadable(found, why)
-        return Unreadable(f"{self.origin}, a record not found in {SEARCH_SECONDS:.0f} s (skip would name it)", why)
+            problem = f"label {label} is outside 0 ... {self.num_classes - 1}"
+        problem = problem.removeprefix("Name: <unknown>, ") if record else CORRUPTED
+        if locations:
+            return Unreadable(locations[0].decode(), problem)
+
+        # A record that comes without its location is searched for by its bytes.
+        location = find_record(self._opened, record, time.monotonic() + SEARCH_SECONDS)
+        not_found = f"{self.origin}, a record not found in {SEARCH_SECONDS:.0f} s (skip would name it)"
+        return Unreadable(location or not_found, problem)
 
     def explain(self, error: Exception) -> Exception:
         """Explains damage between records, too, for which TensorFlow names no file."""
-        explained, said = super().explain(error), str(error)
+        explained = super().explain(error)
         if explained is not error:
             return explained
-        if not (isinstance(error, tf.errors.DataLossError) or CHANGED in said or any(p in said for p in self._opened)):
+
+        message = str(error)
+        is_damage = isinstance(error, tf.errors.DataLossError) or SHORTENED in message
+        if not is_damage and not any(path in message for path in self._opened):
             return error
-        if damage := find_damage(self._opened, said, self.skips, time.monotonic() + SEARCH_SECONDS):
+
+        damage = find_damage(self._opened, message, self.skips, time.monotonic() + SEARCH_SECONDS)
+        if damage:
             return DataError(f"{damage}; write or fetch the file again, {LEAVE_OUT}")
-        found = f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files"
-        return DataError(f"{found}; it was not found in {SEARCH_SECONDS:.0f} s, but data.on_error=skip names it")
+        return DataError(
+            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
+            f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
+        )

@@ -1,0 +1,275 @@
+"""Data sets from a user's own function, as a tf.data pipeline or a keras.utils.PyDataset: from_dataset."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import tensorflow as tf
+
+from hvtrain.core.step_plan import Share
+from hvtrain.core.topology import Topology, reduced
+from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs, stream_error
+from hvtrain.data.pipeline.streams import finish
+from hvtrain.data.source import Source, StreamRequest
+from hvtrain.data.sources.memory import known_facts, set_class_attributes
+from hvtrain.data.sources.user_function import ShardKey, ShardReader, UserFunction
+from hvtrain.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+USE_SHARD = "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
+FIX_NUM_EXAMPLES = (
+    "shards need equal parts of num_examples; correct it, or leave it out to have the examples of each shard counted"
+)
+FIX_FUNCTION = "that is what was counted; the function must give as many for every epoch, seed and batch_size"
+
+
+class FunctionSource(Source):
+    """A data set from a function that opens a shard; see from_dataset().
+
+    Args:
+        function: the user's.
+        num_examples: by split, of which shards are taken to have equal parts. None: the function is called
+            for each shard, and its examples are counted, by reading them if tf.data does not know their
+            number. In a run each rank counts its own shards, and rank 0 the whole.
+        more_facts: for the model's builder and the task.
+
+    Raises:
+        ConfigError: if num_examples names a split that the function cannot open.
+    """
+
+    equal_batches_advice = f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
+
+    def __init__(
+        self,
+        function: UserFunction,
+        num_examples: Mapping[str, int] | None = None,
+        more_facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = function.name
+        self.origin = function.file
+        self._function = function
+        self._num_examples = num_examples
+        self._more_facts = dict(more_facts or {})
+        set_class_attributes(self, self._more_facts)
+        self._counts: dict[ShardKey, int] = {}
+        self._element_spec: tuple[Any, ...] = ()
+
+        self._splits = self.SPLITS if "split" in function.declared else ("train",)
+        unknown = [split for split in num_examples or () if split not in self._splits]
+        if unknown:
+            reason = "" if len(self._splits) > 1 else " alone, since the function declares no split"
+            raise ConfigError(
+                f"{self.name}: num_examples has {', '.join(unknown)}; it may have {', '.join(self._splits)}{reason}"
+            )
+
+    @property
+    def element_spec(self) -> tuple[Any, ...]:
+        if not self._element_spec:
+            self._open(_whole("train"))
+        return self._element_spec
+
+    def facts(self) -> dict[str, Any]:
+        shape = tuple(getattr(self.element_spec[0], "shape", ()))
+        image_facts = {"image_shape": shape} if len(shape) == 3 else {}
+        return {**image_facts, **super().facts(), **self._more_facts}
+
+    def num_examples(self, split: str) -> int:
+        if self._num_examples is not None:
+            return self._num_examples.get(split, 0)
+        return self._count(_whole(split)) if split in self._splits else 0
+
+    def own_counts(self, topology: Topology) -> dict[ShardKey, int]:
+        if self._num_examples is not None:
+            return {}
+        keys = [key for split in self._splits for key in _shard_keys(topology, split)]
+        if topology.is_chief:
+            keys += [_whole(split) for split in self._splits]
+        return {key: self._count(key) for key in keys}
+
+    def take_counts(self, counts: Iterable[Mapping[ShardKey, int]]) -> None:
+        for rank_counts in counts:
+            self._counts.update(rank_counts)
+
+    def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
+        whole = self.num_examples(split)
+        if self._num_examples is not None or not whole:
+            return super().shard_sizes(split, num_shards, weights)
+
+        ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
+        rank_sizes = [[self._count(key) for key in _shard_keys(rank, split)] for rank in ranks]
+        sizes = [size for of_rank in rank_sizes for size in of_rank]
+        if len(sizes) > 1 and min(sizes) == whole:
+            raise DataError(f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}")
+        if sum(sizes) != whole:
+            raise DataError(
+                f"{self.name}: the {len(sizes)} shards of {split} hold {' + '.join(map(str, sizes))} examples and the "
+                f"whole {whole:,}; each example must be in one shard"
+            )
+        return [sum(of_rank) for of_rank in rank_sizes]
+
+    def training(self, request: StreamRequest) -> tf.data.Dataset:
+        topology = request.topology
+        share = request.share_of(self.shard_sizes("train", topology.size, topology.weights)[topology.rank])
+        first_epoch, steps_done = request.position
+        values = {"seed": request.seed, "batch_size": share.batch_size}
+        shards = self._open_shards("train", topology, shuffled=True, values=values)
+
+        def open_epoch(epoch: int) -> tf.data.Dataset:
+            step = steps_done if epoch == first_epoch else 0
+            examples = self._examples(shards, share, epoch, share.begin(step))
+            return cut_epoch(examples.batch(share.batch_size), share, step, shards[0].call)
+
+        # Opened here, so that an error of the function is raised as it is, not by TensorFlow.
+        first = [open_epoch(first_epoch)]
+        spec = first[0].element_spec
+        stream = join_epochs(lambda epoch: first.pop() if first else open_epoch(epoch), first_epoch, spec)
+        return finish(stream, topology)
+
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+        number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
+        if not number:
+            empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), self.element_spec)
+            return finish(tf.data.Dataset.from_tensor_slices(empty).batch(batch_size), topology)
+
+        num_steps = -(-number // batch_size)
+        share = Share(batch_size, num_steps, number)
+        shards = self._open_shards(split, topology, shuffled=False, values={"batch_size": batch_size})
+        batches = self._examples(shards, share).batch(batch_size)
+        return finish(cut_epoch(batches, share, 0, shards[0].call, ends=True), topology)
+
+    def explain(self, error: Exception) -> Exception:
+        message = stream_error(error)
+        if message:
+            return self._wrong_number(message)
+        failure = self._function.failure
+        if failure and f"{type(failure).__name__}: " in str(error):
+            return failure
+        return error
+
+    def _open_shards(
+        self, split: str, topology: Topology, shuffled: bool, values: Mapping[str, Any]
+    ) -> list[ShardReader]:
+        if self.on_error == "skip":
+            raise ConfigError(
+                f"{self.name}: hvtrain cannot skip what a function cannot read; use data.on_error=stop, and "
+                "dataset.ignore_errors() in the function"
+            )
+        return [ShardReader(self._function, key, shuffled, values) for key in _shard_keys(topology, split)]
+
+    def _examples(self, shards: list[ShardReader], share: Share, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
+        """Returns a rank's examples of an epoch from `start` on.
+
+        Raises:
+            DataError: if a shard is the whole data set, too small, or of another type than the data set.
+        """
+        call = shards[0].call
+        is_alone = len(shards) == 1
+        opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
+        counts = [count for _, count in opened if count is not None]
+
+        if len(counts) == len(shards):
+            number = sum(counts)
+            _, num_shards, split = shards[0].key
+            whole = (self._num_examples or {}).get(split)
+            if len(shards) < num_shards and number == whole:
+                raise DataError(f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}")
+            if number < share.num_examples:
+                raise self._wrong_number(f"{call} gives {number:,} examples and {share.num_examples:,} are needed")
+
+        parts = [part for part, _ in opened]
+        if parts[0].element_spec != self.element_spec:
+            raise DataError(
+                f"{call} gives {_types_in_words(parts[0].element_spec)} and at first "
+                f"{_types_in_words(self.element_spec)}; all parts of the data need one kind"
+            )
+        if is_alone:
+            return parts[0]
+        return reduce(tf.data.Dataset.concatenate, parts).skip(start)
+
+    def _wrong_number(self, message: str) -> DataError:
+        fix = FIX_FUNCTION if self._num_examples is None else FIX_NUM_EXAMPLES
+        return DataError(f"{message}; {fix}")
+
+    def _count(self, key: ShardKey) -> int:
+        """Returns the number of a shard's examples; 0 if the function returns None."""
+        if key not in self._counts:
+            examples = self._open(key)
+            number = examples.count() if examples else 0
+            if number is None:
+                log.info(
+                    "%s: its examples are read to count them; num_examples saves that",
+                    self._function.call_in_words(key),
+                )
+                number = examples.read_all()
+            self._counts[key] = number
+        return self._counts[key]
+
+    def _open(self, key: ShardKey) -> Any:
+        examples = self._function.open(key)
+        if examples is None and key.split == "train":
+            raise DataError(f"{self._function.call_in_words(key)} returned None; training needs examples")
+        if examples and key == _whole("train"):
+            self._element_spec = examples.element_spec
+        return examples
+
+
+def _whole(split: str) -> ShardKey:
+    return ShardKey(0, 1, split)
+
+
+def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
+    """Returns a rank's shards: one for each unit of its weight, if ranks share the data unequally.
+
+    >>> _shard_keys(Topology(1, 2, weights=(6, 2)), "train")
+    [ShardKey(shard=3, num_shards=4, split='train')]
+    """
+    weights = reduced(topology.weights) or (1,) * topology.size
+    first = sum(weights[: topology.rank])
+    shards = range(first, first + weights[topology.rank])
+    return [ShardKey(shard, sum(weights), split) for shard in shards]
+
+
+def _types_in_words(spec: Any) -> str:
+    return ", ".join(f"{part.dtype.name} {tuple(part.shape)}" for part in tf.nest.flatten(spec))
+
+
+def from_dataset(
+    function: Callable[..., Any],
+    *,
+    num_examples: Mapping[str, int] | int | None = None,
+    name: str | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> FunctionSource:
+    """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts of the data.
+
+    It returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets, weights), or a
+    keras.utils.PyDataset of batches of one size. It may declare more arguments:
+
+    - split: "train", "validation" or "test"; it then returns None for one that there is not.
+    - seed, epoch: of the run, both whole numbers. Shuffles of tf.data do not need them: they are seeded.
+    - start: examples of the epoch that a resumed run has seen. The function then leaves them out, which may
+      be faster than to read and drop them.
+    - batch_size: for a PyDataset, whose batches need not be of that size. It is 1 where examples are counted.
+
+    Example:
+        def numbers(shard, num_shards):
+            dataset = tf.data.Dataset.range(1000).shard(num_shards, shard)
+            return dataset.map(lambda n: (n, n % 2)).shuffle(1000)
+
+        source = from_dataset(numbers, num_classes=2)
+
+    Args:
+        num_examples: of all shards together, by split, or of training alone; None: they are counted.
+        facts: for the model's builder and the task, such as vocabulary_size.
+
+    Raises:
+        ConfigError: if the function does not take a shard and num_shards, or needs other arguments.
+    """
+    if isinstance(num_examples, int):
+        num_examples = {"train": num_examples}
+    more_facts = known_facts(num_classes, class_names, facts)
+    return FunctionSource(UserFunction(function, name), num_examples, more_facts)
