@@ -1,4 +1,4 @@
-"""How long it takes from a fault to its end: until the launcher has exited and no process of the run is left.
+"""Times faults to their end: until the launcher has exited and no process of the run is left.
 
     python -m benchmarks.fault_times --rounds 3
 
@@ -36,22 +36,22 @@ Strike = Callable[[subprocess.Popen[str], dict[int, int]], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, made from outside by strike, or by a rank. Times are in seconds.
+    """A fault, made from outside by strike, or by a rank.
 
     Attributes:
-        words: Further words of the run's line; {folder} is replaced.
-        strike: Gets the launcher's process and the ranks', makes the fault.
-        text: Without strike, the clock begins with this text.
+        overrides: Settings of the run; {folder} is replaced.
+        strike: Makes the fault; gets the launcher's process, and the ranks' by rank.
+        text: Without strike, the clock begins when the output holds this text.
         code: The exit code that must follow; None: any.
-        less: Taken off the time.
+        expected_seconds: Taken off the time: how long the run waits on purpose.
         disk: The run folder's size, as mount takes it.
     """
 
-    words: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
     strike: Strike | None = None
     text: str = "Error"
     code: int | None = 75
-    less: float = 0
+    expected_seconds: float = 0
     disk: str = ""
 
 
@@ -77,9 +77,16 @@ CASES = {
     "SIGTERM to the launcher": Case(strike=kill_launcher(signal.SIGTERM)),
     "SIGTERM to rank 1": Case(strike=kill_rank(1, signal.SIGTERM)),
     "SIGSTOP of rank 1, after abort_seconds": Case(
-        [f"watchdog.abort_seconds={STOPPED_SECONDS}"], kill_rank(1, signal.SIGSTOP), less=STOPPED_SECONDS
+        [f"watchdog.abort_seconds={STOPPED_SECONDS}"],
+        kill_rank(1, signal.SIGSTOP),
+        expected_seconds=STOPPED_SECONDS,
     ),
-    "train.max_time": Case([f"train.max_time={MAX_SECONDS}s"], text="run folder", code=0, less=MAX_SECONDS),
+    "train.max_time": Case(
+        [f"train.max_time={MAX_SECONDS}s"],
+        text="run folder",
+        code=0,
+        expected_seconds=MAX_SECONDS,
+    ),
     "exception on rank 1": Case([ACTS % "raise"], code=1),
     "no memory on rank 1": Case([ACTS % "memory"], code=1),
     "disk full": Case(["checkpoint.keep=9"], text="No space left", code=2, disk="size=1600k"),
@@ -88,17 +95,37 @@ CASES = {
 
 
 def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
-    """Of one run; SystemExit with what it said when it ended otherwise than it should."""
+    """Runs a case once.
+
+    Args:
+        launcher: gloo or mpi.
+        name: Of the case.
+        folder: Empty.
+        mark: Finds all processes of the run.
+
+    Raises:
+        SystemExit: The run ended otherwise than it should. The message has its output.
+    """
     case = CASES[name]
-    if "{folder}" in " ".join(case.words):
-        culprit = write_images(folder / "train", 64)[41]
-        culprit.write_bytes(culprit.read_bytes()[:40])
-    words = [word.replace("{folder}", str(folder)) for word in case.words]
-    line = ["horovodrun", f"--{launcher}", "-np", "2", "python", "-m", "hvtrain", "--config-dir", str(OWN / "conf")]
+    if case.overrides is IMAGES:
+        cut_image = write_images(folder / "train", 64)[41]
+        cut_image.write_bytes(cut_image.read_bytes()[:40])
+    overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
+    line = [
+        "horovodrun",
+        f"--{launcher}",
+        "-np",
+        "2",
+        "python",
+        "-m",
+        "hvtrain",
+        "--config-dir",
+        str(OWN / "conf"),
+    ]
     output = folder / "output.txt"
     with small_disk(folder / "run", case.disk) if case.disk else nullcontext():
         process = subprocess.Popen(
-            [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *words],
+            [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *overrides],
             cwd=folder,
             env=environment(**{MARK: mark, "PYTHONPATH": f"{ROOT}:{OWN}"}),
             stdin=subprocess.DEVNULL,
@@ -122,12 +149,12 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
         else:
             wait_for(lambda: case.text in output.read_text())
             began = time.monotonic()
-        found = process.wait(120)
+        code = process.wait(120)
         left = wait_until_gone(mark, 60)
-        took = time.monotonic() - began - case.less
-    if left or case.code not in (None, found):
-        raise SystemExit(f"{name} on {launcher}: code {found}, left {left}\n{output.read_text()}")
-    return took
+        duration = time.monotonic() - began - case.expected_seconds
+    if left or case.code not in (None, code):
+        raise SystemExit(f"{name} on {launcher}: code {code}, left {left}\n{output.read_text()}")
+    return duration
 
 
 def main() -> None:
@@ -140,15 +167,15 @@ def main() -> None:
     say(f"{'case':<40} {'Gloo s':>14} {'MPI s':>14}   (median, longest of {options.rounds})")
     with tempfile.TemporaryDirectory(prefix="hvtrain-times-") as name:
         for case in options.cases or CASES:
-            shown = []
+            columns = []
             for launcher in ("gloo", "mpi"):
-                found = []
+                durations = []
                 for number in range(options.rounds):
                     folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(",", "")
                     folder.mkdir()
-                    found.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
-                shown.append(f"{statistics.median(found):.1f}, {max(found):.1f}")
-            say(f"{case:<40} {shown[0]:>14} {shown[1]:>14}")
+                    durations.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
+                columns.append(f"{statistics.median(durations):.1f}, {max(durations):.1f}")
+            say(f"{case:<40} {columns[0]:>14} {columns[1]:>14}")
 
 
 if __name__ == "__main__":

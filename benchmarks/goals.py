@@ -1,4 +1,4 @@
-"""The goals for hvtrain's speed, and whether a session of `bench steps` or `bench allreduce` meets them.
+"""The goals for hvtrain's speed, and whether a session of `benchmarks steps` or `hvtrain allreduce` meets them.
 
 python -m benchmarks.goals bench/.../bench.json            the ratios for the goals' table in docs/bench.md
 python -m benchmarks.goals allreduce/.../allreduce.json
@@ -48,19 +48,22 @@ GOALS = (
 )
 
 
-def verdict(found: Ratio, limit: float, smaller_is_better: bool = True) -> str:
+def verdict(measured: Ratio, limit: float, smaller_is_better: bool = True) -> str:
     """Whether the goal holds: by the whole interval, or else by the median."""
-    low, middle, high = found.low, found.median, found.high
+    low, middle, high = measured.low, measured.median, measured.high
     if not smaller_is_better:
-        low, middle, high, limit = -high, -middle, -low, -limit
-    if high <= limit or low > limit:
-        return "holds" if high <= limit else "fails"
+        low, middle, high = -high, -middle, -low
+        limit = -limit
+    if high <= limit:
+        return "holds"
+    if low > limit:
+        return "fails"
     return "holds by its median" if middle <= limit else "fails by its median"
 
 
-def judged(name: str, found: Ratio, limit: float, smaller_is_better: bool = True) -> str:
+def judge(name: str, measured: Ratio, limit: float, smaller_is_better: bool = True) -> str:
     sign = "<=" if smaller_is_better else ">="
-    return f"{name} {sign} {limit:.2f}: {found}, {verdict(found, limit, smaller_is_better)}"
+    return f"{name} {sign} {limit:.2f}: {measured}, {verdict(measured, limit, smaller_is_better)}"
 
 
 def of_steps(session: dict[str, Any]) -> list[str]:
@@ -69,34 +72,37 @@ def of_steps(session: dict[str, Any]) -> list[str]:
     for row in session["runs"]:
         runs[row["contender"]].append(row)
     workload = session["workload"]["name"]
-    return [
-        judged(
-            f"{goal.figure} of {goal.ours} / {goal.theirs}",
-            ratio(*([run[goal.figure] for run in runs[name]] for name in (goal.ours, goal.theirs))),
-            goal.limits[workload],
-            goal.smaller_is_better,
-        )
-        for goal in GOALS
-        if workload in goal.limits and {goal.ours, goal.theirs} <= set(runs)
-    ]
+    lines = []
+    for goal in GOALS:
+        if workload in goal.limits and {goal.ours, goal.theirs} <= set(runs):
+            ours = [run[goal.figure] for run in runs[goal.ours]]
+            theirs = [run[goal.figure] for run in runs[goal.theirs]]
+            name = f"{goal.figure} of {goal.ours} / {goal.theirs}"
+            lines.append(judge(name, ratio(ours, theirs), goal.limits[workload], goal.smaller_is_better))
+    return lines
 
 
 def of_allreduce(session: dict[str, Any]) -> list[str]:
     """The goals that an allreduce.json can judge, one line each."""
-    ours, theirs = session["seconds"]["hvtrain"], session["seconds"].get("mpi4py", {})
-    lines = [
-        judged(f"bus bandwidth at {mib} MiB / mpi4py's", ratio(theirs[size], ours[size]), 0.95, False)
-        for mib, size in ((mib, str(mib << 20)) for mib in (4, 16, 64, 128))
-        if size in theirs
-    ]
+    ours = session["seconds"]["hvtrain"]
+    theirs = session["seconds"].get("mpi4py", {})
+    lines = []
+    for mib in (4, 16, 64, 128):
+        size = str(mib << 20)
+        if size in theirs:
+            name = f"bus bandwidth at {mib} MiB / mpi4py's"
+            lines.append(judge(name, ratio(theirs[size], ours[size]), 0.95, smaller_is_better=False))
     if "4096" in theirs:
-        lines.append(judged("latency at 4 KiB / mpi4py's", ratio(ours["4096"], theirs["4096"]), 3.0))
+        lines.append(judge("latency at 4 KiB / mpi4py's", ratio(ours["4096"], theirs["4096"]), 3.0))
     if "4096" in ours:
         millis = [1000 * seconds for seconds in ours["4096"]]
-        lines.append(judged("latency at 4 KiB in ms", ratio(millis, [1.0] * len(millis)), 0.3))
-    return [*lines, judged("bandwidth of 160 small tensors / one", ratio(ours["whole"], ours["small"]), 0.85, False)]
+        lines.append(judge("latency at 4 KiB in ms", ratio(millis, [1.0] * len(millis)), 0.3))
+    many_small = ratio(ours["whole"], ours["small"])
+    lines.append(judge("bandwidth of 160 small tensors / one", many_small, 0.85, smaller_is_better=False))
+    return lines
 
 
 if __name__ == "__main__":
     content = json.loads(Path(sys.argv[1]).read_text())
-    print("\n".join((of_steps if "runs" in content else of_allreduce)(content)))
+    judge_all = of_steps if "runs" in content else of_allreduce
+    print("\n".join(judge_all(content)))

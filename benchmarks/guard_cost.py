@@ -21,10 +21,21 @@ from typing import Any
 
 from launching import ROOT, environment
 
-WORDS = ["dataset=fashion_mnist", "train.batch_size=64", "train.validate_every_epochs=null", "train.epochs=3"]
-CLOCK = "+callbacks.clock._target_=benchmarks.guard_cost.clock"
-WITHOUT = ["guard.every=0", "guard.finite=false", "guard.batches=false", "guard.data=false"]
-WITHOUT += ["watchdog.abort_seconds=0", "checkpoint.every_epochs=null"]
+RUN = [
+    "dataset=fashion_mnist",
+    "train.batch_size=64",
+    "train.validate_every_epochs=null",
+    "train.epochs=3",
+    "+callbacks.clock._target_=benchmarks.guard_cost.clock",
+]
+WITHOUT = [
+    "guard.every=0",
+    "guard.finite=false",
+    "guard.batches=false",
+    "guard.data=false",
+    "watchdog.abort_seconds=0",
+    "checkpoint.every_epochs=null",
+]
 
 
 def clock() -> Any:
@@ -48,13 +59,17 @@ def clock() -> Any:
     return Clock()
 
 
-def step_seconds(words: list[str], folder: Path, name: str) -> float:
+def step_seconds(overrides: list[str], folder: Path, name: str) -> float:
+    """Trains once and returns the seconds a step."""
     file = folder / f"{name}.json"
-    line = ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain", *WORDS, *words, CLOCK]
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    variables = environment(HVTRAIN_COST_FILE=str(file), PYTHONPATH=path)
+    launcher = ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain"]
     done = subprocess.run(
-        [*line, f"run.dir={folder / name}"], env=variables, capture_output=True, text=True, check=False
+        [*launcher, *RUN, *overrides, f"run.dir={folder / name}"],
+        env=environment(HVTRAIN_COST_FILE=str(file), PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -64,17 +79,18 @@ def step_seconds(words: list[str], folder: Path, name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("words", nargs="*", help="more words for both runs")
+    parser.add_argument("overrides", nargs="*", help="more settings for both runs")
     options = parser.parse_args()
     ratios = []
     with tempfile.TemporaryDirectory(prefix="hvtrain-cost-") as folder:
         for pair in range(options.pairs):
-            found = {}
+            seconds_of = {}
+            # The order changes, so that a machine that slows down favors neither.
             for kind in ("with", "without") if pair % 2 else ("without", "with"):
-                more = [*options.words, *(WITHOUT if kind == "without" else [])]
-                found[kind] = step_seconds(more, Path(folder), f"{pair}-{kind}")
-            ratios.append(found["with"] / found["without"])
-            shown = ", ".join(f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in sorted(found.items()))
+                overrides = [*options.overrides, *(WITHOUT if kind == "without" else [])]
+                seconds_of[kind] = step_seconds(overrides, Path(folder), f"{pair}-{kind}")
+            ratios.append(seconds_of["with"] / seconds_of["without"])
+            shown = ", ".join(f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in sorted(seconds_of.items()))
             print(f"pair {pair + 1}: {shown}, ratio {ratios[-1]:.4f}", flush=True)
     print(f"median of {len(ratios)} pairs: {statistics.median(ratios):.4f}")
 

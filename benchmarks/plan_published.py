@@ -17,18 +17,39 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, NVLINK_SECONDS, PCIE_SECONDS, Link, Machine
+from hvtrain.plan.costs.algorithms import (
+    LINK_SHARE,
+    NETWORK_SECONDS,
+    NVLINK_SECONDS,
+    PCIE_SECONDS,
+    Link,
+    Machine,
+)
 from hvtrain.plan.costs.step import MIB, Cost, Gradient, Rules, Work, step_cost
 
-NETWORKS = {
-    name: [Gradient(*one) for one in found]
-    for name, found in json.loads(Path(__file__).with_name("networks.json").read_text()).items()
-}
+_NETWORKS = json.loads(Path(__file__).with_name("networks.json").read_text())
+NETWORKS = {name: [Gradient(*pair) for pair in gradients] for name, gradients in _NETWORKS.items()}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A published efficiency of num_ranks GPUs, against one GPU or against against_ranks of them."""
+    """A published efficiency of num_ranks GPUs, against one GPU or against against_ranks of them.
+
+    Attributes:
+        name: Who published it.
+        network: Key of NETWORKS.
+        num_ranks: GPUs.
+        published: Efficiency.
+        images_per_second: Of one GPU.
+        batch_size: Of one GPU.
+        ranks_per_host: GPUs of a host.
+        inside_gbytes: Speed of the links inside a host, in GB/s.
+        inside_latency_seconds: Of one step of a ring on them.
+        gbits: Nominal speed between hosts, in Gbit/s; 0 on one host.
+        rules: How its version of Horovod reduced.
+        source: Where it was published.
+        against_ranks: GPUs with efficiency 1.
+    """
 
     name: str
     network: str
@@ -82,20 +103,40 @@ OF_16 = {"InceptionV3": 2022.6, "ResNet101": 1746.2, "VGG16": 1787.4}
 
 
 def _uber(network_name: str, num_ranks: int, published: float, source: str) -> Case:
-    # What joins the GPUs inside is not published; PCIe 3.0 x16 has 15.75 GB/s, and the network is the bottleneck.
-    speed = ONE_GPU[network_name]
-    inside = (4, 15.75, PCIE_SECONDS, 25)
-    return Case("Horovod", network_name, num_ranks, published, speed, 64, *inside, HOROVOD_OF_2018, source)
+    return Case(
+        name="Horovod",
+        network=network_name,
+        num_ranks=num_ranks,
+        published=published,
+        images_per_second=ONE_GPU[network_name],
+        batch_size=64,
+        ranks_per_host=4,
+        # What joins the GPUs inside is not published; PCIe 3.0 x16 has 15.75 GB/s, and the network is the bottleneck.
+        inside_gbytes=15.75,
+        inside_latency_seconds=PCIE_SECONDS,
+        gbits=25,
+        rules=HOROVOD_OF_2018,
+        source=source,
+    )
 
 
 def _nvidia(name: str, speed: float, batch_size: int, num_ranks: int, all_speed: float) -> Case:
-    # NVLink of a V100: six links of 25 GB/s in each direction. All GPUs are in one host.
-    inside = (num_ranks, 150.0, NVLINK_SECONDS, 0.0)
-    published = all_speed / speed / num_ranks
-    return Case(name, "ResNet50", num_ranks, published, speed, batch_size, *inside, HOROVOD_OF_2020, NVIDIA)
+    """A run on one host. speed, all_speed: images a second of one GPU and of all."""
+    return Case(
+        name=name,
+        network="ResNet50",
+        num_ranks=num_ranks,
+        published=all_speed / speed / num_ranks,
+        images_per_second=speed,
+        batch_size=batch_size,
+        ranks_per_host=num_ranks,
+        inside_gbytes=150.0,  # NVLink of a V100: six links of 25 GB/s in each direction.
+        inside_latency_seconds=NVLINK_SECONDS,
+        gbits=0.0,
+        rules=HOROVOD_OF_2020,
+        source="NVIDIA DeepLearningExamples, TensorFlow ResNet-50 v1.5 README, training performance (20.06, XLA)",
+    )
 
-
-NVIDIA = "NVIDIA DeepLearningExamples, TensorFlow ResNet-50 v1.5 README, training performance (20.06, XLA)"
 
 FITTED = [
     *(_uber(name, 16, OF_16[name] / 16 / ONE_GPU[name], README_OF_16) for name in ONE_GPU),
@@ -112,18 +153,32 @@ PREDICTED = [
     _nvidia("DGX-2, FP32", 432, 128, 16, 6500),
     # 90 epochs of 1,281,167 images took 29 hours on 8 GPUs; NVLink 1 of a P100: four links of 20 GB/s each way.
     Case(
-        "Goyal et al.", "ResNet50", 256, 0.90, 90 * 1_281_167 / (29 * 3600) / 8, 32, 8, 80.0, NVLINK_SECONDS, 50, GOYAL,
-        "arXiv:1706.02677, abstract and section 4 (8 P100 a host, 50 Gbit/s); 29 hours on 8: NVIDIA's news of it",
+        name="Goyal et al.",
+        network="ResNet50",
+        num_ranks=256,
+        published=0.90,
+        images_per_second=90 * 1_281_167 / (29 * 3600) / 8,
+        batch_size=32,
+        ranks_per_host=8,
+        inside_gbytes=80.0,
+        inside_latency_seconds=NVLINK_SECONDS,
+        gbits=50,
+        rules=GOYAL,
+        source="arXiv:1706.02677, abstract and section 4 (8 P100 a host, 50 Gbit/s); "
+        "29 hours on 8: NVIDIA's news of it",
         against_ranks=8,
     ),
-]  # fmt: skip
+]
 # What the model does not reach: it has no input pipeline, and knows no other reason why mixed precision loses here.
 MISSED = [_nvidia("DGX-2, mixed", 1300, 256, 16, 17250)]
 
 
 def table() -> list[str]:
     """In lines of Markdown."""
-    lines = ["| run | network | GPUs | published | predicted | points off | |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| run | network | GPUs | published | predicted | points off | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind, cases in (("fitted", FITTED), ("predicted", PREDICTED), ("**missed**", MISSED)):
         for case in cases:
             lines.append(
@@ -135,24 +190,22 @@ def table() -> list[str]:
 
 def fitted() -> tuple[float, float, float]:
     """The share, interference and deviation of a coarse grid with the smallest sum of squared errors on FITTED."""
-    shares, interferences = (0.75, 0.775, 0.8, 0.825, 0.85, 0.875, 0.9), (0.05, 0.1, 0.15, 0.2)
-    grid = itertools.product(shares, interferences, (0.015, 0.02, 0.025, 0.03, 0.035))
+    grid = itertools.product(
+        (0.75, 0.775, 0.8, 0.825, 0.85, 0.875, 0.9),
+        (0.05, 0.1, 0.15, 0.2),
+        (0.015, 0.02, 0.025, 0.03, 0.035),
+    )
 
-    def error(constants: tuple[float, float, float]) -> float:
+    def squared_error(constants: tuple[float, float, float]) -> float:
         share, interference, deviation = constants
-        errors = [
-            step_cost(
-                case.work,
-                case.num_ranks,
-                case.machine(share),
-                replace(case.rules, interference=interference, deviation=deviation),
-            ).efficiency
-            - case.published
-            for case in FITTED
-        ]
-        return sum(one * one for one in errors)
+        total = 0.0
+        for case in FITTED:
+            rules = replace(case.rules, interference=interference, deviation=deviation)
+            cost = step_cost(case.work, case.num_ranks, case.machine(share), rules)
+            total += (cost.efficiency - case.published) ** 2
+        return total
 
-    return min(grid, key=error)
+    return min(grid, key=squared_error)
 
 
 if __name__ == "__main__":

@@ -1,83 +1,99 @@
-"""`bench scaling`: the runner on 1, 2, 4, ... ranks, with the same batch per rank (weak) or in all (strong).
+"""`benchmarks scaling`: the runner on 1, 2, 4, ... ranks, with the same batch per rank (weak) or in all (strong).
 
 As many independent one-rank jobs are timed beside it: what the machine gives to so many processes.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.workloads import Workload
-from hvtrain.compare.rounds import in_turns, progress, ratio
+from benchmarks.contenders import CONTENDERS, Workload
+from benchmarks.experiment import Experiment
+from benchmarks.measure import measure
+from hvtrain.compare.rounds import ratio
 from hvtrain.errors import ConfigError
-from hvtrain.plan.measurement import measure
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 
-RUNNER, APART = CONTENDERS["hvtrain-mpi"], CONTENDERS["independent"]
+KINDS = ("weak", "strong", "apart")
+Case = tuple[str, int]
 
 
 @dataclass
-class Scaling:
-    """A session. found["weak" | "strong" | "apart"][ranks] are examples/s, one value for each round.
+class Scaling(Experiment[Case, float]):
+    """Weak and strong scaling. A case is a kind and a number of ranks; a result is in examples/s.
 
-    Raises ConfigError if the strong scaling's global batch cannot be divided.
+    Attributes:
+        workload: Its batch is that of the weak scaling.
+        data: synthetic or fashion_mnist.
+        counts: Numbers of ranks.
+        steps: Timed steps.
+
+    Raises:
+        ConfigError: A number comes twice, or the strong scaling's global batch cannot be divided.
     """
 
     workload: Workload
     data: str
     counts: Sequence[int]
-    threads: int
-    folder: Path
     steps: int
-    found: dict[str, dict[int, list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        said = ",".join(map(str, self.counts))
+        option = f"--ranks {','.join(map(str, self.counts))}"
         if len(set(self.counts)) < len(self.counts):
-            raise ConfigError(f"--ranks {said} names a number twice")
-        if odd := [count for count in self.counts if self.global_batch % count]:
-            found = f"the global batch of {self.global_batch} cannot be divided evenly among {odd[0]} ranks"
-            raise ConfigError(f"--ranks {said}: {found}; leave that number out")
+            raise ConfigError(f"{option} names a number twice")
+        for count in self.counts:
+            if self.global_batch % count:
+                raise ConfigError(
+                    f"{option}: the global batch of {self.global_batch} cannot be divided evenly among "
+                    f"{count} ranks; leave that number out"
+                )
 
     @property
     def global_batch(self) -> int:
         """Global batch of the strong scaling on any number of ranks: the largest of the weak scaling."""
         return self.workload.batch_size * max(self.counts)
 
-    def run(self, num_rounds: int) -> None:
-        """Measures every kind and number of ranks in turns. Raises LostRankError if a process fails."""
-        kinds = [(kind, count) for count in self.counts for kind in ("weak", "strong", "apart")]
-        for number, order in in_turns(kinds, num_rounds):
-            for kind, count in order:
-                title = f"round {number}/{num_rounds}  {kind:<7}{count:>4} rank(s)"
-                progress(f"{title} ...")
-                speed = self._once(kind, count, self.folder / f"round-{number}" / f"{kind}-{count}")
-                self.found.setdefault(kind, {}).setdefault(count, []).append(speed)
-                progress("")
-                print(f"{title} {speed:12,.0f} examples/s", flush=True)
+    def cases(self) -> list[Case]:
+        return [(kind, count) for count in self.counts for kind in KINDS]
 
-    def _once(self, kind: str, count: int, folder: Path) -> float:
-        batch_size = self.global_batch // count if kind == "strong" else self.workload.batch_size
-        work = replace(self.workload, batch_size=batch_size)
-        words = work.words(self.data, 1 if kind == "apart" else count, self.steps)
-        steps, contender = (work.warmup_steps, self.steps), APART if kind == "apart" else RUNNER
-        return measure(contender, words, count, work.batch_size, steps, folder, self.threads).examples_per_second
+    def name(self, case: Case) -> str:
+        kind, count = case
+        return f"{kind}-{count}"
+
+    def measure(self, case: Case, folder: Path) -> float:
+        kind, count = case
+        work = self.workload
+        if kind == "strong":
+            work = replace(work, batch_size=self.global_batch // count)
+        return measure(
+            CONTENDERS["independent" if kind == "apart" else "hvtrain-mpi"],
+            work.overrides(self.data, 1 if kind == "apart" else count, self.steps),
+            count,
+            work.batch_size,
+            (work.warmup_steps, self.steps),
+            folder,
+            self.threads,
+        ).examples_per_second
+
+    def describe(self, result: float) -> str:
+        return f"{result:12,.0f} examples/s"
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds, and efficiencies as ratios with their intervals."""
-        work, first = self.workload, self.counts[0]
+        work = self.workload
+        first = self.counts[0]
+        first_weak = self.results["weak", first]
         lines = [
             f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
-            f"rank (weak) or {self.global_batch} in all (strong), medians of {len(self.found['weak'][first])} rounds",
+            f"rank (weak) or {self.global_batch} in all (strong), medians of {len(first_weak)} rounds",
             f"{'ranks':>5}{'weak examples/s':>17}{'strong examples/s':>19}{'jobs apart':>12}  "
             f"{f'weak against {first} rank(s)':<32}{'weak against jobs apart':<32}",
         ]
         for count in self.counts:
-            weak, strong, apart = (self.found[kind][count] for kind in ("weak", "strong", "apart"))
-            efficiency = ratio([speed * first / count for speed in weak], self.found["weak"][first])
+            weak, strong, apart = (self.results[kind, count] for kind in KINDS)
+            efficiency = ratio([speed * first / count for speed in weak], first_weak)
             lines.append(
                 f"{count:>5}{median(weak):>17,.0f}{median(strong):>19,.0f}{median(apart):>12,.0f}  "
                 f"{efficiency!s:<32}{ratio(weak, apart)!s:<32}".rstrip()
@@ -86,23 +102,35 @@ class Scaling:
 
     def write(self) -> None:
         """Writes scaling.json in the folder."""
-        summary = {"workload": self.workload.name, "data": self.data, "threads": self.threads, "found": self.found}
+        by_kind = {kind: {count: self.results[kind, count] for count in self.counts} for kind in KINDS}
+        summary = {
+            "workload": self.workload.name,
+            "data": self.data,
+            "threads": self.threads,
+            "found": by_kind,
+        }
         (self.folder / "scaling.json").write_text(json.dumps(summary, indent=1))
 
     def plot(self) -> None:
-        """Images per second by ranks, beside the line through one rank and independent jobs."""
+        """Draws examples/s by ranks, beside the line through one rank and independent jobs."""
         first = self.counts[0]
-        ideal = median(self.found["weak"][first]) / first
-        kinds = {
+        ideal = median(self.results["weak", first]) / first
+        styles = {
             "apart": ("jobs that never talk", GREY),
             "weak": ("hvtrain, weak", BLUE),
             "strong": ("hvtrain, strong", ORANGE),
         }
         with picture(self.folder / "bench.png", 7, 4.5) as (_, axes):
-            axes.plot(self.counts, [ideal * count for count in self.counts], "--", color=GREY, label="linear")
-            for kind, (label, colour) in kinds.items():
-                middle = [median(self.found[kind][count]) for count in self.counts]
-                axes.plot(self.counts, middle, "o-", color=colour, label=label)
+            axes.plot(
+                self.counts,
+                [ideal * count for count in self.counts],
+                "--",
+                color=GREY,
+                label="linear",
+            )
+            for kind, (label, color) in styles.items():
+                speeds = [median(self.results[kind, count]) for count in self.counts]
+                axes.plot(self.counts, speeds, "o-", color=color, label=label)
             axes.set_xticks(self.counts, [str(count) for count in self.counts])
             axes.set_ylim(bottom=0)
             axes.set(xlabel="ranks", ylabel="examples/s")

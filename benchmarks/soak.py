@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from launching import environment
 from ranks import MARK, left_files, rank_processes, say, send, wait_until_gone
 
 # Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch on two ranks.
-WORDS = [
+OVERRIDES = [
     "train.deterministic=true",
     "dataset.shift_pixels=1",
     "dataset.num_validation=100",
@@ -36,15 +37,14 @@ WORDS = [
     "checkpoint.every_steps=3",
 ]
 LAUNCHERS = {
-    "gloo": ["horovodrun", "--gloo", "-np", "2"],
-    "mpi": ["horovodrun", "--mpi", "-np", "2"],
+    "gloo": ["horovodrun", "--gloo", "-np", "2", sys.executable, "-m", "hvtrain"],
+    "mpi": ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain"],
     "launch": [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--"],
 }
 
 
 def command(launcher: str, epochs: int, run: Path) -> list[str]:
-    words = [*WORDS, f"train.epochs={epochs}", f"run.dir={run}"]
-    return [*LAUNCHERS[launcher], *([] if launcher == "launch" else [sys.executable, "-m", "hvtrain"]), *words]
+    return [*LAUNCHERS[launcher], *OVERRIDES, f"train.epochs={epochs}", f"run.dir={run}"]
 
 
 def temporary(folder: Path) -> Path:
@@ -67,51 +67,69 @@ def start(launcher: str, epochs: int, run: Path, mark: str, log: Path) -> subpro
 
 
 def steps(run: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    """The steps of a run's checkpoints; empty before the first one."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
-def differences(ours: Path, theirs: Path) -> list[str]:
+def differences(run: Path, expected: Path) -> list[str]:
     """Arrays of the last checkpoints, and metrics of the epochs, that are not the same to the bit."""
-    folders = [run / "checkpoints" / f"step-{steps(run)[-1]:08d}" for run in (ours, theirs)]
-    if folders[0].name != folders[1].name:
-        return [f"{folders[0].name} against {folders[1].name}"]
-    mine, other = (load_file(folder / "state.safetensors") for folder in folders)
-    found = [key for key in sorted({*mine, *other}) if not np.array_equal(mine.get(key), other.get(key))]
-    # Without the columns of time.
-    rows = [[r.split(",") for r in (run / "history.csv").read_text().splitlines()] for run in (ours, theirs)]
-    if [[*r[:3], *r[5:]] for r in rows[0]] != [[*r[:3], *r[5:]] for r in rows[1]]:
-        found.append("history.csv")
-    return found
+    checkpoint, expected_checkpoint = (
+        folder / "checkpoints" / f"step-{steps(folder)[-1]:08d}" for folder in (run, expected)
+    )
+    if checkpoint.name != expected_checkpoint.name:
+        return [f"{checkpoint.name} against {expected_checkpoint.name}"]
+    arrays = load_file(checkpoint / "state.safetensors")
+    expected_arrays = load_file(expected_checkpoint / "state.safetensors")
+    names = sorted({*arrays, *expected_arrays})
+    different = [name for name in names if not np.array_equal(arrays.get(name), expected_arrays.get(name))]
+    if metrics(run) != metrics(expected):
+        different.append("history.csv")
+    return different
+
+
+def metrics(run: Path) -> list[list[str]]:
+    """The rows of history.csv without the columns of time."""
+    rows = [line.split(",") for line in (run / "history.csv").read_text().splitlines()]
+    return [[*row[:3], *row[5:]] for row in rows]
 
 
 class Soak:
-    """One soak in a folder; `kills` so far, and how long each took from the kill until nothing was left."""
+    """Kills ranks until enough are killed, or until something goes wrong.
+
+    Attributes:
+        seconds: Of each kill, until nothing was left.
+        num_starts: Of the command.
+        num_runs: Runs that were killed.
+    """
 
     def __init__(self, folder: Path, launchers: list[str], epochs: int, seed: int) -> None:
-        self.folder, self.launchers, self.epochs = folder, launchers, epochs
+        self.folder = folder
+        self.launchers = launchers
+        self.epochs = epochs
         self.random = random.Random(seed)
         self.seconds: list[float] = []
-        self.starts = self.rounds = 0
+        self.num_starts = 0
+        self.num_runs = 0
 
     def soak(self, kills: int) -> list[str]:
-        """What went wrong, in words; empty when nothing did."""
+        """Returns what went wrong; empty when nothing did."""
         whole = self.folder / "uninterrupted"
         say("an uninterrupted run, to compare with")
-        began = time.monotonic()
         self.run_to_its_end(whole)
-        self.span = time.monotonic() - began
         problems: list[str] = []
         while len(self.seconds) < kills and not problems:
-            run = self.folder / f"round-{self.rounds}"
-            self.rounds += 1
+            run = self.folder / f"round-{self.num_runs}"
+            self.num_runs += 1
             while len(self.seconds) < kills and not problems and not (run / "result.json").exists():
                 problems = self.kill_once(run, kills)
-            if not problems and not (run / "result.json").exists():
+            if problems:
+                break
+            if not (run / "result.json").exists():
                 self.run_to_its_end(run)
-            if not problems:
-                found = differences(run, whole)
-                problems = [f"{run.name} ended with other bits in {len(found)} places: {found[:5]}"] if found else []
-                say(f"{run.name}: {'the very bits of the uninterrupted run' if not found else problems[0]}")
+            different = differences(run, whole)
+            if different:
+                problems = [f"{run.name} ended with other bits in {len(different)} places: {different[:5]}"]
+            say(f"{run.name}: {problems[0] if problems else 'the very bits of the uninterrupted run'}")
         return problems
 
     def run_to_its_end(self, run: Path) -> None:
@@ -121,21 +139,22 @@ class Soak:
             raise SystemExit(f"a run that nobody killed ended with {process.returncode}:\n{log.read_text()}")
 
     def kill_once(self, run: Path, kills: int) -> list[str]:
-        """Starts the line, kills a rank at a random moment, and looks at what is left."""
+        """Starts the command and kills a rank at a random moment. Returns what went wrong."""
         mark, log = self._next()
-        files = left_files(temporary(self.folder))
+        old_files = left_files(temporary(self.folder))
         launcher = self.random.choice(self.launchers)
         victim = self.random.randrange(2)
         # Mostly while it trains and saves, sometimes while it starts.
-        early = self.random.random() < 0.25
-        before = steps(run)[-1:] if run.exists() else []
+        is_early = self.random.random() < 0.25
+        last_step = steps(run)[-1:]
         process = start(launcher, self.epochs, run, mark, log)
         began = time.monotonic()
-        if early:
+        if is_early:
             self._wait(process, self.random.uniform(0.3, 8.0), lambda: False)
         else:
-            self._wait(process, 120.0, lambda: run.exists() and steps(run)[-1:] != before)
+            self._wait(process, 120.0, lambda: steps(run)[-1:] != last_step)
             self._wait(process, self.random.uniform(0.0, 2.0), lambda: False)
+
         ranks = rank_processes(mark)
         if process.poll() is not None or victim not in ranks:
             code = process.wait(600)
@@ -147,39 +166,50 @@ class Soak:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return [f"{launcher}: the launcher was still there 60 s after rank {victim} was killed:\n{log.read_text()}"]
-        left = wait_until_gone(mark, 30)
-        took = time.monotonic() - killed
-        self.seconds.append(took)
-        done = steps(run)[-1:] if run.exists() else []
-        where = f"step {done[0]}" if done else "start"
-        last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-        moment = f"after {killed - began:5.1f} s at {where}"
-        say(f"{len(self.seconds):>4}/{kills} {launcher:<6} rank {victim} {moment}: {took:4.1f} s, code {code}")
-        problems = [f"left running: {left}"] if left else []
-        if files_left := self._files_left(files):
+        processes_left = wait_until_gone(mark, 30)
+        seconds = time.monotonic() - killed
+        self.seconds.append(seconds)
+
+        done = steps(run)
+        where = f"step {done[-1]}" if done else "start"
+        say(
+            f"{len(self.seconds):>4}/{kills} {launcher:<6} rank {victim} after {killed - began:5.1f} s at {where}: "
+            f"{seconds:4.1f} s, code {code}"
+        )
+        problems = []
+        if processes_left:
+            problems.append(f"left running: {processes_left}")
+        files_left = self._files_left(old_files)
+        if files_left:
             problems.append(f"left in shared memory or Open MPI's folders: {files_left}")
+        output = log.read_text(errors="replace")
         # The run may have been over already when the kill came.
         if code != 75 and not (code == 0 and (run / "result.json").exists()):
             problems.append(f"exit code {code} instead of 75")
-        elif code and f"rank {victim}" not in last:
+        elif code and f"rank {victim}" not in output.strip().rpartition("\n")[2]:
             problems.append(f"the last line does not name rank {victim}")
-        return (
-            [f"{launcher}, rank {victim}: {'; '.join(problems)}\n{log.read_text(errors='replace')}"] if problems else []
-        )
+        return [f"{launcher}, rank {victim}: {'; '.join(problems)}\n{output}"] if problems else []
 
     def _files_left(self, before: set[str]) -> list[str]:
-        """What the start left for good: what another killed job left goes away in a moment."""
+        """The files that the start left for good: those of another killed job go away in a moment."""
         deadline = time.monotonic() + 10
-        while (left := left_files(temporary(self.folder)) - before) and time.monotonic() < deadline:
+        left = left_files(temporary(self.folder)) - before
+        while left and time.monotonic() < deadline:
             time.sleep(0.1)
+            left = left_files(temporary(self.folder)) - before
         return sorted(left)
 
     def _next(self) -> tuple[str, Path]:
-        self.starts += 1
-        return f"soak-{os.getpid()}-{self.starts}", self.folder / f"start-{self.starts:04d}.log"
+        """The mark and the log of the next start."""
+        self.num_starts += 1
+        return (
+            f"soak-{os.getpid()}-{self.num_starts}",
+            self.folder / f"start-{self.num_starts:04d}.log",
+        )
 
     @staticmethod
-    def _wait(process: subprocess.Popen[bytes], timeout: float, until) -> None:
+    def _wait(process: subprocess.Popen[bytes], timeout: float, until: Callable[[], bool]) -> None:
+        """Waits until the condition holds, the process has ended, or time is up."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and process.poll() is None and not until():
             time.sleep(0.02)
@@ -190,7 +220,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=60, help="of each run; 20 steps each")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="any of: %(default)s")
-    parser.add_argument("--seed", type=int, default=None, help="of the choice of ranks and moments; default: a new one")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the choice of ranks and moments; default: a new one",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the runs and logs")
     options = parser.parse_args()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
@@ -200,10 +235,10 @@ def main() -> None:
     began = time.monotonic()
     problems = soak.soak(options.kills)
     if soak.seconds:
-        median, longest = statistics.median(soak.seconds), max(soak.seconds)
         say(
-            f"{len(soak.seconds)} kills in {soak.rounds} run(s), {time.monotonic() - began:,.0f} s; from the kill "
-            f"until nothing was left: median {median:.1f} s, longest {longest:.1f} s"
+            f"{len(soak.seconds)} kills in {soak.num_runs} run(s), {time.monotonic() - began:,.0f} s; from the kill "
+            f"until nothing was left: median {statistics.median(soak.seconds):.1f} s, "
+            f"longest {max(soak.seconds):.1f} s"
         )
     for problem in problems:
         say(problem)

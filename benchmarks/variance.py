@@ -25,7 +25,12 @@ from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.mnist import fashion_mnist, mnist
 from hvtrain.errors import UserError
 
-DATASETS: dict[str, Any] = {"cifar10": cifar10, "digits": digits, "fashion_mnist": fashion_mnist, "mnist": mnist}
+DATASETS: dict[str, Any] = {
+    "cifar10": cifar10,
+    "digits": digits,
+    "fashion_mnist": fashion_mnist,
+    "mnist": mnist,
+}
 
 
 @dataclass(frozen=True)

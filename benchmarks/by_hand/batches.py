@@ -3,13 +3,14 @@
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, pinned_job
-from hvtrain.plan.process_report import Stopwatch
+from hvtrain.plan.clock import Stopwatch
 
 
 def main() -> None:
     """Reads as many batches as a training would, and reports."""
     stopwatch = Stopwatch()
-    job, setup = pinned_job(), make_setup()
+    job = pinned_job()
+    setup = make_setup()
 
     @tf.function
     def take(images: tf.Tensor, labels: tf.Tensor) -> None:

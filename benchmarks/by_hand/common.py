@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
+from benchmarks.measure import JOB
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.plan import process_report
 from hvtrain.plan.clock import Clock
 from hvtrain.system import cores
 from hvtrain.training.planning import make_plan
@@ -30,7 +30,7 @@ class Setup:
     topology: Topology
 
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """An endless stream of (images, labels) from there on."""
+        """An endless stream of (images, labels) from a step on."""
         return training_batches(self.source, self.plan, self.topology, self.config.seed, step)
 
     def model(self) -> keras.Model:
@@ -52,14 +52,23 @@ class Setup:
     def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
         """Trains with Keras's fit for plan.num_steps. The callback Clock writes the report of this rank or job."""
         model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
-        # Whole epochs, then the remaining steps.
-        epochs, rest = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
         clock = Clock(self.plan.num_steps, rank)
-        for first, last, steps in ((0, epochs, self.plan.steps_per_epoch), (epochs, epochs + 1, rest)):
-            if last > first and steps:
-                span = {"initial_epoch": first, "epochs": last, "steps_per_epoch": steps}
-                batches = self.batches_from(first * self.plan.steps_per_epoch)
-                model.fit(batches, **span, callbacks=[clock], verbose=2)
+
+        def train(first_epoch: int, last_epoch: int, steps: int) -> None:
+            if last_epoch > first_epoch and steps:
+                model.fit(
+                    self.batches_from(first_epoch * self.plan.steps_per_epoch),
+                    initial_epoch=first_epoch,
+                    epochs=last_epoch,
+                    steps_per_epoch=steps,
+                    callbacks=[clock],
+                    verbose=2,
+                )
+
+        # Whole epochs, then the remaining steps.
+        whole_epochs, remaining_steps = divmod(self.plan.num_steps, self.plan.steps_per_epoch)
+        train(0, whole_epochs, self.plan.steps_per_epoch)
+        train(whole_epochs, whole_epochs + 1, remaining_steps)
 
 
 def pin(number: int, size: int) -> None:
@@ -72,20 +81,23 @@ def pin(number: int, size: int) -> None:
 
 
 def use_gpu(number: int | None) -> bool:
-    """Hides all GPUs but the number-th, whose memory is taken as needed; None: hides all. False if there are none."""
+    """Hides all GPUs but one, whose memory is taken as needed. Returns False if there are none.
+
+    number: of the GPU; None hides all.
+    """
     gpus = tf.config.list_physical_devices("GPU")
-    mine = [gpus[number % len(gpus)]] if gpus and number is not None else []
-    tf.config.set_visible_devices(mine, "GPU")
-    for gpu in mine:
+    visible = [gpus[number % len(gpus)]] if gpus and number is not None else []
+    tf.config.set_visible_devices(visible, "GPU")
+    for gpu in visible:
         tf.config.experimental.set_memory_growth(gpu, True)
     return bool(gpus)
 
 
 def pinned_job() -> int:
     """Pins this job and returns its number among the jobs, from 0."""
-    number, _, jobs = os.environ[process_report.JOB].partition(" of ")
-    pin(int(number), int(jobs))
-    return int(number)
+    number, num_jobs = map(int, os.environ[JOB].split(" of "))
+    pin(number, num_jobs)
+    return number
 
 
 def make_setup(rank: int = 0, size: int = 1) -> Setup:

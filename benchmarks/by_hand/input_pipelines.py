@@ -1,4 +1,5 @@
-"""Input pipelines for one model: hvtrain's, Keras's, and those that its users write by hand. Compared by `bench input`.
+"""Input pipelines for one model: hvtrain's, Keras's, and those that its users write by hand. Compared by
+`benchmarks input`.
 
 All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on the same number of threads.
 """
@@ -13,39 +14,42 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from benchmarks.input_data import BATCH_SIZE, NUM_CLASSES, TRAINED
+from benchmarks.input import BATCH_SIZE, NUM_CLASSES, TRAINED
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.tfrecord import TFRecords
-from hvtrain.plan.process_report import Stopwatch
+from hvtrain.plan.clock import Stopwatch
 
 SHUFFLED = 1000  # Examples in the buffers of the pipelines by hand.
 AUTO = tf.data.AUTOTUNE
 
 
-def ours(folder: Path, kind: str, number: int) -> tf.data.Dataset:
+def hvtrain_source(folder: Path, file_format: str, num_images: int) -> tf.data.Dataset:
     """The source as the runner uses it, with its defaults but no augmentation."""
     source: Source
-    if kind == "image_folder":
+    if file_format == "image_folder":
         source = ImageFolder(str(folder), TRAINED, flip=False)
     else:
-        source = {"tfrecord": TFRecords, "parquet": Parquet}[kind](str(folder), TRAINED, NUM_CLASSES)
-    return source.training(StreamRequest(Topology(), BATCH_SIZE, 1, 0, number // BATCH_SIZE))
+        source = {"tfrecord": TFRecords, "parquet": Parquet}[file_format](str(folder), TRAINED, NUM_CLASSES)
+    return source.training(StreamRequest(Topology(), BATCH_SIZE, 1, 0, num_images // BATCH_SIZE))
 
 
-def keras_folder(folder: Path, kind: str, number: int) -> tf.data.Dataset:
+def keras_folder(folder: Path, file_format: str, num_images: int) -> tf.data.Dataset:
     """Keras's own, with its defaults; its users add Rescaling. Resizes by itself, not antialiased."""
-    made = keras.utils.image_dataset_from_directory(
+    batches = keras.utils.image_dataset_from_directory(
         folder / "train", image_size=TRAINED[:2], batch_size=BATCH_SIZE, verbose=False
     )
     rescale = keras.layers.Rescaling(1 / 255)
-    return made.map(lambda images, labels: (rescale(images), labels), num_parallel_calls=AUTO).repeat().prefetch(AUTO)
+    scaled = batches.map(lambda images, labels: (rescale(images), labels), num_parallel_calls=AUTO)
+    return scaled.repeat().prefetch(AUTO)
 
 
-def by_hand(folder: Path, kind: str, number: int, antialias: bool = False) -> tf.data.Dataset:
+def by_hand(folder: Path, file_format: str, num_images: int, antialias: bool = False) -> tf.data.Dataset:
     """As the guides of TensorFlow write it: encoded images are shuffled, then decoded one by one, in parallel."""
+    # Whoever writes it by hand knows the size of the files.
+    fits = folder.parent.name == f"{TRAINED[0]}x{TRAINED[1]}"
 
     def pixels(encoded: tf.Tensor) -> tf.Tensor:
         image = tf.io.decode_jpeg(encoded, channels=TRAINED[2])
@@ -53,13 +57,10 @@ def by_hand(folder: Path, kind: str, number: int, antialias: bool = False) -> tf
             image = tf.image.resize(image, TRAINED[:2], antialias=antialias)
         return tf.ensure_shape(tf.cast(image, tf.float32) / 255.0, TRAINED)
 
-    fits = folder.parent.name == f"{TRAINED[0]}x{TRAINED[1]}"  # Who writes it by hand knows the size of the files.
-    encoded = {"image_folder": _files, "tfrecord": _records, "parquet": _rows}[kind](folder)
-    return (
-        encoded.map(lambda one, label: (pixels(one), label), num_parallel_calls=AUTO)
-        .batch(BATCH_SIZE, drop_remainder=True)
-        .prefetch(AUTO)
-    )
+    readers = {"image_folder": _files, "tfrecord": _records, "parquet": _rows}
+    examples = readers[file_format](folder)
+    decoded = examples.map(lambda encoded, label: (pixels(encoded), label), num_parallel_calls=AUTO)
+    return decoded.batch(BATCH_SIZE, drop_remainder=True).prefetch(AUTO)
 
 
 def _files(folder: Path) -> tf.data.Dataset:
@@ -70,11 +71,14 @@ def _files(folder: Path) -> tf.data.Dataset:
 
 
 def _records(folder: Path) -> tf.data.Dataset:
-    features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
+    features = {
+        "image": tf.io.FixedLenFeature([], tf.string),
+        "label": tf.io.FixedLenFeature([], tf.int64),
+    }
 
     def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        found = tf.io.parse_single_example(record, features)
-        return found["image"], found["label"]
+        example = tf.io.parse_single_example(record, features)
+        return example["image"], example["label"]
 
     files = sorted(map(str, folder.glob("train*.tfrecord")))
     records = tf.data.TFRecordDataset(files, num_parallel_reads=AUTO).shuffle(SHUFFLED).repeat()
@@ -94,7 +98,7 @@ def _rows(folder: Path) -> tf.data.Dataset:
 
 
 PIPELINES: dict[str, Callable[[Path, str, int], tf.data.Dataset]] = {
-    "hvtrain": ours,
+    "hvtrain": hvtrain_source,
     "keras": keras_folder,
     "by-hand": by_hand,
     "by-hand-antialiased": partial(by_hand, antialias=True),
@@ -103,12 +107,12 @@ PIPELINES: dict[str, Callable[[Path, str, int], tf.data.Dataset]] = {
 
 def main() -> None:
     """Takes batches of the pipeline that the command line names, and reports."""
-    name, kind, folder, number, threads, steps = sys.argv[1:]
+    name, file_format, folder, num_images, threads, steps = sys.argv[1:]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     stopwatch = Stopwatch()
     options = tf.data.Options()
     options.threading.private_threadpool_size = int(threads)
-    batches = PIPELINES[name](Path(folder), kind, int(number)).with_options(options)
+    batches = PIPELINES[name](Path(folder), file_format, int(num_images)).with_options(options)
 
     @tf.function
     def take(images: tf.Tensor, labels: tf.Tensor) -> None:

@@ -4,22 +4,26 @@ import keras
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, pin
-from hvtrain.plan.process_report import Stopwatch
+from hvtrain.plan.clock import Stopwatch
 
 
 def main() -> None:
     """Trains, and reports."""
     stopwatch = Stopwatch()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    rank, size = resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+    rank = resolver.task_id
+    size = resolver.cluster_spec().num_tasks("worker")
     pin(rank, size)  # First: the strategy initializes all GPUs that it sees.
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     setup = make_setup(rank, size)
     keras.utils.set_random_seed(1)  # Every worker makes the same weights.
     with strategy.scope():
-        model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
+        model = setup.model()
+        optimizer = setup.optimizer()
+        loss_of = setup.loss()
         optimizer.build(model.trainable_variables)
-        mean, accuracy = keras.metrics.Mean(), setup.accuracy()
+        mean = keras.metrics.Mean()
+        accuracy = setup.accuracy()
 
     @tf.function
     def step(iterator: tf.data.Iterator) -> None:

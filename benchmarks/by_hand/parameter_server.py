@@ -1,14 +1,14 @@
 """ParameterServerStrategy: a coordinator, one parameter server, and workers that step asynchronously.
 
-TF_CONFIG says which of them this process is. The coordinator reports for each worker; the bench ends workers and
-server.
+TF_CONFIG says which of them this process is. The coordinator reports for each worker; benchmarks.measure ends workers
+and server.
 """
 
 import keras
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, use_gpu
-from hvtrain.plan.process_report import Stopwatch
+from hvtrain.plan.clock import Stopwatch
 
 
 def main() -> None:
@@ -29,7 +29,9 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
+        model = setup.model()
+        optimizer = setup.optimizer()
+        loss_of = setup.loss()
         optimizer.build(model.trainable_variables)
         mean = keras.metrics.Mean()
 
@@ -38,7 +40,8 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
         def on_replica(images: tf.Tensor, labels: tf.Tensor) -> None:
             with tf.GradientTape() as tape:
                 loss = loss_of(labels, model(images, training=True))
-            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             mean.update_state(loss)
 
         strategy.run(on_replica, args=next(iterator))

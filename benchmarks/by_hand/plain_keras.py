@@ -5,7 +5,8 @@ from benchmarks.by_hand.common import make_setup, pinned_job
 
 def main() -> None:
     """Trains, and reports."""
-    job, setup = pinned_job(), make_setup()
+    job = pinned_job()
+    setup = make_setup()
     setup.fit(setup.model(), setup.optimizer(), job)
 
 

@@ -5,7 +5,7 @@ import keras
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, pin
-from hvtrain.plan.process_report import Stopwatch
+from hvtrain.plan.clock import Stopwatch
 
 
 def main() -> None:
@@ -14,9 +14,12 @@ def main() -> None:
     hvd.init()
     pin(hvd.local_rank(), hvd.local_size())
     setup = make_setup(hvd.rank(), hvd.size())
-    model, optimizer, loss_of = setup.model(), setup.optimizer(), setup.loss()
+    model = setup.model()
+    optimizer = setup.optimizer()
+    loss_of = setup.loss()
     optimizer.build(model.trainable_variables)
-    mean, accuracy = keras.metrics.Mean(), setup.accuracy()
+    mean = keras.metrics.Mean()
+    accuracy = setup.accuracy()
 
     @tf.function
     def step(images: tf.Tensor, labels: tf.Tensor) -> None:

@@ -67,11 +67,11 @@ class RunFiles:
 
 def main() -> int:
     """Examines the hosts of -H. Returns 0 when no check failed, 1 otherwise. Raises ConfigError."""
-    options = _parser().parse_with_words(sys.argv[1:])
+    options = _parser().parse_with_overrides(sys.argv[1:])
     slots = {host.name: host.slots for host in parse_hosts(options.hosts or "localhost")}
     files = RunFiles()
-    if options.words:
-        trees = compose(options.words)
+    if options.overrides:
+        trees = compose(options.overrides)
         if not trees:
             return 0
         config = from_dict(trees[0])

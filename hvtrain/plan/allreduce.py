@@ -14,66 +14,111 @@ from pathlib import Path
 from statistics import median
 
 from hvtrain.compare.rounds import in_turns, progress, ratio
-from hvtrain.plan.processes import launch_and_report
+from hvtrain.plan.processes import (
+    Command,
+    horovod_line,
+    python_line,
+    run_and_report,
+    thread_variables,
+)
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 from hvtrain.system.command import Parser, at_least, make_output
 from hvtrain.system.text import human_bytes
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (4, 256, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
+KIB = 1 << 10
+MIB = 1 << 20
+SIZES = (
+    4,
+    256,
+    4 * KIB,
+    64 * KIB,
+    256 * KIB,
+    MIB,
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    128 * MIB,
+    256 * MIB,
+)
 WORKER = "hvtrain.plan.allreduce_worker"
 # mpi4py is compared only with ranks that use MPI too.
-MEANS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
+METHODS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
 
 
 @dataclass
 class Collectives:
-    """A session. found[means][size] are seconds of the slowest rank, one value for each round."""
+    """All-reduces of several methods, measured in turns.
+
+    Attributes:
+        num_ranks: Ranks, all on this host.
+        transport: "mpi" or "gloo".
+        threads: TensorFlow's threads of a rank.
+        folder: Where the output of every process and the results go.
+        sizes: Bytes of the messages.
+        seconds: seconds[method][size] has the slowest rank's time in each round.
+    """
 
     num_ranks: int
     transport: str
     threads: int
     folder: Path
     sizes: tuple[int, ...] = SIZES
-    found: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self, num_rounds: int) -> None:
-        """Measures all means in turns. Raises LostRankError if a process fails."""
-        for number, order in in_turns(MEANS[self.transport], num_rounds):
-            for name in order:
-                progress(f"round {number}/{num_rounds}  {name} ...")
-                words, folder = [name, *map(str, self.sizes)], self.folder / f"round-{number}" / name
-                way = f"horovodrun-{self.transport}"
-                reports = launch_and_report(way, WORKER, words, self.num_ranks, folder, self.threads, {})
+        """Measures all methods in turns. Raises LostRankError if a process fails."""
+        for number, order in in_turns(METHODS[self.transport], num_rounds):
+            for method in order:
+                progress(f"round {number}/{num_rounds}  {method} ...")
+                line = python_line(WORKER, [method, *map(str, self.sizes)])
+                reports = run_and_report(
+                    WORKER,
+                    [Command(horovod_line(self.transport, self.num_ranks, line))],
+                    self.num_ranks,
+                    self.folder / f"round-{number}" / method,
+                    thread_variables(self.threads),
+                )
+                by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
-                    slowest = max(report[size] for report in reports)
-                    self.found.setdefault(name, {}).setdefault(size, []).append(slowest)
+                    by_size.setdefault(size, []).append(max(report[size] for report in reports))
         progress("")
 
-    def bus_bandwidth(self, means: str, size: int) -> list[float]:
-        """GB/s in each round."""
+    def bus_bandwidth(self, method: str, size: int) -> float:
+        """GB/s, the median over the rounds."""
         factor = 2 * (self.num_ranks - 1) / self.num_ranks
-        return [size * factor / seconds / 1e9 for seconds in self.found[means][str(size)]]
+        return median(size * factor / seconds / 1e9 for seconds in self.seconds[method][str(size)])
+
+    def microseconds(self, method: str, size: int | str) -> float:
+        """The median over the rounds."""
+        return 1e6 * median(self.seconds[method][str(size)])
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds."""
-        ours, theirs = self.found["hvtrain"], self.found.get("mpi4py")
+        ours = self.seconds["hvtrain"]
+        theirs = self.seconds.get("mpi4py")
+        heading = f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}"
+        if theirs:
+            heading += f"{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's"
         lines = [
-            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; medians of "
-            f"{len(ours['small'])} rounds",
-            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}"
-            + (f"{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's" if theirs else ""),
+            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
+            f"medians of {len(ours['small'])} rounds",
+            heading,
         ]
         for size in self.sizes:
-            seconds = median(ours[str(size)])
-            bus = median(self.bus_bandwidth("hvtrain", size))
-            line = f"{human_bytes(size):>8}{1e6 * seconds:>11,.0f}{size / seconds / 1e9:>16.2f}{bus:>10.2f}"
+            micros = self.microseconds("hvtrain", size)
+            line = (
+                f"{human_bytes(size):>8}{micros:>11,.0f}{size / micros / 1e3:>16.2f}"
+                f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
+            )
             if theirs:
-                copied = size / median(self.found["memcpy"][str(size)]) / 1e9
-                line += f"{1e6 * median(theirs[str(size)]):>11,.0f}{median(self.bus_bandwidth('mpi4py', size)):>10.2f}"
-                line += f"{copied:>11.2f}  {ratio(theirs[str(size)], ours[str(size)])}"
+                copied = size / self.microseconds("memcpy", size) / 1e3
+                line += (
+                    f"{self.microseconds('mpi4py', size):>11,.0f}{self.bus_bandwidth('mpi4py', size):>10.2f}"
+                    f"{copied:>11.2f}  {ratio(theirs[str(size)], ours[str(size)])}"
+                )
             lines.append(line)
-        call, small, whole = (1e6 * median(ours[name]) for name in ("call", "small", "whole"))
+
+        call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
         return [
             *lines,
             f"{call:,.0f} us of hvtrain's times are the call of a graph that reduces nothing",
@@ -83,20 +128,27 @@ class Collectives:
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
-        summary = {"num_ranks": self.num_ranks, "transport": self.transport, "seconds": self.found}
+        summary = {
+            "num_ranks": self.num_ranks,
+            "transport": self.transport,
+            "seconds": self.seconds,
+        }
         (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
 
     def plot(self) -> None:
-        """Time and bus bandwidth by size, for each means."""
-        marks = {"hvtrain": (BLUE, "o"), "mpi4py": (ORANGE, "s"), "memcpy": (GREY, "^")}
+        """Draws time and bus bandwidth by size, for each method."""
+        styles = {
+            "hvtrain": (f"hvtrain, {self.transport}", BLUE, "o-"),
+            "mpi4py": ("mpi4py", ORANGE, "s-"),
+            "memcpy": ("a copy", GREY, "^-"),
+        }
         with picture(self.folder / "bench.png", 11, 4.2, columns=2) as (_, (left, right)):
-            for means, by_size in self.found.items():
-                colour, mark = marks[means]
-                micros = [1e6 * median(by_size[str(size)]) for size in self.sizes]
-                label = {"hvtrain": f"hvtrain, {self.transport}", "memcpy": "a copy"}.get(means, means)
-                left.loglog(self.sizes, micros, mark + "-", color=colour, label=label)
-                rates = [median(self.bus_bandwidth(means, size)) for size in self.sizes]
-                right.semilogx(self.sizes, rates, mark + "-", color=colour, label=label)
+            for method in self.seconds:
+                label, color, style = styles[method]
+                micros = [self.microseconds(method, size) for size in self.sizes]
+                left.loglog(self.sizes, micros, style, color=color, label=label)
+                rates = [self.bus_bandwidth(method, size) for size in self.sizes]
+                right.semilogx(self.sizes, rates, style, color=color, label=label)
             for axes, title in ((left, "time, µs"), (right, "bus bandwidth, GB/s")):
                 axes.set_title(title, loc="left")
                 axes.set_xticks(self.sizes[::2], [human_bytes(size) for size in self.sizes[::2]], rotation=30)
@@ -113,6 +165,7 @@ def main() -> int:
     folder = Path(options.output or f"allreduce/{started}-{options.transport}").absolute()
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = Collectives(options.ranks, options.transport, threads, folder, sizes)
+
     make_output(folder)
     session.run(options.rounds)
     session.write()
@@ -131,9 +184,14 @@ all-reduce and a copy in memory take turns with it. Writes allreduce.json, which
     )
     option = parser.add_argument
     option("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
-    option("--transport", choices=MEANS, default="mpi", help="default: mpi")
+    option("--transport", choices=METHODS, default="mpi", help="default: mpi")
     option("--largest", type=at_least(1), default=256, metavar="MIB", help="largest size; default: 256")
     option("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
-    option("--threads", type=at_least(1), metavar="N", help="TensorFlow's threads of a rank; default: cores / ranks")
+    option(
+        "--threads",
+        type=at_least(1),
+        metavar="N",
+        help="TensorFlow's threads of a rank; default: cores / ranks",
+    )
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     return parser

@@ -1,4 +1,4 @@
-"""One rank of `bench allreduce`: seconds by size, for one of several means. Reports one JSON file.
+"""One rank of `hvtrain allreduce`: seconds by size, for one of several methods. Reports one JSON file.
 
 `hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy`
 copies in memory, a bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
@@ -10,49 +10,75 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from hvtrain.plan import process_report
+from hvtrain.plan import processes
 
-Action = Callable[[], object]
-Means = tuple[Action, int, Callable[[list[int]], Action]]
-"""A barrier, the rank, and a function that makes the action for tensors of the given numbers of floats."""
 NUM_SMALL = 160
 SMALL_BYTES = 64 << 10
 # Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
-BYTES_EACH, FEWEST, MOST = 1 << 29, 8, 300
+BYTES_EACH = 1 << 29
+FEWEST = 8
+MOST = 300
+WARMUP_REPETITIONS = 5
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to reduce.
+
+    Attributes:
+        rank: This process's rank.
+        barrier: Waits for all ranks.
+        make: Gets the numbers of floats of some tensors and returns the action that reduces them.
+    """
+
+    rank: int
+    barrier: Action
+    make: Callable[[list[int]], Action]
 
 
 def main() -> None:
-    """Measures the means named first on the command line at the sizes (bytes) after it, and reports."""
-    means, *sizes = sys.argv[1:]
-    wait, rank, make = by_hvtrain() if means == "hvtrain" else by_mpi(copies=means == "memcpy")
-    found = {str(size): seconds(make([size // 4]), wait, int(size)) for size in map(int, sizes)}
-    if means == "hvtrain":
-        whole = NUM_SMALL * SMALL_BYTES
-        found["small"] = seconds(make([SMALL_BYTES // 4] * NUM_SMALL), wait, whole)
-        found["whole"] = seconds(make([whole // 4]), wait, whole)
-        found["call"] = seconds(make([]), wait, 1)
-    Path(f"{os.environ[process_report.FILE]}.{rank}").write_text(json.dumps(found))
+    """Measures the method named first on the command line at the sizes (bytes) after it, and reports."""
+    name, *sizes = sys.argv[1:]
+    method = hvtrain_method() if name == "hvtrain" else mpi_method(copies=name == "memcpy")
+    report = {size: seconds(method, [int(size) // 4], int(size)) for size in sizes}
+    if name == "hvtrain":
+        whole_bytes = NUM_SMALL * SMALL_BYTES
+        report["small"] = seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
+        report["whole"] = seconds(method, [whole_bytes // 4], whole_bytes)
+        report["call"] = seconds(method, [], 1)
+    Path(f"{os.environ[processes.REPORT]}.{method.rank}").write_text(json.dumps(report))
 
 
-def seconds(action: Action, wait: Action, num_bytes: int) -> float:
-    """Median duration of the action after a warm-up; ranks wait for each other every 20 repetitions."""
-    turns = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
+def seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
+    """Median duration of an action after a warm-up; ranks wait for each other every 20 repetitions.
+
+    Args:
+        method: The way to reduce.
+        lengths: Numbers of floats of the tensors.
+        num_bytes: Decides how often the action is repeated.
+    """
+    action = method.make(lengths)
+    repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
     times = []
-    for turn in range(turns + 5):
-        if turn % 20 == 0:
-            wait()
+    for repetition in range(WARMUP_REPETITIONS + repetitions):
+        if repetition % 20 == 0:
+            method.barrier()
         began = time.perf_counter()
         action()
         times.append(time.perf_counter() - began)
-    return median(times[5:])
+    return median(times[WARMUP_REPETITIONS:])
 
 
-def by_hvtrain() -> Means:
+def hvtrain_method() -> Method:
+    """hvtrain's grouped all-reduce in a graph."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -61,15 +87,16 @@ def by_hvtrain() -> Means:
     hvd.pin_gpu()
 
     def make(lengths: list[int]) -> Action:
-        if not (tensors := [tf.ones([length]) for length in lengths]):
+        tensors = [tf.ones([length]) for length in lengths]
+        if not tensors:
             return tf.function(lambda: tf.identity(tf.ones([])))
         name = f"bench_{lengths[0]}_{len(lengths)}"
         return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
 
-    return (lambda: hvd.allreduce(0.0, name="bench_wait")), hvd.rank(), make
+    return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
 
 
-def by_mpi(copies: bool = False) -> Means:
+def mpi_method(copies: bool = False) -> Method:
     """MPI's own all-reduce, or a copy on all ranks at once."""
     from mpi4py import MPI
 
@@ -78,9 +105,11 @@ def by_mpi(copies: bool = False) -> Means:
     def make(lengths: list[int]) -> Action:
         sent = np.ones(lengths[0], np.float32)
         received = np.empty_like(sent)
-        return (lambda: np.copyto(received, sent)) if copies else (lambda: world.Allreduce(sent, received))
+        if copies:
+            return lambda: np.copyto(received, sent)
+        return lambda: world.Allreduce(sent, received)
 
-    return world.Barrier, world.rank, make
+    return Method(world.rank, world.Barrier, make)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,14 @@ from hvtrain.errors import ConfigError
 from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
 from hvtrain.plan.machine import machine_of, read
+from hvtrain.plan.processes import (
+    WARMUP,
+    Command,
+    python_line,
+    run_and_report,
+    thread_variables,
+    timed_run,
+)
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
 
@@ -24,7 +31,8 @@ if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
-STEPS = (5, 20)  # warm-up, timed
+WARMUP_STEPS = 5
+TIMED_STEPS = 20
 EPILOG = f"""\
 {RUN_SETTINGS}
 
@@ -39,8 +47,9 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 
 def main() -> int:
     """Composes the run, then prints, draws and writes its plan."""
-    options = _parser().parse_with_words(sys.argv[1:])
-    if not (trees := compose(options.words)):
+    options = _parser().parse_with_overrides(sys.argv[1:])
+    trees = compose(options.overrides)
+    if not trees:
         return 0
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
@@ -48,28 +57,29 @@ def main() -> int:
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
-    algorithms = {"best": tuple(ALGORITHMS), None: DEFAULTS.algorithms}.get(options.algorithm, (options.algorithm,))
-    rules = Rules(run.bucket_bytes > 0, options.fusion_mib * MIB, deviation=options.straggler, algorithms=algorithms)
     folder = Path(options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
-    print("\n".join(report.of_the_run(run, options.words, options.ranks_per_host)), flush=True)
+    print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
+
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
-    costs: list[Cost] = []
+    rules = _rules(options, run)
     machine = None
+    costs: list[Cost] = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
-        if options.calibrate:  # Measured times include Horovod's cycle.
+        if options.calibrate:  # Measured times include the wait for Horovod's cycle.
             rules = replace(rules, cycle_seconds=0.0)
-        work, by_hosts = Work(step_seconds, run.messages), replace(rules, algorithms=("hierarchical",))
-        costs = [step_cost(work, number, machine, rules) for number in rank_counts(options.np)]
-        faster = step_cost(work, options.np, machine, by_hosts).step_seconds
-        helps = options.np > options.ranks_per_host > 1 and faster < 0.99 * costs[-1].step_seconds
-        print("\n".join(report.of_the_step(run, costs, links, rules, faster if helps else None)))
+        work = Work(step_seconds, run.messages)
+        costs = [step_cost(work, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
+        by_hosts = step_cost(work, options.np, machine, replace(rules, algorithms=("hierarchical",))).step_seconds
+        helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
+        print("\n".join(report.step_lines(run, costs, links, rules, by_hosts if helps else None)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
+
     report.draw(run, costs, folder / "plan.png")
     content = report.as_json(run, options, rules, costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -77,30 +87,63 @@ def main() -> int:
     return 0
 
 
+def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
+    algorithms = DEFAULTS.algorithms
+    if options.algorithm == "best":
+        algorithms = tuple(ALGORITHMS)
+    elif options.algorithm:
+        algorithms = (options.algorithm,)
+    return Rules(
+        overlap=run.bucket_bytes > 0,
+        fusion_bytes=options.fusion_mib * MIB,
+        deviation=options.straggler,
+        algorithms=algorithms,
+    )
+
+
 def _measured(options: argparse.Namespace, run: "Forecast") -> float:
-    words = list(options.words)
+    """Step time of the run on one rank here; of synthetic data in the same shape if the data set is elsewhere."""
+    overrides = list(options.overrides)
     if options.examples is not None:
-        words = [word for word in words if not word.startswith(("dataset=", "dataset."))]
-        shape = ",".join(map(str, run.source.fact("image_shape", "the command that measures this run on one rank")))
-        words += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
-        words += [f"dataset.num_classes={run.source.num_classes}"]
-    return measured_step_seconds(words, run.batch_size)
+        overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
+        shape = ",".join(
+            map(
+                str,
+                run.source.fact("image_shape", "the command that measures this run on one rank"),
+            )
+        )
+        overrides += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
+        overrides.append(f"dataset.num_classes={run.source.num_classes}")
+    return measured_step_seconds(overrides, run.batch_size)
 
 
-def measured_step_seconds(words: list[str], batch_size: int) -> float:
-    """Step time of the run that the words describe, on one rank with all cores of this machine and without Horovod.
+def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
+    """Step time of a run on one rank with all cores of this machine and without Horovod.
 
-    A short training in its own process, with the bench's clock. Raises LostRankError, which names the file with its
-    output, if it fails.
+    A short training in its own process measures it.
+
+    Args:
+        overrides: The run's settings.
+        batch_size: Examples of the rank's batch.
+
+    Raises:
+        LostRankError: The training failed. The message names the file with its output.
     """
-    from hvtrain.plan.measurement import RUNNER_ALONE, measure
-
-    more = ["strategy=single", f"train.steps={sum(STEPS)}", "train.divide_steps_by_size=false"]
-    more += ["train.validate_every_epochs=null", "train.learning_rate_scale=none", f"train.batch_size={batch_size}"]
-    kept = [word for word in words if not word.startswith("run.dir=")]
-    folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-"))  # Kept for the output of a failure.
-    threads = len(os.sched_getaffinity(0))
-    return measure(RUNNER_ALONE, [*kept, *more], 1, batch_size, STEPS, folder / "run", threads).step_seconds
+    num_steps = WARMUP_STEPS + TIMED_STEPS
+    settings = [
+        *(text for text in overrides if not text.startswith("run.dir=")),
+        "strategy=single",
+        f"train.steps={num_steps}",
+        "train.divide_steps_by_size=false",
+        "train.validate_every_epochs=null",
+        "train.learning_rate_scale=none",
+        f"train.batch_size={batch_size}",
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-")) / "run"  # Kept for the output of a failure.
+    command = Command(python_line("hvtrain", timed_run(settings, num_steps, folder / "run")))
+    variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(len(os.sched_getaffinity(0)))}
+    (report,) = run_and_report("hvtrain", [command], 1, folder, variables)
+    return float(report["step_seconds"])
 
 
 def _parser() -> Parser:
@@ -116,30 +159,77 @@ Nothing is trained or reduced.""",
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
     option("--ranks-per-host", type=at_least(1), default=4, metavar="N", help="default: 4")
-    option("--examples", type=at_least(1), metavar="N", help="training examples of a data set that is not here")
-    option("--classes", type=at_least(1), metavar="C", help="its classes, if the settings do not say so; default: 1000")
-    option("--output", metavar="DIR", help="where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL")
+    option(
+        "--examples",
+        type=at_least(1),
+        metavar="N",
+        help="training examples of a data set that is not here",
+    )
+    option(
+        "--classes",
+        type=at_least(1),
+        metavar="C",
+        help="its classes, if the settings do not say so; default: 1000",
+    )
+    option(
+        "--output",
+        metavar="DIR",
+        help="where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL",
+    )
+
     group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
     step = group.add_mutually_exclusive_group()
     step.add_argument("--step-seconds", type=positive, metavar="S", help="given")
-    step.add_argument("--measure", action="store_true", help="measured here, by a short training in its own process")
+    step.add_argument(
+        "--measure",
+        action="store_true",
+        help="measured here, by a short training in its own process",
+    )
 
-    def figure(name: str, kind: Callable[[str], float], default: float, letter: str, text: str) -> None:
+    def figure(name: str, default: float, letter: str, text: str, may_be_zero: bool = False) -> None:
+        kind = not_negative if may_be_zero else positive
         group.add_argument(name, type=kind, default=default, metavar=letter, help=f"{text}; default: {default:.4g}")
 
     group = parser.add_argument_group("the machine")
-    figure("--link-gbits", positive, 25.0, "G", "nominal speed between hosts")
-    figure("--latency-us", not_negative, 1e6 * NETWORK_SECONDS, "T", "of one step of a ring between hosts")
-    figure("--inside-gbytes", positive, 15.75, "G", "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75")
-    figure("--inside-latency-us", not_negative, 1e6 * PCIE_SECONDS, "T", "PCIe has 10.8, NVLink about 6.5")
-    figure("--link-share", positive, LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
-    text = "allreduce.json of hvtrain allreduce, for the figures of the link inside a host, or of that between "
-    text += "hosts if it has more ranks than a host; repeatable, for several numbers of ranks"
-    group.add_argument("--calibrate", action="append", default=[], metavar="FILE", help=text)
+    figure("--link-gbits", 25.0, "G", "nominal speed between hosts")
+    figure(
+        "--latency-us",
+        1e6 * NETWORK_SECONDS,
+        "T",
+        "of one step of a ring between hosts",
+        may_be_zero=True,
+    )
+    figure(
+        "--inside-gbytes",
+        15.75,
+        "G",
+        "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75",
+    )
+    figure(
+        "--inside-latency-us",
+        1e6 * PCIE_SECONDS,
+        "T",
+        "PCIe has 10.8, NVLink about 6.5",
+        may_be_zero=True,
+    )
+    figure("--link-share", LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
+    group.add_argument(
+        "--calibrate",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="allreduce.json of hvtrain allreduce, for the figures of the link inside a host, or of that between "
+        "hosts if it has more ranks than a host; repeatable, for several numbers of ranks",
+    )
+
     group = parser.add_argument_group("how ranks reduce")
-    text = "best: the best of the others; default: the better of ring and tree, as in NCCL"
-    group.add_argument("--algorithm", choices=(*ALGORITHMS, "best"), help=text)
-    text = "messages that are ready at once are joined to N MiB, in runs not at all"
-    figure("--fusion-mib", not_negative, DEFAULTS.fusion_bytes / MIB, "N", text)
-    figure("--straggler", not_negative, DEFAULTS.deviation, "X", "deviation of the ranks' step times from their mean")
+    group.add_argument(
+        "--algorithm",
+        choices=(*ALGORITHMS, "best"),
+        help="best: the best of the others; default: the better of ring and tree, as in NCCL",
+    )
+    fusion = "messages that are ready at once are joined to N MiB, in runs not at all"
+    figure("--fusion-mib", DEFAULTS.fusion_bytes / MIB, "N", fusion, may_be_zero=True)
+    straggler = "deviation of the ranks' step times from their mean"
+    figure("--straggler", DEFAULTS.deviation, "X", straggler, may_be_zero=True)
     return parser

@@ -61,9 +61,15 @@ class Forecast:
         """The gradients, grouped into messages as the run does."""
         buckets = [[*range(len(self.gradients))]]
         if self.bucket_bytes:
-            buckets = in_buckets([one.num_bytes for one in self.gradients], self.bucket_bytes)
+            buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
         members = [[self.gradients[position] for position in bucket] for bucket in buckets]
-        return [Gradient(sum(one.num_bytes for one in own), sum(one.work for one in own)) for own in members]
+        return [
+            Gradient(
+                sum(gradient.num_bytes for gradient in bucket),
+                sum(gradient.work for gradient in bucket),
+            )
+            for bucket in members
+        ]
 
     @property
     def batch_size(self) -> int:
@@ -72,12 +78,23 @@ class Forecast:
 
 
 def forecast(
-    config: RunConfig, num_ranks: int, ranks_per_host: int, examples: int | None, classes: int | None
+    config: RunConfig,
+    num_ranks: int,
+    ranks_per_host: int,
+    examples: int | None,
+    classes: int | None,
 ) -> Forecast:
-    """Forecasts the run on num_ranks ranks. Raises ConfigError or DataError as the run itself would.
+    """Forecasts the run on num_ranks ranks.
 
-    examples: training examples of a data set that is not on this machine; nothing is opened then. classes: its number
-    of classes, if the data set's settings do not say.
+    Args:
+        config: The run.
+        num_ranks: Ranks of the run.
+        ranks_per_host: Ranks of each host; they share its data and its entry in train.batch_size.
+        examples: Training examples of a data set that is not on this machine; nothing is opened then.
+        classes: Its number of classes, if the data set's settings do not say.
+
+    Raises:
+        ConfigError, DataError: As the run itself would.
     """
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
@@ -86,13 +103,22 @@ def forecast(
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
+
     schedule = build_schedule(config, plan)
     model = build_model(config, source, open_task(config, source), plan, Strategy())
-    found = footprint(model, max(plan.batch_sizes))
-    return Forecast(config, plan, schedule, source, found, gradients(model), model.name)
+    return Forecast(
+        config=config,
+        plan=plan,
+        schedule=schedule,
+        source=source,
+        footprint=footprint(model, max(plan.batch_sizes)),
+        gradients=gradients(model),
+        model_name=model.name,
+    )
 
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
+    """The run's data set, or a synthetic one of the same shape in place of one that is not here."""
     if examples is None:
         try:
             source: Source = build(config, "dataset", Source)
@@ -101,9 +127,11 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         return source
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
-        found = f"--examples was given and {name} has no setting image_shape, which the model needs"
-        fix = f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
-        raise ConfigError(f"{found}; leave --examples out, {fix}")
+        raise ConfigError(
+            f"--examples was given and {name} has no setting image_shape, which the model needs; "
+            "leave --examples out, "
+            f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
+        )
     num_classes = classes or config.dataset.get("num_classes") or 1000
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
@@ -112,7 +140,8 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
 
 def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     """Labels and steps at which to show the learning rate: start, end of warm-up, milestones (else the middle), end."""
-    schedule, last = forecast.schedule, forecast.plan.num_steps - 1
+    schedule = forecast.schedule
+    last = forecast.plan.num_steps - 1
     steps = {0: "step "}
     warmup = getattr(schedule, "warmup_steps", 0)
     if 0 < warmup <= last:
@@ -122,7 +151,7 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if not milestones:
         steps.setdefault((min(warmup, last) + last) // 2, "step ")
     steps.setdefault(last, "the last step, ")
-    return [(about, step) for step, about in sorted(steps.items())]
+    return [(label, step) for step, label in sorted(steps.items())]
 
 
 def footprint(model: keras.Model, batch_size: int) -> Footprint:
@@ -131,13 +160,14 @@ def footprint(model: keras.Model, batch_size: int) -> Footprint:
     Activations are the outputs of all layers, kept for the backward pass. They are an estimate, since TensorFlow keeps
     less of some and more of others (work space of convolutions, gaps of the allocator); the rest is exact.
     """
-    weights, slots = _bytes(model.weights), _bytes(model.optimizer.variables)
+    weight_bytes = _bytes(model.weights)
+    slot_bytes = _bytes(model.optimizer.variables)
     return Footprint(
-        weight_bytes=weights,
+        weight_bytes=weight_bytes,
         gradient_bytes=_bytes(model.trainable_variables),
-        slot_bytes=slots,
+        slot_bytes=slot_bytes,
         activation_bytes=_activation_bytes(model, batch_size),
-        checkpoint_bytes=weights + slots,
+        checkpoint_bytes=weight_bytes + slot_bytes,
         num_parameters=model.count_params(),
     )
 
@@ -148,15 +178,19 @@ def gradients(model: keras.Model) -> list[Gradient]:
     Each weight of a kernel is used once at each position of the layer's output, in convolution, dense and depthwise
     layers alike. Layers without weights count as nothing.
     """
-    found = []
+    in_order = []
     for layer in reversed(list(_layers(model))):
-        variables, shape = layer.trainable_variables, _output_shape(layer)
-        places = math.prod(shape[1:-1]) if shape and None not in shape[1:] else 1
-        work = float(places * sum(math.prod(variable.shape) for variable in variables))
-        for number, variable in enumerate(reversed(variables)):
-            # The layer's work is done before its first gradient.
-            found.append(Gradient(_bytes([variable]), 0.0 if number else work))
-    return found
+        variables = layer.trainable_variables
+        shape = _output_shape(layer)
+        num_positions = 1
+        if shape and None not in shape[1:]:
+            num_positions = math.prod(shape[1:-1])
+        # The layer's work is done before its first gradient; the others come with it.
+        work = float(num_positions * sum(math.prod(variable.shape) for variable in variables))
+        for variable in reversed(variables):
+            in_order.append(Gradient(_bytes([variable]), work))
+            work = 0.0
+    return in_order
 
 
 def _layers(model: Any) -> Iterator[Any]:

@@ -1,118 +1,130 @@
-"""Starting and ending the processes of a contender."""
+"""Runs trainings and all-reduces in processes of their own, and reads the report that each one writes."""
 
 import contextlib
-import fcntl
 import json
 import os
-import pty
 import signal
-import socket
-import struct
 import sys
-import termios
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
+from hvtrain.config.compose import override
 from hvtrain.errors import LostRankError
-from hvtrain.plan import process_report
 
-HOROVOD = ("horovodrun-mpi", "horovodrun-gloo")
+# Variables that a process gets: the path of its report, to which it appends its rank; when it was started, in seconds
+# since the epoch; and the number of steps before the timed ones.
+REPORT = "HVTRAIN_BENCH_FILE"
+BEGAN = "HVTRAIN_BENCH_BEGAN"
+WARMUP = "HVTRAIN_BENCH_WARMUP"
+
+CLOCK = "hvtrain.plan.clock.Clock"
+LAUNCHER = (sys.executable, "-m", "hvtrain.launch.horovod_launcher")
 SECONDS_FOR_A_RUN = 900.0
-ON_TERMINAL = {"TERM": "xterm-256color", "CI": ""}
 
 
-def launch_and_report(
-    way: str,
-    module: str,
-    words: Sequence[str],
-    size: int,
+@dataclass(frozen=True)
+class Command:
+    """A process to start: its command line, and variables of its own."""
+
+    line: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def python_line(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+def timed_run(overrides: Sequence[str], num_steps: int, run_dir: Path) -> list[str]:
+    """Arguments of a run of hvtrain that reports the time of its steps."""
+    return [
+        *overrides,
+        f"+callbacks.bench._target_={CLOCK}",
+        f"+callbacks.bench.num_steps={num_steps}",
+        override("run.dir", str(run_dir)),
+    ]
+
+
+def horovod_line(
+    transport: str,
+    num_ranks: int,
+    line: Sequence[str],
+    launcher: Sequence[str] = LAUNCHER,
+) -> list[str]:
+    """The command that starts the line on each rank of this host. transport: mpi or gloo."""
+    return [*launcher, f"--{transport}", "-np", str(num_ranks), *line]
+
+
+def thread_variables(num_threads: int) -> dict[str, str]:
+    """Variables that limit a process to so many threads for computing."""
+    names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+    return dict.fromkeys(names, str(num_threads))
+
+
+def run_and_report(
+    name: str,
+    commands: Sequence[Command],
+    num_reports: int,
     folder: Path,
-    threads: int,
-    more: Mapping[str, str],
-    on_terminal: bool = False,
+    variables: Mapping[str, str],
+    num_awaited: int | None = None,
+    redirect: Callable[[int], AbstractContextManager[int]] = nullcontext,
 ) -> list[dict[str, Any]]:
-    """Runs `python -m module words` in `size` processes and returns their reports.
+    """Starts all commands at once, waits for them, and returns the reports of their ranks.
 
-    Raises LostRankError, which names the file with its output, if one fails.
+    Args:
+        name: What is run, for the error message.
+        commands: The processes to start.
+        num_reports: How many ranks report.
+        folder: A new folder for the output and the reports.
+        variables: Added to the environment of all processes.
+        num_awaited: Wait for the first ones only and end the others then; None: wait for all.
+        redirect: Gets the log's file descriptor and yields the one that processes write to.
+
+    Raises:
+        LostRankError: A process failed or did not report. The message names the file with its output.
     """
     folder.mkdir(parents=True)
-    variables = {
-        **os.environ,
-        **more,
-        process_report.FILE: str(folder / "report"),
-        **dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), str(threads)),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **(ON_TERMINAL if on_terminal else {}),
-    }
-    if way == "servers":
-        del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
     log = folder / "output.txt"
+    environment = {
+        **os.environ,
+        **variables,
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        REPORT: str(folder / "report"),
+    }
     processes = []
-    with log.open("wb") as file, _terminal(file.fileno()) if on_terminal else contextlib.nullcontext(file) as output:
-        for command, own in _commands(way, [sys.executable, "-m", module, *words], size, on_terminal):
-            env = {**variables, **own, process_report.BEGAN: repr(time.time())}
-            processes.append(
-                Popen(command, env=env, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True)
+    with log.open("wb") as file, redirect(file.fileno()) as output:
+        for command in commands:
+            process = Popen(
+                command.line,
+                env={**environment, **command.variables, BEGAN: repr(time.time())},
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=STDOUT,
+                start_new_session=True,
             )
-        codes = _wait(processes, processes[:1] if way == "servers" else processes)
+            processes.append(process)
+        codes = _wait(processes, processes[:num_awaited])
+
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
-    if any(codes) or len(reports) != size:
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        found = f"{module} ended with {codes} and {len(reports)} of {size} reports"
-        raise LostRankError(f"{found}; its output is in {log} and ends: {last}")
+    if any(codes) or len(reports) != num_reports:
+        last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise LostRankError(
+            f"{name} ended with {codes} and {len(reports)} of {num_reports} reports; "
+            f"its output is in {log} and ends: {last_line}"
+        )
     return reports
 
 
-@contextlib.contextmanager
-def _terminal(log: int) -> Iterator[int]:
-    """A terminal of 80 columns, whose output goes to the log."""
-    own, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+def _wait(processes: Sequence[Popen[bytes]], awaited: Sequence[Popen[bytes]]) -> list[int]:
+    """Returns the exit codes of the awaited processes.
 
-    def copy() -> None:
-        with contextlib.suppress(OSError):  # The end, once nobody holds the terminal any more.
-            while data := os.read(own, 65536):
-                os.write(log, data)
-
-    reader = threading.Thread(target=copy, daemon=True)
-    reader.start()
-    try:
-        yield its
-    finally:
-        os.close(its)
-        reader.join(5)
-        os.close(own)
-
-
-def _commands(way: str, line: list[str], size: int, on_terminal: bool) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands to start at once, each with its own variables."""
-    if way in HOROVOD:
-        # On a terminal horovodrun draws what rank 0 sends.
-        launcher = (
-            [f"{sys.prefix}/bin/horovodrun"]
-            if on_terminal
-            else [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
-        )
-        return [([*launcher, f"--{way.partition('-')[2]}", "-np", str(size), *line], {})]
-    if way in ("workers", "servers"):
-        servers = [("chief", 0), ("ps", 0)] if way == "servers" else []
-        roles = [*servers, *(("worker", index) for index in range(size))]
-        cluster: dict[str, list[str]] = {}
-        with contextlib.ExitStack() as stack:  # All are open at once, so no port comes twice.
-            for role, _ in roles:
-                port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                cluster.setdefault(role, []).append(f"127.0.0.1:{port}")
-        tasks = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in roles]
-        return [(line, {"TF_CONFIG": json.dumps(task)}) for task in tasks]
-    return [(line, {process_report.JOB: f"{job} of {size}"}) for job in range(size)]
-
-
-def _wait(processes: list[Popen[bytes]], awaited: list[Popen[bytes]]) -> list[int]:
-    """Exit codes of the awaited processes. Ends all of them when one fails, on Ctrl-C, and when time is up."""
+    Ends all of them when one fails, on Ctrl-C, and when time is up.
+    """
     deadline = time.monotonic() + SECONDS_FOR_A_RUN
     try:
         while any(process.poll() is None for process in awaited) and time.monotonic() < deadline:

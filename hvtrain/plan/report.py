@@ -25,11 +25,12 @@ def amount(num_bytes: float) -> str:
     """
     for unit, length in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= length:
-            return f"{num_bytes / length:,.{0 if num_bytes >= 10 * length else 1}f} {unit}"
+            digits = 0 if num_bytes >= 10 * length else 1
+            return f"{num_bytes / length:,.{digits}f} {unit}"
     return f"{num_bytes / 1e3:,.1f} kB"
 
 
-def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
+def launch_line(overrides: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
     """The command that starts the run, without secrets; for several hosts, with a hostfile.
 
     >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
@@ -40,83 +41,149 @@ def launch_line(words: Sequence[str], num_ranks: int, ranks_per_host: int) -> st
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
     if num_ranks > ranks_per_host:
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
-    return shlex.join([*line.split(), *without_secrets(words)])
+    return shlex.join([*line.split(), *without_secrets(overrides)])
 
 
 def memory(forecast: Forecast) -> dict[str, int]:
     """Bytes on a rank by purpose; activations only if they are known."""
-    found = forecast.footprint
-    parts = {"weights": found.weight_bytes, "gradients": found.gradient_bytes, "optimizer slots": found.slot_bytes}
+    footprint = forecast.footprint
+    parts = {
+        "weights": footprint.weight_bytes,
+        "gradients": footprint.gradient_bytes,
+        "optimizer slots": footprint.slot_bytes,
+    }
     if forecast.plan.size > 1:
         parts["fusion buffer"] = Rules.fusion_bytes  # Horovod allocates it for grouped tensors too.
-    if found.activation_bytes is not None:
-        parts["activations"] = found.activation_bytes
+    if footprint.activation_bytes is not None:
+        parts["activations"] = footprint.activation_bytes
     return parts
 
 
-def of_the_run(forecast: Forecast, words: Sequence[str], ranks_per_host: int) -> list[str]:
+def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> list[str]:
     """Lines on the run itself, which need no prediction."""
-    config, plan, bytes_of = forecast.config, forecast.plan, memory(forecast)
-    sizes, hosts = plan.batch_sizes, -(-plan.size // ranks_per_host)
-    same = len(set(sizes)) == 1
-    batch = f"{plan.size} x {sizes[0]} = {plan.global_batch:,} (ranks x batch)" if same else f"{plan.global_batch:,}"
+    config, plan = forecast.config, forecast.plan
+    num_hosts = -(-plan.size // ranks_per_host)
+    precision = config.train.precision
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    dropped = plan.num_examples - plan.examples_per_epoch
-    left_out = f"; {dropped:,} examples of an epoch are left out" if dropped else ""
-    kept, checkpoint = config.checkpoint.keep + 1, forecast.footprint.checkpoint_bytes
-    parts = (f"{name} {'about ' * (name == 'activations')}{amount(size)}" for name, size in bytes_of.items() if size)
-    known = "activations" in bytes_of
-    epochs = f"{plan.num_epochs} epoch{'s' * (plan.num_epochs > 1)}"
+    rates = (f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast))
+    num_checkpoints = config.checkpoint.keep + 1
+    checkpoint_bytes = forecast.footprint.checkpoint_bytes
     lines = [
-        ("model", f"{forecast.model_name}, {forecast.footprint.num_parameters:,} parameters, {config.train.precision}"),
-        ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
-        ("ranks", f"{plan.size} on {hosts} host{'s' * (hosts > 1)}"),
-        ("global batch", batch),
-        ("steps", f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"),
-        ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
-        ("", ", ".join(f"{forecast.schedule(s):.4g} at {about}{s:,}" for about, s in key_steps(forecast))),
         (
-            "memory",
-            f"{'about' if known else 'at least'} {amount(sum(bytes_of.values()))} a rank: {', '.join(parts)}"
-            f" ({'an estimate' if known else 'without activations: the shape of a layer is unknown'})",
+            "model",
+            f"{forecast.model_name}, {forecast.footprint.num_parameters:,} parameters, {precision}",
         ),
-        ("checkpoint", f"{amount(checkpoint)}; {kept} of them are kept: {amount(kept * checkpoint)}"),
-        ("launch", launch_line(words, plan.size, ranks_per_host)),
+        ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
+        ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),
+        ("global batch", _global_batch(forecast)),
+        ("steps", _steps(forecast)),
+        ("learning rate", f"{rate} (base x {config.train.learning_rate_scale} scale)"),
+        ("", ", ".join(rates)),
+        ("memory", _memory(forecast)),
+        (
+            "checkpoint",
+            f"{amount(checkpoint_bytes)}; {num_checkpoints} of them are kept: "
+            f"{amount(num_checkpoints * checkpoint_bytes)}",
+        ),
+        ("launch", launch_line(overrides, plan.size, ranks_per_host)),
     ]
-    if hosts > 1:
-        lines.append(("", f"hosts.txt: {hosts} lines like `s1 slots={ranks_per_host}`"))
+    if num_hosts > 1:
+        lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={ranks_per_host}`"))
     return [f"{name:<15}{text}" for name, text in lines]
 
 
-def of_the_step(
-    forecast: Forecast, costs: Sequence[Cost], links: Sequence[str], rules: Rules, faster: float | None
+def _s(number: int) -> str:
+    return "s" if number > 1 else ""
+
+
+def _global_batch(forecast: Forecast) -> str:
+    plan = forecast.plan
+    if len(set(plan.batch_sizes)) > 1:
+        return f"{plan.global_batch:,}"
+    return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
+
+
+def _steps(forecast: Forecast) -> str:
+    plan = forecast.plan
+    left_out = ""
+    num_dropped = plan.num_examples - plan.examples_per_epoch
+    if num_dropped:
+        left_out = f"; {num_dropped:,} examples of an epoch are left out"
+    epochs = f"{plan.num_epochs} epoch{_s(plan.num_epochs)}"
+    return f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch, {epochs}{left_out})"
+
+
+def _memory(forecast: Forecast) -> str:
+    parts = memory(forecast)
+    total = amount(sum(parts.values()))
+    # Activations are the one part that is estimated.
+    shown = [
+        f"{name} about {amount(size)}" if name == "activations" else f"{name} {amount(size)}"
+        for name, size in parts.items()
+        if size
+    ]
+    if "activations" in parts:
+        return f"about {total} a rank: {', '.join(shown)} (an estimate)"
+    return f"at least {total} a rank: {', '.join(shown)} (without activations: the shape of a layer is unknown)"
+
+
+def step_lines(
+    forecast: Forecast,
+    costs: Sequence[Cost],
+    links: Sequence[str],
+    rules: Rules,
+    by_hosts_seconds: float | None,
 ) -> list[str]:
-    """Lines on the predicted step and its assumptions. faster is the last step's time if hosts reduce first."""
-    number, step_seconds = len(forecast.messages), costs[0].step_seconds
-    way = f"in {number} message{'s' * (number > 1)}, {'while others are computed' if rules.overlap else 'at the end'}"
-    lines = [
-        *(f"{name:<15}{link}" for name, link in zip(("links", ""), links)),
+    """Lines on the predicted step and its assumptions.
+
+    Args:
+        forecast: The run.
+        costs: Predictions for 1, 2, 4, ... ranks, the run's number last.
+        links: A line for each link in use.
+        rules: How the ranks reduce.
+        by_hosts_seconds: Time of the last step if hosts reduce first; None: not worth a line.
+    """
+    num_messages = len(forecast.messages)
+    step_seconds = costs[0].step_seconds
+    moment = "while others are computed" if rules.overlap else "at the end"
+    lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
+    lines += [
         f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
-        f"{amount(forecast.footprint.gradient_bytes)} are reduced {way}",
+        f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
+        f"{moment}",
         "",
         f"{'ranks':>6}{'step ms':>11}{'reducing ms':>13}{'exposed ms':>12}{'examples/s':>13}{'efficiency':>12}  by",
     ]
     for cost in costs:
-        images = forecast.batch_size * cost.num_ranks / cost.step_seconds
         lines.append(
             f"{cost.num_ranks:>6}{1000 * cost.step_seconds:>11,.1f}{1000 * cost.communication_seconds:>13,.1f}"
-            f"{1000 * cost.exposed_seconds:>12,.1f}{images:>13,.0f}{cost.efficiency:>12.1%}  {cost.algorithm}"
+            f"{1000 * cost.exposed_seconds:>12,.1f}{_examples_per_second(forecast, cost):>13,.0f}"
+            f"{cost.efficiency:>12.1%}  {cost.algorithm}"
         )
-    steps, seconds = forecast.plan.num_steps, costs[-1].step_seconds
-    lines += ["", f"{steps:,} steps of {1000 * seconds:,.1f} ms: {duration(steps * seconds)}"]
-    if faster:
-        found = f"{1000 * faster:,.1f} ms, {step_seconds / faster:.1%}"
-        lines.append(f"with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): {found}")
+    num_steps = forecast.plan.num_steps
+    seconds = costs[-1].step_seconds
+    lines += [
+        "",
+        f"{num_steps:,} steps of {1000 * seconds:,.1f} ms: {duration(num_steps * seconds)}",
+    ]
+    if by_hosts_seconds:
+        lines.append(
+            "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): "
+            f"{1000 * by_hosts_seconds:,.1f} ms, {step_seconds / by_hosts_seconds:.1%}"
+        )
     return lines
 
 
+def _examples_per_second(forecast: Forecast, cost: Cost) -> float:
+    return forecast.batch_size * cost.num_ranks / cost.step_seconds
+
+
 def as_json(
-    forecast: Forecast, options: argparse.Namespace, rules: Rules, costs: Sequence[Cost], machine: Machine | None
+    forecast: Forecast,
+    options: argparse.Namespace,
+    rules: Rules,
+    costs: Sequence[Cost],
+    machine: Machine | None,
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
     plan = forecast.plan
@@ -142,30 +209,56 @@ def as_json(
 def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
     """Writes a PNG; without costs it shows the learning rate alone."""
     plan = forecast.plan
-    with picture(path, 13 if costs else 5, 4, columns=3 if costs else 1) as (figure, _):
+    columns = 3 if costs else 1
+    width = 13 if costs else 5
+    with picture(path, width, 4, columns) as (figure, _):
         figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
-        steps = [*range(0, plan.num_steps, max(1, plan.num_steps // NUM_POINTS)), plan.num_steps - 1]
-        rates, axes = [forecast.schedule(step) for step in steps], figure.axes[0]
-        axes.plot([step / plan.steps_per_epoch for step in steps], rates, color=BLUE)
-        axes.set(title="learning rate", xlabel="epoch")
-        axes.set_ylim(bottom=0)
+        _draw_learning_rate(figure.axes[0], forecast)
         if costs:
-            ranks, (_, by_speed, by_efficiency) = [cost.num_ranks for cost in costs], figure.axes
-            speeds = [forecast.batch_size * cost.num_ranks / cost.step_seconds for cost in costs]
-            ideal = [speeds[0] * number for number in ranks]
-            by_speed.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
-            by_speed.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
-            by_speed.set(title="examples per second", yscale="log")
-            by_speed.legend(frameon=False)
-            percent = [100 * cost.efficiency for cost in costs]
-            by_efficiency.plot(ranks, percent, "o-", color=BLUE)
-            last, above = (ranks[-1], percent[-1]), {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-            by_efficiency.annotate(f"{percent[-1]:.0f}%", last, **above)
-            by_efficiency.set(title="efficiency in percent", ylim=(0, 108))
-            # The last number is always labelled; the one before it only where there is room.
-            shown = [*(number for number in ranks[:: max(1, len(ranks) // 6)] if number * 1.5 < ranks[-1]), ranks[-1]]
-            for axes in (by_speed, by_efficiency):
-                axes.set_xscale("log", base=2)
-                axes.set_xticks(shown, [f"{number:,}" for number in shown])
-                axes.minorticks_off()
-                axes.set_xlabel("ranks")
+            _draw_speed(figure.axes[1], forecast, costs)
+            _draw_efficiency(figure.axes[2], costs)
+
+
+def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
+    plan = forecast.plan
+    steps = [*range(0, plan.num_steps, max(1, plan.num_steps // NUM_POINTS)), plan.num_steps - 1]
+    epochs = [step / plan.steps_per_epoch for step in steps]
+    axes.plot(epochs, [forecast.schedule(step) for step in steps], color=BLUE)
+    axes.set(title="learning rate", xlabel="epoch")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_speed(axes: Any, forecast: Forecast, costs: Sequence[Cost]) -> None:
+    ranks = [cost.num_ranks for cost in costs]
+    speeds = [_examples_per_second(forecast, cost) for cost in costs]
+    ideal = [speeds[0] * num_ranks for num_ranks in ranks]
+    axes.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
+    axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
+    axes.set(title="examples per second", yscale="log")
+    axes.legend(frameon=False)
+    _label_ranks(axes, ranks)
+
+
+def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
+    ranks = [cost.num_ranks for cost in costs]
+    percent = [100 * cost.efficiency for cost in costs]
+    axes.plot(ranks, percent, "o-", color=BLUE)
+    axes.annotate(
+        f"{percent[-1]:.0f}%",
+        (ranks[-1], percent[-1]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+    )
+    axes.set(title="efficiency in percent", ylim=(0, 108))
+    _label_ranks(axes, ranks)
+
+
+def _label_ranks(axes: Any, ranks: Sequence[int]) -> None:
+    # The last number is always labelled; the one before it only where there is room.
+    every = max(1, len(ranks) // 6)
+    shown = [*(number for number in ranks[::every] if number * 1.5 < ranks[-1]), ranks[-1]]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [f"{number:,}" for number in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")

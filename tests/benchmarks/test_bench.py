@@ -28,7 +28,17 @@ BENCH = [sys.executable, "-m", "benchmarks"]
     ids=["some", "all"],
 )
 def test_contenders_do_the_same_work(names, tmp_path):
-    words = ["steps", "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    words = [
+        "steps",
+        "--workload",
+        "tiny",
+        "--steps",
+        "30",
+        "--rounds",
+        "1",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
     process = start(None, 1, *BENCH, *words, "--contenders", ",".join(names), cwd=tmp_path)
     output = finish(process, timeout=800)
     assert process.returncode == 0, output
@@ -47,22 +57,43 @@ def test_contenders_do_the_same_work(names, tmp_path):
     [
         pytest.param(*(["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"), marks=release),
         pytest.param(
-            *(["steps", "--contenders", "batches@data=synthetic,independent"], "bench.json", "batches@data=synthetic"),
+            *(
+                ["steps", "--contenders", "batches@data=synthetic,independent"],
+                "bench.json",
+                "batches@data=synthetic",
+            ),
             marks=release,
         ),
         pytest.param(
-            *(["steps", "--epochs", "5", "--contenders", "hvtrain-1,hvtrain-1@output=terminal"], "bench.json"),
+            *(
+                ["steps", "--epochs", "5", "--contenders", "hvtrain-1,hvtrain-1@output=terminal"],
+                "bench.json",
+            ),
             "hvtrain-1@output=terminal ",
             marks=release,
         ),
         pytest.param(
-            *(["startup", "--contenders", "hvtrain-1"], "bench.json", "time to the first step against hvtrain-1"),
+            *(
+                ["startup", "--contenders", "hvtrain-1"],
+                "bench.json",
+                "time to the first step against hvtrain-1",
+            ),
             marks=release,
         ),
     ],
 )
 def test_other_kinds(words, file, said, tmp_path):
-    words = [*words, "--workload", "tiny", "--steps", "30", "--rounds", "1", "--output", str(tmp_path / "bench")]
+    words = [
+        *words,
+        "--workload",
+        "tiny",
+        "--steps",
+        "30",
+        "--rounds",
+        "1",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
     code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
     assert code == 0 and said in output, output
     assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
@@ -70,8 +101,17 @@ def test_other_kinds(words, file, said, tmp_path):
 
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
 def test_allreduce(transport, tmp_path):
-    words = ["--transport", transport, "--rounds", "1", "--largest", "4", "--output", str(tmp_path / "bench")]
-    code, output = run(None, 1, *BENCH, "allreduce", *words, cwd=tmp_path)
+    words = [
+        "--transport",
+        transport,
+        "--rounds",
+        "1",
+        "--largest",
+        "4",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
+    code, output = run(None, 1, sys.executable, "-m", "hvtrain", "allreduce", *words, cwd=tmp_path)
     assert code == 0, output
     assert "160 tensors of 64 KiB" in output and ("mpi4py us" in output) is (transport == "mpi")
     found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
@@ -86,7 +126,7 @@ def test_input_compares_all_pipelines(tmp_path):
     assert code == 0 and "CPU time, hvtrain / it" in output, output
     runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
     found = [(row["size"], row["format"], row["contender"]) for row in runs]
-    assert sorted(found) == sorted(Inputs([(30, 40)], 64, 3, 2, tmp_path).cases())
+    assert sorted(found) == sorted(Inputs(tmp_path, 2, [(30, 40)], 64, 3).cases())
     for row in runs:
         assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
     assert (tmp_path / "bench" / "bench.png").exists()
@@ -94,12 +134,16 @@ def test_input_compares_all_pipelines(tmp_path):
 
 def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
     found = {kind: set() for kind in ("224x224", "30x40")}
-    for size, kind, name in Inputs([(224, 224), (30, 40)], 64, 3, 2, tmp_path).cases():
+    for size, kind, name in Inputs(tmp_path, 2, [(224, 224), (30, 40)], 64, 3).cases():
         found[size].add((kind, name))
     assert found["30x40"] - found["224x224"] == {
         (kind, "by-hand-antialiased") for kind in ("image_folder", "tfrecord", "parquet")
     }
-    assert found["224x224"] >= {("image_folder", "keras"), ("tfrecord", "hvtrain"), ("parquet", "by-hand")}
+    assert found["224x224"] >= {
+        ("image_folder", "keras"),
+        ("tfrecord", "hvtrain"),
+        ("parquet", "by-hand"),
+    }
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -108,10 +152,19 @@ def test_bad_input_is_one_line(tmp_path):
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
         (["steps", "--output", "/etc"], "--output /etc is not empty; choose another folder"),
-        (["steps", "--output", "/proc/x"], "--output /proc/x cannot be written: No such file or directory; choose"),
-        (["steps", "--output", "/etc/hosts"], "--output /etc/hosts is not a folder; choose another name"),
+        (
+            ["steps", "--output", "/proc/x"],
+            "--output /proc/x cannot be written: No such file or directory; choose",
+        ),
+        (
+            ["steps", "--output", "/etc/hosts"],
+            "--output /etc/hosts is not a folder; choose another name",
+        ),
         (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
-        (["scaling", "-np", "3,4"], "the global batch of 256 cannot be divided evenly among 3 ranks"),
+        (
+            ["scaling", "-np", "3,4"],
+            "the global batch of 256 cannot be divided evenly among 3 ranks",
+        ),
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),
     ):
@@ -121,7 +174,13 @@ def test_bad_input_is_one_line(tmp_path):
 
 @nightly
 def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
-    words = ["steps", "--contenders", "hvtrain-1@train.epoch=3", "--output", str(tmp_path / "bench")]
+    words = [
+        "steps",
+        "--contenders",
+        "hvtrain-1@train.epoch=3",
+        "--output",
+        str(tmp_path / "bench"),
+    ]
     code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
     assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
     assert "train.epoch" in output.splitlines()[-1]

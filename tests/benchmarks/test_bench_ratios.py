@@ -7,16 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.contenders import CONTENDERS, named
+from benchmarks.contenders import CONTENDERS, WORKLOADS, named
 from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
-from benchmarks.steps import Session
-from benchmarks.workloads import WORKLOADS
+from benchmarks.measure import Measured
+from benchmarks.steps import Steps
 from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RankError
 from hvtrain.plan.allreduce import WORKER
-from hvtrain.plan.measurement import CLOCK, Measured
+from hvtrain.plan.processes import CLOCK
 
 
 @pytest.mark.parametrize(("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)])
@@ -62,18 +62,22 @@ def test_rounds_are_compared_with_themselves():
 def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench"])
     work = WORKLOADS[name]
-    config = from_dict(compose(work.words(data, 2))[0])
+    config = from_dict(compose(work.overrides(data, 2))[0])
     assert config.train.steps == work.warmup_steps + work.steps
     assert config.train.batch_size == work.batch_size
     if data == "synthetic":
         assert config.dataset["num_train"] == config.train.steps * work.batch_size * 2, "one epoch"
         third = -(-(work.warmup_steps + 2) // 3) * work.batch_size * 2
-        assert f"dataset.num_train={third}" in work.words(data, 2, steps=2, epochs=3)
+        assert f"dataset.num_train={third}" in work.overrides(data, 2, steps=2, epochs=3)
 
 
 def test_modules_of_contenders_exist():
     """They are started by name, so a module that moves breaks no import."""
-    modules = {WORKER, CLOCK.rpartition(".")[0], *(contender.module for contender in CONTENDERS.values())}
+    modules = {
+        WORKER,
+        CLOCK.rpartition(".")[0],
+        *(contender.module for contender in CONTENDERS.values()),
+    }
     assert all(importlib.util.find_spec(module) for module in modules)
     assert not importlib.util.find_spec("benchmarks.by_hand.none")
 
@@ -85,12 +89,12 @@ def test_goals_name_contenders():
 
 def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
     names = ("hvtrain-mpi", "loop-mpi")
-    made = Session(WORKLOADS["cnn"], "synthetic", 2, 1, [CONTENDERS[name] for name in names], tmp_path, 10)
+    made = Steps(tmp_path, 1, WORKLOADS["cnn"], "synthetic", 2, [CONTENDERS[name] for name in names], 10)
     for name, loss, seconds in zip(names, losses, (0.9, 1.0)):
-        made.runs[name] = [
+        made.results[name] = [
             Measured(seconds * scale, 128 / seconds, 9.0, 10**9, loss) for scale in (1, 2, 1, 2, 1, 2, 1)
         ]
-    made.repeats = [Measured(run.step_seconds * slower, 1, 1, 1, 1.0) for run in made.runs[names[0]]]
+    made.results[made.again] = [Measured(run.step_seconds * slower, 1, 1, 1, 1.0) for run in made.results[names[0]]]
     return made
 
 

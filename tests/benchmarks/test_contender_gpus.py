@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from benchmarks.contenders import CONTENDERS
-from hvtrain.plan import process_report
-from hvtrain.plan.measurement import RUNNER
+from benchmarks.contenders import CONTENDERS, RUNNER
+from benchmarks.measure import JOB
+from hvtrain.plan import processes
 
 pytestmark = pytest.mark.nightly
 
@@ -60,7 +60,11 @@ print(json.dumps(found))
 """
 BY_HAND = "benchmarks.by_hand"
 MODULES = sorted({contender.module for contender in CONTENDERS.values() if contender.module != RUNNER})
-CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"], "worker": ["127.0.0.1:3", "127.0.0.1:4"]}
+CLUSTER = {
+    "chief": ["127.0.0.1:1"],
+    "ps": ["127.0.0.1:2"],
+    "worker": ["127.0.0.1:3", "127.0.0.1:4"],
+}
 
 
 def task(role, index):
@@ -72,10 +76,10 @@ def told():
     """What each contender's second process tells TensorFlow, and the coordinator and the server of one of them."""
     runs = {module: (module, task("worker", 1)) for module in MODULES}
     runs |= {role: (f"{BY_HAND}.parameter_server", task(role, 0)) for role in ("chief", "ps")}
-    report = {process_report.JOB: "1 of 2", process_report.WARMUP: "1", process_report.BEGAN: "0"}
+    report = {JOB: "1 of 2", processes.WARMUP: "1", processes.BEGAN: "0"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(runs)],
-        env={**os.environ, **report, process_report.FILE: "none"},
+        env={**os.environ, **report, processes.REPORT: "none"},
         capture_output=True,
         text=True,
         check=False,

@@ -33,7 +33,10 @@ def test_fans_that_count_channels_kill_it(initializer):
 
 def test_each_depthwise_layer_weakens_the_signal_by_its_channels():
     layers = signals(depthwise_initializer="lecun_normal")
-    for before, after, channels in (("conv", "separable1_1", 128), ("separable2_1", "separable2_2", 256)):
+    for before, after, channels in (
+        ("conv", "separable1_1", 128),
+        ("separable2_1", "separable2_2", 256),
+    ):
         loss = layers[before].variance / layers[after].variance
         assert channels / 4 < loss < channels, "selu gives back about a factor of two"
 
@@ -43,10 +46,19 @@ def test_a_layer_without_weights_has_no_gradient():
 
 
 def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
-    for arguments in (["hidden=[8]", "--image-shape", "4", "4", "1"], ["--dataset", "digits", "hidden=[8]"]):
+    for arguments in (
+        ["hidden=[8]", "--image-shape", "4", "4", "1"],
+        ["--dataset", "digits", "hidden=[8]"],
+    ):
         variance.main(["mlp", *arguments])
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+        assert [line.split()[0] for line in lines] == [
+            "layer",
+            "(image)",
+            "flatten",
+            "dense1",
+            "logits",
+        ]
 
 
 @pytest.mark.parametrize(("option", "complaint"), [("hiden=[8]", "hiden"), ("dropout=2", "needs a fraction")])

@@ -106,7 +106,11 @@ def test_buffers_hold_what_fits():
 
 def test_one_rank_is_its_own_measure():
     cost = step_cost(WORK, 1, SLOW_NETWORK, Rules())
-    assert (cost.efficiency, cost.communication_seconds, cost.algorithm) == (pytest.approx(1), 0, "none")
+    assert (cost.efficiency, cost.communication_seconds, cost.algorithm) == (
+        pytest.approx(1),
+        0,
+        "none",
+    )
 
 
 def test_efficiency_falls_with_ranks_and_rises_with_the_link():
@@ -128,7 +132,11 @@ def test_a_fit_finds_the_link_through_noise():
     random = np.random.default_rng(0)
     found = fit(
         [
-            Measured(ranks, size, (3e-4 + 2 * (ranks - 1) * (2e-5 + size / ranks / 2e9)) * random.normal(1, 0.03))
+            Measured(
+                ranks,
+                size,
+                (3e-4 + 2 * (ranks - 1) * (2e-5 + size / ranks / 2e9)) * random.normal(1, 0.03),
+            )
             for ranks in (2, 4, 8)
             for size in (4, 4096, 1 << 20, 1 << 24, 1 << 28)
             for _ in range(7)
@@ -149,7 +157,10 @@ def test_a_fit_makes_no_negative_times():
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ([Measured(2, 4, 1e-3)], "two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"),
+        (
+            [Measured(2, 4, 1e-3)],
+            "two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce",
+        ),
         ([Measured(1, 4, 1e-3), Measured(1, 8, 1e-3)], "two sizes or more, on 2 ranks"),
         ([Measured(2, 4, 1.0), Measured(2, 1 << 20, 0.1)], "take no longer for larger messages"),
     ],

@@ -11,7 +11,14 @@ from hvtrain.plan.forecast import footprint, gradients
 def model():
     """An inner model, a view, a layer without weights and one that is not trained."""
     inner = keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, padding="same")])
-    steps = [keras.Input((8, 8, 3)), inner, layers.ReLU(), layers.Flatten(), layers.Dense(10), layers.Dense(2)]
+    steps = [
+        keras.Input((8, 8, 3)),
+        inner,
+        layers.ReLU(),
+        layers.Flatten(),
+        layers.Dense(10),
+        layers.Dense(2),
+    ]
     made = keras.Sequential(steps)
     made.layers[-1].trainable = False
     made.compile("adam")

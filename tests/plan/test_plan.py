@@ -11,20 +11,32 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import machine
-from hvtrain.plan.command import measured_step_seconds, plan
-from hvtrain.plan.costs.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
+from hvtrain.plan.command import main, measured_step_seconds
+from hvtrain.plan.costs.algorithms import (
+    LINK_SHARE,
+    NETWORK_SECONDS,
+    PCIE_SECONDS,
+    Link,
+    Machine,
+    flat_ring_seconds,
+)
 from hvtrain.plan.forecast import forecast, key_steps
 from in_process import run_command
 
-RESNET20 = ["model=resnet20", "dataset=synthetic", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"]
+RESNET20 = [
+    "model=resnet20",
+    "dataset=synthetic",
+    "dataset.image_shape=[32,32,3]",
+    "dataset.num_classes=10",
+]
 # It must neither start Horovod nor train.
 ALONE = """
 import sys
 import keras
-from hvtrain.plan.command import plan
+from hvtrain.plan.command import main
 def fit(*words, **more): raise AssertionError("it trains")
 keras.Model.fit = keras.Model.train_on_batch = fit
-code = plan()
+code = main()
 sys.exit(code or (3 if "horovod" in sys.modules else 0))
 """
 
@@ -38,8 +50,25 @@ def python(*words, cwd):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    words = ["-np", "256", "--ranks-per-host", "8", "--step-seconds", "0.05", "--link-gbits", "10", "--output", "out"]
-    words += [*RESNET20, "dataset.num_train=1000000", "train.batch_size=64", "train.epochs=9", "schedule=step"]
+    words = [
+        "-np",
+        "256",
+        "--ranks-per-host",
+        "8",
+        "--step-seconds",
+        "0.05",
+        "--link-gbits",
+        "10",
+        "--output",
+        "out",
+    ]
+    words += [
+        *RESNET20,
+        "dataset.num_train=1000000",
+        "train.batch_size=64",
+        "train.epochs=9",
+        "schedule=step",
+    ]
     words += ["schedule.at_epochs=[3,6]", "optimizer=momentum"]
     code, output, errors = python("-c", ALONE, *words, cwd=folder)
     assert code == 0, output + errors
@@ -74,10 +103,10 @@ def test_launch_line_is_one_that_launch_takes(planned):
     output, content, folder = planned
     assert "hosts.txt: 32 lines like `s1 slots=8`" in output
     words = content["launch"].split()
-    assert words[:4] == ["python", "-m", "hvtrain", "launch", "-np"]
+    assert words[:5] == ["python", "-m", "hvtrain", "launch", "-np"]
     (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
-    code, said, errors = run_command(words[2], *words[3:5], "--dry-run", *words[5:7], "--", *RESNET20, cwd=folder)
-    assert code == 0 and "-np 256" in said, said + errors
+    code, output, errors = run_command(*words[2:6], "--dry-run", *words[6:8], "--", *RESNET20, cwd=folder)
+    assert code == 0 and "-np 256" in output, output + errors
 
 
 def test_step_on_1_to_n_ranks(planned):
@@ -88,7 +117,10 @@ def test_step_on_1_to_n_ranks(planned):
     efficiencies = [cost["efficiency"] for cost in costs]
     assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[-1] > 0.5
     # On 16 ranks, two hosts, all gradients go as one ring after the last is ready.
-    inside, between = Link(PCIE_SECONDS, 15.75e9 * LINK_SHARE), Link(NETWORK_SECONDS, 10e9 / 8 * LINK_SHARE)
+    inside, between = (
+        Link(PCIE_SECONDS, 15.75e9 * LINK_SHARE),
+        Link(NETWORK_SECONDS, 10e9 / 8 * LINK_SHARE),
+    )
     hosts = Machine(inside, between, 8)
     assert costs[4]["communication_seconds"] == pytest.approx(flat_ring_seconds(4 * 272_474, 16, hosts))
     row = next(line for line in output.splitlines() if line.split()[:1] == ["256"]).split()
@@ -106,7 +138,12 @@ def measured(path, num_ranks, start, bandwidth):
         for size in (4, 4096, 1 << 20, 1 << 26)
     }
     path.write_text(
-        json.dumps({"num_ranks": num_ranks, "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1]}}})
+        json.dumps(
+            {
+                "num_ranks": num_ranks,
+                "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1]}},
+            }
+        )
     )
 
 
@@ -114,14 +151,41 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     """One file for the link inside, another for the one between hosts; data that are elsewhere; unlike batches."""
     measured(tmp_path / "inside.json", 2, 2e-4, 5e9)
     measured(tmp_path / "between.json", 4, 3e-4, 1e8)
-    words = ["-np", "4", "--ranks-per-host", "2", "--step-seconds", "0.1", "--straggler", "0", "--examples", "5000"]
-    words += ["--latency-us", "0", "--inside-latency-us", "0", "--output", "out", "--algorithm", "ring"]
+    words = [
+        "-np",
+        "4",
+        "--ranks-per-host",
+        "2",
+        "--step-seconds",
+        "0.1",
+        "--straggler",
+        "0",
+        "--examples",
+        "5000",
+    ]
+    words += [
+        "--latency-us",
+        "0",
+        "--inside-latency-us",
+        "0",
+        "--output",
+        "out",
+        "--algorithm",
+        "ring",
+    ]
     words += ["--classes", "10"]
-    words += ["--calibrate", "inside.json", "--calibrate", "between.json", "model=mlp", "dataset=image_folder"]
+    words += [
+        "--calibrate",
+        "inside.json",
+        "--calibrate",
+        "between.json",
+        "model=mlp",
+        "dataset=image_folder",
+    ]
     words += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan", *words])
-    assert plan() == 0
+    assert main() == 0
     output = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks, the fit is 0% off" in output
@@ -146,11 +210,20 @@ def test_measured_here():
         (["-np", "0"], "0 came where a whole number of at least 1 was needed"),
         (["-np", "2", "--link-gbits", "-3"], "-3 came where a number of 0 or more was needed"),
         (["-np", "2", "--step-seconds", "0"], "0 came where a number above 0 was needed"),
-        (["-np", "2", "--step-seconds", "1", "--measure"], "not allowed with argument --step-seconds"),
+        (
+            ["-np", "2", "--step-seconds", "1", "--measure"],
+            "not allowed with argument --step-seconds",
+        ),
         (["-np", "2", "--algorithm", "star"], "invalid choice: 'star'"),
-        (["-np", "2", "--linkgbits", "3"], "unknown option --linkgbits; see python -m hvtrain plan --help"),
+        (
+            ["-np", "2", "--linkgbits", "3"],
+            "unknown option --linkgbits; see python -m hvtrain plan --help",
+        ),
         (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
-        (["-np", "2", "--calibrate", "none.json"], "--calibrate none.json cannot be read: No such file"),
+        (
+            ["-np", "2", "--calibrate", "none.json"],
+            "--calibrate none.json cannot be read: No such file",
+        ),
     ],
 )
 def test_wrong_words_are_one_line(words, said, tmp_path):
@@ -180,10 +253,11 @@ def test_a_warm_up_longer_than_the_run_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"num_ranks": 2}', '{"num_ranks": "x", "seconds": {"hvtrain": {"4": [1]}}}']
+    "content",
+    ["{", "[]", '{"num_ranks": 2}', '{"num_ranks": "x", "seconds": {"hvtrain": {"4": [1]}}}'],
 )
 def test_a_file_of_something_else_is_refused(content, tmp_path):
     path = tmp_path / "allreduce.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is not what bench allreduce writes"):
+    with pytest.raises(ConfigError, match="is not what hvtrain allreduce writes"):
         machine.read(Path(path))

@@ -36,7 +36,10 @@ def test_docs_have_this_table():
 def test_all_cases_have_the_same_constants():
     default = Rules()
     for case in (*FITTED, *PREDICTED, *MISSED):
-        assert (case.rules.interference, case.rules.deviation) == (default.interference, default.deviation)
+        assert (case.rules.interference, case.rules.deviation) == (
+            default.interference,
+            default.deviation,
+        )
 
 
 def test_the_constants_are_those_of_the_fit():

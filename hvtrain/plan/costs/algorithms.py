@@ -25,10 +25,13 @@ NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 1.9 * 3.4e-6, 1.9 * 5.7e-6, 1.9 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link: seconds until the first byte arrives, and bytes per second from then on.
+    """One direction of a link.
 
-    corrections are pairs (bytes, measured / predicted seconds) of all-reduces over it: no real link has the same speed
-    for all sizes.
+    Attributes:
+        latency_seconds: Until the first byte arrives.
+        bytes_per_second: From then on.
+        corrections: Pairs (bytes, measured / predicted seconds) of all-reduces over it: no real link has the same
+            speed for all sizes.
     """
 
     latency_seconds: float
@@ -54,9 +57,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of ranks_per_host ranks. Each rank has its link inside the host, and all share the link between hosts.
+    """Hosts of ranks_per_host ranks each.
 
-    start_seconds is the fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
+    Attributes:
+        inside: Each rank's link inside its host.
+        between: The link of a host to the others, which all its ranks share.
+        ranks_per_host: Ranks of a host.
+        start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
     """
 
     inside: Link
@@ -115,8 +122,10 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     slowest = machine.between.bytes_per_second
     if num_ranks > hosts:
         slowest = min(slowest, machine.inside.bytes_per_second)
-    outer, steps = 2 * (hosts - 1), 2 * (num_ranks - 1)
-    latency = (steps - outer) * machine.inside.latency_seconds + outer * machine.between.latency_seconds
+    steps = 2 * (num_ranks - 1)
+    outer_steps = 2 * (hosts - 1)
+    inner_steps = steps - outer_steps
+    latency = inner_steps * machine.inside.latency_seconds + outer_steps * machine.between.latency_seconds
     return latency + steps / num_ranks * num_bytes / slowest
 
 
@@ -130,7 +139,8 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
     0.11502
     """
-    hosts, local = machine.num_hosts(num_ranks), min(num_ranks, machine.ranks_per_host)
+    hosts = machine.num_hosts(num_ranks)
+    local = min(num_ranks, machine.ranks_per_host)
     return ring_seconds(num_bytes, local, machine.inside) + halving_seconds(num_bytes, hosts, machine.between)
 
 
@@ -147,17 +157,27 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """
     if num_ranks == 1:
         return 0.0
-    hosts, local = machine.num_hosts(num_ranks), min(num_ranks, machine.ranks_per_host)
-    links = ([machine.inside] if local > 1 else []) + ([machine.between] if hosts > 1 else [])
-    depth = (local - 1) * machine.inside.latency_seconds + math.ceil(math.log2(hosts)) * machine.between.latency_seconds
-    return 2 * depth + 2 * num_bytes / (TREE_SHARE * min(link.bytes_per_second for link in links))
+    hosts = machine.num_hosts(num_ranks)
+    local = min(num_ranks, machine.ranks_per_host)
+    latency = 0.0
+    speeds = []
+    if local > 1:
+        latency += (local - 1) * machine.inside.latency_seconds
+        speeds.append(machine.inside.bytes_per_second)
+    if hosts > 1:
+        latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
+        speeds.append(machine.between.bytes_per_second)
+    return 2 * latency + 2 * num_bytes / (TREE_SHARE * min(speeds))
 
 
 ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "tree": tree_seconds}
 
 
 def allreduce_seconds(
-    num_bytes: float, num_ranks: int, machine: Machine, algorithms: Sequence[str] = tuple(ALGORITHMS)
+    num_bytes: float,
+    num_ranks: int,
+    machine: Machine,
+    algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> tuple[float, str]:
     """Time by the fastest of the algorithms, with the machine's start and its link's correction, and which one it is.
 

@@ -26,10 +26,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's step: its time without other ranks, and its gradients in the order of the backward pass.
+    """One rank's step.
 
-    forward_share is the part of the step before the first gradient. The backward pass computes twice as many products
-    as the forward pass: for the inputs and for the weights.
+    Attributes:
+        step_seconds: Its time without other ranks.
+        gradients: In the order of the backward pass.
+        forward_share: The part of the step before the first gradient. The backward pass computes twice as many
+            products as the forward pass: for the inputs and for the weights.
     """
 
     step_seconds: float
@@ -41,14 +44,15 @@ class Work:
 class Rules:
     """How the ranks reduce. The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
-    overlap: whether gradients are reduced while others are computed, or after the last.
-    fusion_bytes: size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0), but have buckets.
-    cycle_seconds: interval at which Horovod looks for ready gradients, which wait half of it on average.
-    interference: how much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
-        "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
-        algorithms.LINK_SHARE and the deviation: see docs/plan.md.
-    deviation: standard deviation of the ranks' step times, relative to their mean.
-    algorithms: names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
+    Attributes:
+        overlap: Whether gradients are reduced while others are computed, or after the last.
+        fusion_bytes: Size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0), but have buckets.
+        cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on average.
+        interference: How much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
+            "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
+            algorithms.LINK_SHARE and the deviation: see docs/plan.md.
+        deviation: Standard deviation of the ranks' step times, relative to their mean.
+        algorithms: Names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
     """
 
     overlap: bool = False
@@ -63,8 +67,12 @@ class Rules:
 class Cost:
     """A step on num_ranks ranks.
 
-    exposed_seconds is the time that the reduction adds to the step, interference included; algorithm is that of the
-    largest buffer.
+    Attributes:
+        compute_seconds: Of the slowest rank, without the reduction.
+        communication_seconds: Of all reductions, hidden or not.
+        exposed_seconds: Time that the reduction adds to the step, interference included.
+        algorithm: Of the largest buffer.
+        efficiency: One rank's step time / this one.
     """
 
     num_ranks: int
@@ -78,7 +86,7 @@ class Cost:
 
 
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
-    """The expected step on num_ranks ranks.
+    """Simulates the step on num_ranks ranks.
 
     >>> from hvtrain.plan.costs.algorithms import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
@@ -94,13 +102,12 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
     if num_ranks == 1 or not work.gradients:
         return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
-    sizes = [one.num_bytes for one in work.gradients]
-    # A gradient is ready in proportion to the operations so far, or after all without overlap.
-    ready, total = [compute] * len(sizes), sum(gradient.work for gradient in work.gradients)
-    if rules.overlap:
-        shares = [done / total if total else 1.0 for done in accumulate(gradient.work for gradient in work.gradients)]
-        ready = [compute * (work.forward_share + (1 - work.forward_share) * share) for share in shares]
-    computed, free, busy = compute, 0.0, 0.0
+    sizes = [gradient.num_bytes for gradient in work.gradients]
+    ready = _ready_times(work, compute) if rules.overlap else [compute] * len(sizes)
+
+    computed = compute
+    free = 0.0  # When the last reduction so far has ended.
+    busy = 0.0
     buffers: list[tuple[int, str]] = []
     first = 0
     while first < len(sizes):
@@ -119,8 +126,30 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         busy += seconds
         free = begin + seconds
         first = last
+
     step = max(computed, free)
-    return Cost(num_ranks, step, compute, busy, step - compute, len(buffers), max(buffers)[1], work.step_seconds / step)
+    return Cost(
+        num_ranks=num_ranks,
+        step_seconds=step,
+        compute_seconds=compute,
+        communication_seconds=busy,
+        exposed_seconds=step - compute,
+        num_buffers=len(buffers),
+        algorithm=max(buffers)[1],
+        efficiency=work.step_seconds / step,
+    )
+
+
+def _ready_times(work: Work, compute_seconds: float) -> list[float]:
+    """When each gradient is ready: in proportion to the operations so far.
+
+    >>> _ready_times(Work(0.3, [Gradient(4, 1.0), Gradient(4, 3.0)], forward_share=0.5), 0.4)
+    [0.25, 0.4]
+    """
+    done = list(accumulate(gradient.work for gradient in work.gradients))
+    total = done[-1]
+    shares = [operations / total if total else 1.0 for operations in done]
+    return [compute_seconds * (work.forward_share + (1 - work.forward_share) * share) for share in shares]
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
@@ -162,5 +191,10 @@ def slowdown(num_ranks: int, deviation: float) -> float:
 
 
 def rank_counts(num_ranks: int) -> list[int]:
-    """1, 2, 4, ... and num_ranks."""
-    return [1 << power for power in range(num_ranks.bit_length()) if 1 << power < num_ranks] + [num_ranks]
+    """The numbers of ranks that a forecast shows.
+
+    >>> rank_counts(12), rank_counts(8)
+    ([1, 2, 4, 8, 12], [1, 2, 4, 8])
+    """
+    powers = [1 << power for power in range(num_ranks.bit_length())]
+    return [*(power for power in powers if power < num_ranks), num_ranks]
