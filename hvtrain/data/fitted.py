@@ -1,11 +1,13 @@
-"""What a source fitted to its training data, kept in the run folder.
+"""Values that a source fitted to its training data, such as a mean, kept in the run folder.
 
-Data change, and a trained model does not: whoever resumes or uses a run preprocesses as it did when it began.
+The data may change, and a trained model does not. So whoever resumes or uses a run preprocesses
+with the values of the run's beginning.
 """
 
 import json
 import logging
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 
 from hvtrain.core.files import TEMPORARY, read_bytes, write_atomic
@@ -20,15 +22,16 @@ CLASSES_FILE = "classes.json"
 
 
 def collect(source: Source) -> dict[str, bytes]:
-    """What the source fitted, and the names of its classes, as files by name (every rank, before the first stream)."""
+    """The source's fitted values and class names, as files by name (every rank)."""
     files = dict(source.fitted())
-    if names := source.facts().get("class_names"):
-        files[CLASSES_FILE] = json.dumps([str(name) for name in names]).encode()
+    class_names = source.facts().get("class_names")
+    if class_names:
+        files[CLASSES_FILE] = json.dumps([str(name) for name in class_names]).encode()
     return files
 
 
-def keep(files: Mapping[str, bytes], run: Path) -> None:
-    """Writes what collect() found into the run folder (chief only)."""
+def write(files: Mapping[str, bytes], run: Path) -> None:
+    """Writes the files of collect() into the run folder (chief only)."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
@@ -36,17 +39,27 @@ def keep(files: Mapping[str, bytes], run: Path) -> None:
 
 
 def read(run: Path) -> dict[str, bytes]:
-    """What keep() wrote; empty for a run of an older version. Raises StorageError if it cannot be read."""
+    """Reads the files of a run; none for a run that ended before it wrote them.
+
+    Raises:
+        StorageError: They cannot be read.
+    """
     folder = run / FOLDER
+    if not folder.is_dir():
+        return {}
     try:
-        paths = sorted(folder.iterdir()) if folder.is_dir() else []
-        return {path.name: read_bytes(path) for path in paths if not path.name.startswith(TEMPORARY)}
+        return {path.name: read_bytes(path) for path in sorted(folder.iterdir()) if not path.name.startswith(TEMPORARY)}
     except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error.strerror or error}; fix that, and start again") from error
+        problem = error.strerror or error
+        raise StorageError(f"{folder} cannot be read: {problem}; fix that, and start again") from error
 
 
-def give(source: Source, files: Mapping[str, bytes]) -> None:
-    """Has a new source use them. Raises StorageError if they are damaged."""
+def apply(source: Source, files: Mapping[str, bytes]) -> None:
+    """Has a new source use the values of a run.
+
+    Raises:
+        StorageError: The files are damaged.
+    """
     try:
         source.fit_as(files)
     except Exception as error:  # NumPy, Keras and sentencepiece each raise errors of their own.
@@ -57,8 +70,9 @@ def give(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
-    """Says so if the source, another data set than the run's, preprocesses in a way of its own."""
-    if unused := sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys()):
+    """Warns if another data set than the run's preprocesses in a way of its own."""
+    unused = sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys())
+    if unused:
         log.warning(
             "%s is preprocessed in its own way, and the run's data were not (%s): its results may mean little",
             source.name,
@@ -67,14 +81,24 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> None:
-    """Raises DataError (or warns) if the source has other classes than the run: their numbers would be mistaken."""
-    was = json.loads(files.get(CLASSES_FILE, b"null"))
-    now = [str(name) for name in source.facts().get("class_names") or ()]
-    if was and now and was != now:
-        index = next((i for i, (old, new) in enumerate(zip(was, now)) if old != new), min(len(was), len(now)))
-        old, new = ((names[index] if index < len(names) else "none") for names in (was, now))
-        refuse_or_warn(
-            f"{source.name} has other classes than the run was trained on: class {index} is {new}, was {old}",
-            "restore them",
-            DataError if refuse else None,
-        )
+    """Compares the source's classes with those of the run, whose indices the model gives.
+
+    Args:
+        refuse: False warns instead.
+
+    Raises:
+        DataError: They differ.
+    """
+    old_names = json.loads(files.get(CLASSES_FILE, b"null"))
+    new_names = [str(name) for name in source.facts().get("class_names") or ()]
+    if not old_names or not new_names:
+        return
+    for index, (old, new) in enumerate(zip_longest(old_names, new_names)):
+        if old != new:
+            change = f"class {index} is {new or 'none'}, was {old or 'none'}"
+            refuse_or_warn(
+                f"{source.name} has other classes than the run was trained on: {change}",
+                "restore them",
+                DataError if refuse else None,
+            )
+            return

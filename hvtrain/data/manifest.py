@@ -1,9 +1,13 @@
-"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences of two, in words.
+"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences of two.
 
-A manifest is {"name", "image_shape", "num_classes", "splits": {"train": {"examples", "digest", "files"}, ...}}, or has
-"elements", the types and shapes of an example, in place of the image's shape and the number of classes; a text has
-"tokenizer", the SHA-256 of its model.
-It identifies files by names and sizes, arrays by their contents. No TensorFlow.
+A manifest is a mapping with these keys, without those that a data set has no value for:
+
+- "name", "image_shape", "num_classes"
+- "elements": types and shapes of an example, if it is not an image with a class
+- "tokenizer": SHA-256 of a text's tokenizer
+- "splits": {"train": {"examples", "digest", "num_files", "files"}, ...}
+
+It identifies files by names and sizes, and arrays by their contents. No TensorFlow.
 """
 
 import hashlib
@@ -24,13 +28,18 @@ log = logging.getLogger(__name__)
 MAX_FILES = 1000
 """Above this number of files a checkpoint keeps a digest instead of the list."""
 MAX_SIZES = 10_000
-"""Sizes that are read, of evenly spaced files, since a network file system may be slow."""
+"""File sizes that are read, of evenly spaced files, since a network file system may be slow."""
 MAX_BYTES = 2**28
 """Bytes of an array that are hashed, in evenly spaced rows."""
+MAX_DIFFERENCES = 5
+"""Differences that a message names."""
 
 
 def user_path(text: str | Path) -> Path:
-    """The path with ~ as the user's home. It stays where there is none, as for a container's user without a name."""
+    """Expands ~ to the user's home.
+
+    It stays if the user has none, as a user of a container who is not in /etc/passwd.
+    """
     path = Path(text)
     with suppress(RuntimeError):
         path = path.expanduser()
@@ -38,29 +47,42 @@ def user_path(text: str | Path) -> Path:
 
 
 def check_names(paths: Iterable[str | Path]) -> None:
-    """Raises DataError for a name that is not UTF-8, which TensorFlow cannot open, nor a record hold."""
+    """Raises DataError for a name that is not UTF-8: TensorFlow cannot open it, nor JSON hold it."""
     for path in paths:
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise DataError(f"{os.fsencode(path)!r} is a file whose name is not UTF-8; rename it") from None
+            name = repr(os.fsencode(path))
+            raise DataError(f"{name} is a file whose name is not UTF-8; rename it") from None
 
 
-def of_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
-    """The part of a manifest about files: names within the folder, and sizes in bytes."""
+def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
+    """The part of a manifest about files: their names within the folder, and sizes in bytes.
+
+    A size is None if it was not read, or cannot be.
+    """
     check_names(paths)
     step = -(-len(paths) // MAX_SIZES) or 1
-    sized = set(paths[::step])
-    files = {_name(path, folder): _size(path) if path in sized else None for path in sorted(paths)}
+    measured = set(paths[::step])
+
+    sizes: dict[str, int | None] = {}
+    for path in sorted(paths):
+        is_inside = folder in Path(path).parents
+        name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
+        sizes[name] = _file_bytes(path) if path in measured else None
+
     digest = hashlib.sha256()
-    for name, size in files.items():
+    for name, size in sizes.items():
         digest.update(f"{name}\0{size}\n".encode())
-    found = {"num_files": len(files), "digest": digest.hexdigest()}
-    return {**found, "files": files} if len(files) <= MAX_FILES else found
+
+    description = {"num_files": len(sizes), "digest": digest.hexdigest()}
+    if len(sizes) <= MAX_FILES:
+        description["files"] = sizes
+    return description
 
 
-def of_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """A digest of the contents."""
+def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
+    """SHA-256 of the arrays' types, shapes and contents; of large ones, evenly spaced rows."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -70,77 +92,102 @@ def of_arrays(arrays: Sequence[np.ndarray]) -> str:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """One number for a whole manifest."""
+    """SHA-256 of a whole manifest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """How the new data set differs from the old one, in words; an empty list if it does not."""
-    found = [
+    """Describes how a data set differs from an older one, by their manifests.
+
+    >>> old = {"name": "digits", "splits": {"train": {"examples": 1400}}}
+    >>> differences(old, {"name": "digits", "splits": {"train": {"examples": 1500}}})
+    ['train holds 1,500 examples, was 1,400']
+    """
+    changes = [
         f"{name} is {new.get(name)}, was {old.get(name)}"
         for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]
-    before, after = old.get("splits", {}), new["splits"]
-    for split in {**before, **after}:
-        found += [f"{split}{what}" for what in _of_split(before.get(split, {}), after.get(split, {}))]
-    return found
+    old_splits = old.get("splits", {})
+    new_splits = new["splits"]
+    for split in {**old_splits, **new_splits}:
+        changes += _split_differences(split, old_splits.get(split, {}), new_splits.get(split, {}))
+    return changes
 
 
-def _of_split(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    found = []
-    if was.get("examples", 0) != now.get("examples", 0):
-        found.append(f" holds {now.get('examples', 0):,} examples, was {was.get('examples', 0):,}")
-    if was.get("num_files", 0) != now.get("num_files", 0):
-        found.append(f" has {now.get('num_files', 0):,} files, was {was.get('num_files', 0):,}")
-    old, new = was.get("files"), now.get("files")
-    if old is not None and new is not None:
-        for name in sorted({**old, **new}):
-            if name not in new:
-                found.append(f": {name} is gone")
-            elif name not in old:
-                found.append(f": {name} is new")
-            elif old[name] != new[name]:
-                found.append(f": {name} has {new[name]} bytes, was {old[name]}")
-    if not found and was.get("digest") != now.get("digest"):
-        what = "names or sizes of its files differ" if "num_files" in now else "its content differs"
-        found.append(f": {what} (SHA-256 {str(now.get('digest'))[:12]}, was {str(was.get('digest'))[:12]})")
-    return found
+def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    changes = []
+    for key, verb in (("examples", "holds"), ("num_files", "has")):
+        before = old.get(key, 0)
+        now = new.get(key, 0)
+        if before != now:
+            noun = key.removeprefix("num_")
+            changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
+
+    old_files = old.get("files")
+    new_files = new.get("files")
+    if old_files is not None and new_files is not None:
+        for name in sorted({**old_files, **new_files}):
+            if name not in new_files:
+                changes.append(f"{split}: {name} is gone")
+            elif name not in old_files:
+                changes.append(f"{split}: {name} is new")
+            elif old_files[name] != new_files[name]:
+                changes.append(f"{split}: {name} has {new_files[name]} bytes, was {old_files[name]}")
+
+    # The digest says no more than the lines above, where there are any.
+    if not changes and old.get("digest") != new.get("digest"):
+        subject = "names or sizes of its files differ" if "num_files" in new else "its content differs"
+        new_digest = str(new.get("digest"))[:12]
+        old_digest = str(old.get("digest"))[:12]
+        changes.append(f"{split}: {subject} (SHA-256 {new_digest}, was {old_digest})")
+    return changes
 
 
-def _name(path: str, folder: Path) -> str:
-    return Path(path).relative_to(folder).as_posix() if folder in Path(path).parents else Path(path).name
-
-
-def _size(path: str) -> int | None:
+def _file_bytes(path: str) -> int | None:
     try:
         return Path(path).stat().st_size
     except OSError:
-        return None  # It went away; reading it will fail with a message.
+        return None  # It was deleted meanwhile; reading it will fail with a message.
 
 
 def check_unchanged(
-    name: str, saved: dict[str, Any] | None, now: dict[str, Any], refuse: bool, other_way: str = ""
+    checkpoint: str,
+    saved: Mapping[str, Any] | None,
+    current: Mapping[str, Any],
+    refuse: bool,
+    other_way: str = "",
 ) -> None:
-    """Raises DataError (or warns) if the checkpoint of that name was made on another data set. Old ones hold none.
+    """Compares the data set with the one that a checkpoint was made on.
 
-    other_way: what can be done besides restoring the data set, for the message.
+    Args:
+        checkpoint: Name of the checkpoint, for the message.
+        saved: Its manifest, if it holds one.
+        refuse: False warns instead.
+        other_way: A way out beside restoring the data set, for the message.
+
+    Raises:
+        DataError: They differ.
     """
-    changed = differences(saved, now) if saved else []
-    if changed:
+    changes = differences(saved, current) if saved else []
+    if changes:
         refuse_or_warn(
-            f"the data set is not the one of checkpoint {name}: {shown(changed)}",
+            f"the data set is not the one of checkpoint {checkpoint}: {summarize(changes)}",
             f"restore that data set{other_way}",
             DataError if refuse else None,
         )
 
 
-def refuse_or_warn(what: str, advice: str, kind: type[UserError] | None) -> None:
-    if kind is None:
-        log.warning("%s; going on because of guard.data=false", what)
+def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None) -> None:
+    """Raises an error of the type, or warns if guard.data=false has turned errors off (None)."""
+    if error_type is None:
+        log.warning("%s; going on because of guard.data=false", problem)
     else:
-        raise kind(f"{what}; {advice}, or go on anyway with guard.data=false")
+        raise error_type(f"{problem}; {advice}, or go on anyway with guard.data=false")
 
 
-def shown(found: list[str]) -> str:
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5:,} more" if len(found) > 5 else "")
+def summarize(changes: Sequence[str]) -> str:
+    """The first differences in one line, and the number of all others."""
+    shown = "; ".join(changes[:MAX_DIFFERENCES])
+    num_hidden = len(changes) - MAX_DIFFERENCES
+    return f"{shown}; and {num_hidden:,} more" if num_hidden > 0 else shown

@@ -19,18 +19,24 @@ LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """The training batches that a rank asks a source for: those of one step of the run and of all steps after it."""
+    """The training batches that a rank asks a source for: one step's and those of all steps after.
+
+    Example: rank 1 of 4 resumes at step 250 of a run with 100 steps per epoch.
+
+    >>> request = StreamRequest(Topology(1, 4), 32, seed=0, start_step=250, steps_per_epoch=100)
+    >>> request.position
+    (2, 50)
+    """
 
     topology: Topology
-    """The rank that asks, among how many."""
     batch_size: int
     """Examples of a full batch on this rank."""
     seed: int
     start_step: int
-    """The first step wanted, counted from the beginning of the run."""
+    """The first step, counted from the beginning of the run."""
     steps_per_epoch: int
     num_examples: int = 0
-    """This rank's examples in an epoch; 0 means full batches in all steps. Share says how others are cut."""
+    """This rank's examples in an epoch; 0 means full batches in all steps. Share cuts others."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -38,46 +44,56 @@ class StreamRequest:
         return divmod(self.start_step, self.steps_per_epoch)
 
     def share_of(self, num_local: int) -> Share:
-        """How an epoch is cut into steps. Raises ConfigError if the rank's num_local examples cannot fill it."""
-        wanted = self.num_examples or self.steps_per_epoch * self.batch_size
-        if self.steps_per_epoch < 1 or wanted > num_local:
+        """Cuts an epoch into steps.
+
+        Args:
+            num_local: Examples that this rank holds.
+
+        Raises:
+            ConfigError: They are too few for the epoch.
+        """
+        num_needed = self.num_examples or self.steps_per_epoch * self.batch_size
+        if self.steps_per_epoch < 1 or num_needed > num_local:
             raise ConfigError(
                 f"{self.steps_per_epoch} steps of {self.batch_size} examples do not fit the {num_local} training "
                 f"examples of rank {self.topology.rank} of {self.topology.size}; lower the steps per epoch or the "
                 "batch size"
             )
-        return Share(self.batch_size, self.steps_per_epoch, wanted)
+        return Share(self.batch_size, self.steps_per_epoch, num_needed)
 
 
 class Unreadable(NamedTuple):
     """Something that data.on_error=skip left out."""
 
-    place: str
-    why: str
+    location: str
+    problem: str
     num_examples: int | None = 1
     """None if it cannot be known, as for the rest of a damaged file."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Turns one raw example into what the model trains on.
+    """Turns one raw example, as the user has it, into what the model trains on.
 
-    It goes into the saved model, before the trained one. So it may hold only what plain Keras loads without hvtrain,
-    and it must give the same bits as the input pipeline.
+    It goes into the saved model, before the trained one. So it may hold only what plain Keras loads
+    without hvtrain, and it must give the same bits as the input pipeline.
     """
 
     shape: Any
-    """Shape of a raw example, an array of any numeric type; None for a side of any size. Or, for raw examples that are
-    no single array of numbers, a nested structure of tf.TensorSpec, which the model takes as it is."""
+    """Shape of a raw example that is an array of numbers; None for a side of any size. For other
+    raw examples a nested structure of tf.TensorSpec, which the model takes as it is."""
     layers: Sequence[Callable[[Any], Any]] = ()
     """Keras layers or functions of keras.ops, in order."""
     values: str = "as the data set's streams give them"
-    """The values in a raw example, described for the user of the saved model."""
+    """Description of the values in a raw example, for the user of the saved model."""
     range: tuple[float, float] | None = None
     """The smallest and the largest value, if known."""
 
     def inputs(self) -> Any:
-        """The inputs of a saved model; an array's is float32, to which Keras converts all other numeric types."""
+        """The inputs of a saved model.
+
+        Arrays are float32, to which Keras converts all other numeric types.
+        """
         if isinstance(self.shape, tuple):
             return keras.Input(self.shape, dtype="float32", name="raw")
         return symbolic(self.shape)
@@ -89,23 +105,29 @@ class Preprocessing:
 
 
 def symbolic(spec: Any) -> Any:
-    """Keras inputs for a nested structure of tf.TensorSpec of one example, under their names in a dict."""
+    """Keras inputs for a nested structure of tf.TensorSpec of one example, named as in a dict."""
     inputs = []
-    for path, one in keras.tree.flatten_with_path(spec):
-        name = one.name or (path[-1] if path and isinstance(path[-1], str) else None)
-        inputs.append(keras.Input(tuple(one.shape), dtype=one.dtype.name, name=name))
+    for path, part in keras.tree.flatten_with_path(spec):
+        name = part.name or None
+        if name is None and path and isinstance(path[-1], str):
+            name = path[-1]
+        inputs.append(keras.Input(tuple(part.shape), dtype=part.dtype.name, name=name))
     return keras.tree.pack_sequence_as(spec, inputs)
 
 
 class Source(ABC):
-    """An opened data set. Opening finds the files, the first count checks them, and streams read the pixels.
+    """An opened data set.
+
+    Opening it finds the files, the first count checks them, and streams read the examples.
 
     Every source keeps these laws:
+
     - A rank's shard is fixed by (rank, size). Shards are disjoint and together complete.
-    - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends on
-      (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch. Examples beyond
-      that many batches are dropped for that epoch.
-    - So the stream that starts at step k is the tail of the one that starts at 0, augmentation included.
+    - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends
+      on (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch.
+      Examples beyond that many batches are dropped for that epoch.
+    - So the stream that starts at step k is the tail of the one that starts at 0, augmentation
+      included. Every resume relies on that.
     """
 
     SPLITS: ClassVar[tuple[str, ...]] = ("train", "validation", "test")
@@ -114,77 +136,94 @@ class Source(ABC):
     origin: str
     """Origin of the data, shown in the run's header."""
     image_shape: tuple[int, int, int]
-    """Height, width, channels. Unset if the inputs are no images."""
+    """Height, width, channels. Unset if the inputs are not images."""
     num_classes: int
-    """Unset if the targets are no classes."""
+    """Unset if the targets are not classes."""
     class_names: Sequence[str] | None = None
     """By class, if the source knows them."""
     on_error: str = "stop"
-    """Reaction to an example that cannot be read: "stop", or "skip" it and count. Set before streams are opened."""
+    """Reaction to an example that cannot be read: "stop", or "skip" it and count.
+    Set before streams are opened."""
     same_on_all_ranks: bool = False
-    """Set it if ranks are meant to read the same data; otherwise equal first batches are an error."""
+    """True if ranks are meant to read the same data. Otherwise equal first batches are an error."""
     equal_batches_advice: str = (
         "give each rank its own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
     )
-    """What to do then, for the message."""
-
+    """The advice in the message of that error."""
     raw_batches: bool = False
-    """Training streams may leave the last part of their work, `finish`, to the step, where a GPU does it: images on the
-    way there are then a quarter as large. Set before streams are opened."""
+    """True if training streams leave `finish` to the step, where a GPU does it. Images are then sent
+    as bytes, a quarter of the size. Set before streams are opened."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     augmentation: Any = None
-    """Set by the runner, with raw_batches, if layers are to change training images; see pipeline/augmentation.py."""
+    """Layers that change training images, see pipeline/augmentation.py.
+    Set by the runner, which then sets raw_batches too."""
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
-        """One example as streams give it, without the axis of the batch: (inputs, targets) or (inputs, targets,
-        weights), each a nested structure of tf.TensorSpec. The default is an image and the index of its class.
+        """One example as streams give it, without the batch axis.
+
+        (inputs, targets) or (inputs, targets, weights), each a nested structure of tf.TensorSpec.
+        The default is an image and the index of its class.
         """
         return tf.TensorSpec(self.image_shape, tf.float32), tf.TensorSpec((), tf.int32)
 
     def facts(self) -> dict[str, Any]:
-        """What the data set knows of itself, by name; a model's builder gets those that it declares as arguments."""
-        facts = {name: getattr(self, name, None) for name in ("image_shape", "num_classes", "class_names")}
-        if isinstance(inputs := self.element_spec[0], tf.TensorSpec):
+        """Facts of the data set by name. A model's builder gets those that it declares as arguments."""
+        names = ("image_shape", "num_classes", "class_names")
+        facts = {name: getattr(self, name, None) for name in names}
+        inputs = self.element_spec[0]
+        if isinstance(inputs, tf.TensorSpec):
             facts["input_shape"] = tuple(inputs.shape)
         return {name: value for name, value in facts.items() if value is not None}
 
-    def fact(self, name: str, wanted_by: str) -> Any:
-        """The fact of that name. Raises ConfigError if the data set lacks it; wanted_by begins the message."""
-        if name not in (facts := self.facts()):
+    def fact(self, name: str, needed_by: str) -> Any:
+        """Returns a fact by name.
+
+        Args:
+            needed_by: The setting that needs it, which begins the message.
+
+        Raises:
+            ConfigError: The data set lacks it.
+        """
+        facts = self.facts()
+        if name not in facts:
             raise ConfigError(
-                f"{wanted_by} needs {name}, which the data set {self.name} does not give (it gives "
+                f"{needed_by} needs {name}, which the data set {self.name} does not give (it gives "
                 f"{', '.join(facts)}); choose another data set or add it to the data set's facts()"
             )
         return facts[name]
 
     @abstractmethod
     def num_examples(self, split: str) -> int:
-        """Number of examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
+        """Examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """What this rank has to read to know how many examples its shards hold. Here they are known."""
+        """Counts that only this rank can make, by reading its shards. Most sources know them all."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
-        """Takes what own_counts() gave on each rank, so that shard_sizes() reads nothing."""
+        """Takes the own_counts() of all ranks, so that shard_sizes() reads nothing."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        """Examples that each of num_shards ranks holds, in proportion to weights. Every rank computes the same list."""
+        """Examples that each of num_shards ranks holds, in proportion to weights.
+
+        Every rank computes the same list.
+        """
         num_examples = self.num_examples(split)
-        places = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
-        return [place.share_size(num_examples) for place in places]
+        ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
+        return [rank.share_size(num_examples) for rank in ranks]
 
     @abstractmethod
     def training(self, request: StreamRequest) -> tf.data.Dataset:
-        """Endless stream of batches of element_spec, such as images float32 [batch, h, w, c], labels int32 [batch].
+        """Endless stream of batches of element_spec.
 
-        Batches are full, unless request.num_examples is less: they are then as request.share_of() cuts them.
+        Of images float32 [batch, h, w, c] and labels int32 [batch], for instance. Batches are full,
+        unless request.num_examples is less. They are then as request.share_of() cuts them.
         """
 
     def finish(self, inputs: Any) -> Any:
-        """Inputs of a training stream with raw_batches as the model sees them. In the graph of the step."""
+        """Turns inputs of a stream with raw_batches into the model's, in the graph of the step."""
         return inputs
 
     @abstractmethod
@@ -192,78 +231,98 @@ class Source(ABC):
         """Finite stream of this rank's shard, each example once; the last batch may be short."""
 
     def whole_targets(self) -> dict[str, Any]:
-        """All targets by split, as arrays, to be checked before the first step; empty if that is not cheap."""
+        """All targets by split, as arrays, to be checked before the first step.
+
+        Empty if that is not cheap.
+        """
         return {}
 
     def class_counts(self) -> np.ndarray | None:
-        """Training targets of each class over all ranks, for balanced weights; None if counting them is not cheap."""
+        """Training targets of each class over all ranks, for balanced weights.
+
+        None if counting them is not cheap.
+        """
         return None
 
     def preprocessing(self) -> Preprocessing:
-        """How an example in the user's arrays or files becomes what the streams give, for the saved model.
+        """The way from an example in the user's arrays or files to the streams, for the saved model.
 
-        The default is for streams that change nothing. A source that normalizes or resizes declares it here, with
-        Keras's own layers: its saved model then takes what the user has, and loads without hvtrain.
+        The default is for streams that change nothing. A source that normalizes or resizes declares
+        it here, with Keras's own layers. Its saved model then takes the user's raw examples, and
+        loads without hvtrain.
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
     def value_range(self) -> tuple[float, float] | None:
-        """The smallest and the largest value that images have before they are normalized, if known."""
+        """The smallest and the largest value of images before they are normalized, if known."""
+        declared_range = self.preprocessing().range
+        if declared_range:
+            return declared_range
         inputs = self.element_spec[0]
         is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
-        return self.preprocessing().range or ((0.0, 255.0) if is_bytes else None)
+        return (0.0, 255.0) if is_bytes else None
 
     def fitted(self) -> dict[str, bytes]:
-        """What is fitted to the training data, as files by name, such as a mean; empty if nothing is.
+        """Files by name that hold values fitted to the training data, such as a mean.
 
         A run keeps them, and gives them back to fit_as() when it is resumed, evaluated or exported.
         """
         return {}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:  # noqa: B027  (most sources fit nothing)
-        """Takes what fitted() gave when the run began, in place of fitting. Called before anything is read."""
+        """Takes the fitted() of the run's beginning instead of fitting. Called before any reading."""
 
     def assets(self) -> dict[str, bytes]:
-        """Files that users of the saved model need, by name, such as a tokenizer; the run folder keeps them."""
+        """Files by name that users of the saved model need, such as a tokenizer.
+
+        The run folder keeps them.
+        """
         return {}
 
     def text_of(self, tokens: Sequence[int]) -> str | None:
-        """Tokens of an example as text; None, the default, for data that are no text or lack a tokenizer."""
+        """Turns tokens into text. None, the default, if the data are not text or lack a tokenizer."""
         return None
 
     def tokens_of(self, text: str) -> list[int] | None:
-        """The reverse of text_of; None, the default, for data that are no text or lack a tokenizer."""
+        """Turns text into tokens. None, the default, if the data are not text or lack a tokenizer."""
         return None
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        """The first examples of this rank's shard as preprocessing() takes them, to check it against evaluation().
+        """The first examples of this rank's shard as preprocessing() takes them.
 
-        An empty list, the default, leaves preprocessing() unchecked.
+        They serve to check preprocessing() against evaluation(). An empty list, the default, leaves
+        it unchecked.
         """
         return []
 
     def unreadable(self) -> list[Unreadable]:
-        """Items left out by this process since the last call, if on_error is "skip" and the source supports it."""
+        """Items that this process left out since the last call, with on_error="skip"."""
         return []
 
     def manifest(self) -> dict[str, Any]:
-        """Identity of the data set, as JSON: it tells another data set under the same settings apart. See manifest.py.
+        """The data set's identity, as JSON, by which a resumed run notices other data; see manifest.py.
 
-        Every rank computes it before the first stream. A source adds what it knows beyond counts.
+        Every rank computes it before the first stream. Sources add what they know beyond counts.
         """
-        splits = {split: {"examples": self.num_examples(split)} for split in self.SPLITS if self.num_examples(split)}
+        counts = {split: self.num_examples(split) for split in self.SPLITS}
+        splits = {split: {"examples": count} for split, count in counts.items() if count}
+
         facts = self.facts()
         if {"image_shape", "num_classes"} <= facts.keys():
-            elements = {"image_shape": list(facts["image_shape"]), "num_classes": facts["num_classes"]}
+            elements = {
+                "image_shape": list(facts["image_shape"]),
+                "num_classes": facts["num_classes"],
+            }
         else:
-            elements = {"elements": [f"{one.dtype.name} {one.shape}" for one in tf.nest.flatten(self.element_spec)]}
+            specs = tf.nest.flatten(self.element_spec)
+            elements = {"elements": [f"{spec.dtype.name} {spec.shape}" for spec in specs]}
         return {"name": self.name, **elements, "splits": splits}
 
     def explain(self, error: Exception) -> Exception:
-        """A DataError that names the file or row if TensorFlow's error came from reading data, else `error` itself.
+        """Turns TensorFlow's error about unreadable data into a DataError with the file or row.
 
-        TensorFlow does not say which file its input pipeline could not read, so the runner passes each
-        tf.errors.OpError of fit and evaluate here.
+        Other errors are returned as they are. TensorFlow does not say which file its input pipeline
+        could not read, so the runner passes each tf.errors.OpError of fit and evaluate here.
         """
         return error
 
@@ -271,7 +330,8 @@ class Source(ABC):
 def reason(error: tf.errors.OpError) -> str:
     """TensorFlow's message without the names of nodes and devices around it.
 
-    >>> reason(tf.errors.DataLossError(None, None, "{{function_node f}} corrupted record at 9 [Op:Next] name: "))
+    >>> text = "{{function_node f}} corrupted record at 9 [Op:Next] name: "
+    >>> reason(tf.errors.DataLossError(None, None, text))
     'corrupted record at 9'
     """
     return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip().rstrip(".")

@@ -7,4 +7,13 @@ from hvtrain.tasks.regression import Regression
 from hvtrain.tasks.segmentation import Segmentation
 from hvtrain.tasks.task import Task
 
-__all__ = ["Binary", "Classification", "Custom", "Language", "Multilabel", "Regression", "Segmentation", "Task"]
+__all__ = [
+    "Binary",
+    "Classification",
+    "Custom",
+    "Language",
+    "Multilabel",
+    "Regression",
+    "Segmentation",
+    "Task",
+]

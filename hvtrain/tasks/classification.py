@@ -1,4 +1,4 @@
-"""Classes: one of several, one of two, or any number of several."""
+"""Tasks with classes: one of several, one of two, or any number of labels; and their figures."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,16 +11,30 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.reviewed import Reviewed, as_bytes, png
-from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
+from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
+from hvtrain.tasks.task import (
+    Losses,
+    Metrics,
+    Task,
+    draw_classes,
+    first_row,
+    is_integer,
+    refuse_targets,
+)
+
+MAX_MATRIX_CLASSES = 20
+"""With more classes, the report lists the most frequent confusions instead of a matrix."""
+NUM_WORST = 12
 
 
 class Classification(Task):
-    """One class for each example: the model gives a logit for each class, targets are class indices.
+    """One class for each example: the model gives a logit for each class.
+
+    Targets are class indices.
 
     Args:
-        loss: default: cross-entropy of the logits.
-        metrics: default: accuracy.
+        loss: Default: cross-entropy of the logits.
+        metrics: Default: accuracy.
     """
 
     output = "logits; keras.ops.softmax makes them probabilities"
@@ -28,26 +42,24 @@ class Classification(Task):
     has_classes = True
     num_reviewed = 2000
 
-    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
-        super().__init__(
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True) if loss is None else loss,
-            {"accuracy": keras.metrics.SparseCategoricalAccuracy()} if metrics is None else metrics,
-            best,
-        )
+    def default_loss(self) -> Losses:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def default_metrics(self) -> Metrics:
+        return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return (source.fact("num_classes", "task=classification"),)
 
     def check_targets(self, source: Source) -> None:
-        target = source.element_spec[1]
-        if not (hasattr(target, "dtype") and target.dtype.is_integer and target.shape.rank == 0):
+        if not is_integer(source.element_spec[1], rank=0):
             raise refuse_targets("classification", "one whole number, the index of a class", source)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
-        outside = np.flatnonzero((targets < 0) | (targets >= source.num_classes))
-        if not outside.size:
+        row = first_row((targets < 0) | (targets >= source.num_classes))
+        if row is None:
             return None
-        return int(outside[0]), f"label {targets[outside[0]]} is outside 0 ... {source.num_classes - 1}"
+        return row, f"label {targets[row]} is outside 0 ... {source.num_classes - 1}"
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
@@ -57,24 +69,19 @@ class Classification(Task):
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
-        return of_parts(self.loss)
+        return with_soft_targets(self.loss)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(0)
-        (classes,) = self.output_shape(source)
-        return rng.integers(classes, size=number, dtype=np.int32), rng.normal(size=(number, classes)).astype(np.float32)
+        return draw_classes((number,), *self.output_shape(source))
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
-        names = class_names(source, reviewed.outputs.shape[-1])
-        return review_classes(reviewed, reviewed.targets, reviewed.outputs, names)
-
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """Each example's class, its name and probability, and the probabilities of all classes."""
         names = class_names(source, outputs.shape[-1])
-        probabilities, classes = keras.ops.convert_to_numpy(keras.ops.softmax(outputs)), self.decode(outputs)
+        classes = self.decode(outputs)
+        probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))
         return {
             "class": classes,
             "name": np.array(names, object)[classes],
@@ -82,26 +89,36 @@ class Classification(Task):
             **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
         }
 
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
+        names = class_names(source, reviewed.outputs.shape[-1])
+        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, names)
+
 
 class Multilabel(Task):
-    """Any number of labels for each example: the model gives a logit for each, targets are 0 or 1 for each.
+    """Any number of labels for each example: the model gives a logit for each label.
+
+    Targets are 0 or 1 for each label.
 
     Args:
-        loss: default: cross-entropy of the logits, the mean over the labels.
-        metrics: default: the fraction of labels that are right.
+        loss: Default: cross-entropy of the logits, the mean over the labels.
+        metrics: Default: accuracy, the fraction of labels that are right.
     """
 
     output = "logits, one for each label; keras.ops.sigmoid makes them probabilities"
     best = "accuracy"
     num_reviewed = 2000
 
-    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
-        # A logit of 0 is a probability of one half.
-        super().__init__(
-            keras.losses.BinaryCrossentropy(from_logits=True) if loss is None else loss,
-            {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)} if metrics is None else metrics,
-            best,
-        )
+    def default_loss(self) -> Losses:
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def default_metrics(self) -> Metrics:
+        # The metric gets logits, and a logit of 0 is a probability of one half.
+        return {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return tuple(source.element_spec[1].shape)
@@ -112,8 +129,10 @@ class Multilabel(Task):
             raise refuse_targets("multilabel", "a row of 0 and 1, one for each label", source)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
-        rows = ((targets != 0) & (targets != 1)).reshape(len(targets), -1).any(axis=1)
-        return (int(np.argmax(rows)), "holds a number that is neither 0 nor 1") if rows.any() else None
+        row = first_row((targets != 0) & (targets != 1))
+        if row is None:
+            return None
+        return row, "holds a number that is neither 0 nor 1"
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)
@@ -124,28 +143,49 @@ class Multilabel(Task):
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)
         shape = (number, *self.output_shape(source))
-        return rng.integers(2, size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
+        targets = rng.integers(2, size=shape).astype(np.float32)
+        return targets, rng.normal(size=shape).astype(np.float32)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
-        return review_labels(reviewed, reviewed.targets, self.decode(reviewed.outputs))
-
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
-        """For each label 0 or 1, and the probability of 1."""
-        names = source.facts().get("label_names") or [f"label.{index}" for index in range(outputs.shape[-1])]
-        probabilities, decoded = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs)), self.decode(outputs)
-        found = {str(name): decoded[:, index] for index, name in enumerate(names)}
-        return {**found, **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)}}
+        """0 or 1 for each label, and the probabilities of 1."""
+        default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
+        names = source.facts().get("label_names") or default_names
+        decoded = self.decode(outputs)
+        probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
+        return {
+            **{str(name): decoded[:, index] for index, name in enumerate(names)},
+            **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
+        }
+
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
+        """A row for each label, with its accuracy, precision and recall."""
+        predictions = self.decode(reviewed.outputs) > 0.5
+        rows = []
+        for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
+            num_true = int(true.sum())
+            num_correct = int((true & predicted).sum())
+            accuracy = np.mean(true == predicted)
+            precision = num_correct / max(int(predicted.sum()), 1)
+            recall = num_correct / max(num_true, 1)
+            rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
+        columns = ["label", "examples", "accuracy", "precision", "recall"]
+        return [Table("Labels", f"On {reviewed.description}.", columns, rows)]
 
 
 class Binary(Multilabel):
     """Yes or no for each example: the model gives one logit, the target is 0 or 1.
 
     Args:
-        loss: default: cross-entropy of the logit.
-        metrics: default: accuracy.
+        loss: Default: cross-entropy of the logit.
+        metrics: Default: accuracy.
     """
 
     output = "a logit; keras.ops.sigmoid makes it the probability of 1"
@@ -159,32 +199,46 @@ class Binary(Multilabel):
         if not hasattr(target, "shape") or tuple(target.shape) not in ((), (1,)):
             raise refuse_targets("binary", "one number, 0 or 1", source)
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
-        logits = np.concatenate([np.zeros_like(reviewed.outputs), reviewed.outputs], axis=1)
-        targets = reviewed.targets.reshape(-1).astype(np.int64)
-        return review_classes(reviewed, targets, logits, class_names(source, 2))
-
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """0 or 1, and the probability of 1."""
-        return {"class": self.decode(outputs), "probability": keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))}
+        probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
+        return {"class": self.decode(outputs), "probability": probabilities}
+
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
+        # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
+        logits = np.concatenate([np.zeros_like(reviewed.outputs), reviewed.outputs], axis=1)
+        targets = reviewed.targets.reshape(-1).astype(np.int64)
+        return _class_figures(reviewed, targets, logits, class_names(source, 2))
 
 
 def class_names(source: Source, number: int) -> list[str]:
-    """The names of the classes; their numbers, if the source does not know them."""
+    """Names of the classes, or their indices if the source does not know `number` names."""
     names = source.facts().get("class_names") or ()
-    return [str(name) for name in names] if len(names) == number else [str(label) for label in range(number)]
+    if len(names) != number:
+        names = range(number)
+    return [str(name) for name in names]
 
 
-def of_parts(loss: Any) -> keras.losses.Loss:
-    """The sparse cross-entropy, which takes rows of parts as well as indices of classes; their rank tells which.
+def with_soft_targets(loss: Any) -> keras.losses.Loss:
+    """Extends the sparse cross-entropy to targets that mix several classes.
 
-    Keras saves it as the plain loss. Raises ConfigError for another loss, which may take indices alone.
+    Targets of the outputs' rank are rows of parts of classes; all others are indices. Keras saves
+    the result as the plain loss.
+
+    Raises:
+        ConfigError: It is another loss, which may take indices alone.
     """
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
         raise ConfigError(
-            f"augment mixes the classes of examples, and task.loss is {type(loss).__name__}, which may take indices of "
-            "classes alone; choose keras.losses.SparseCategoricalCrossentropy, or leave out what mixes (MixUp, CutMix)"
+            f"augment mixes the classes of examples, and task.loss is {type(loss).__name__}, which "
+            "may take indices of classes alone; choose keras.losses.SparseCategoricalCrossentropy, "
+            "or leave out what mixes (MixUp, CutMix)"
         )
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
@@ -192,70 +246,83 @@ def of_parts(loss: Any) -> keras.losses.Loss:
             return base.call(self, y_true, y_pred)
         return keras.losses.categorical_crossentropy(y_true, y_pred, from_logits=self.from_logits)
 
+    # Keras writes the module and the name of the class into saved models.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    either: Any = object.__new__(type(base.__name__, (base,), {**names, "call": call}))
-    vars(either).update(vars(loss))
-    return either
+    # A copy of the loss of another class: __init__ would not know all that is set on the loss.
+    extended: Any = object.__new__(type(base.__name__, (base,), {**names, "call": call}))
+    vars(extended).update(vars(loss))
+    return extended
 
 
-MOST_CLASSES = 20  # In a matrix; with more classes, the most frequent confusions are listed.
-NUM_WORST = 12
-
-
-def review_classes(reviewed: Reviewed, targets: np.ndarray, logits: np.ndarray, names: Sequence[str]) -> list[Figure]:
-    """Figures of targets [examples] and logits [examples, classes]."""
+def _class_figures(
+    reviewed: ReviewedExamples,
+    targets: np.ndarray,
+    logits: np.ndarray,
+    names: Sequence[str],
+) -> list[Figure]:
+    """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
+    # Without its maximum, no logit is so large that exp() overflows.
     shifted = logits - logits.max(axis=1, keepdims=True)
-    log_parts = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     predicted = logits.argmax(axis=1)
     return [
         _confusions(reviewed, targets, predicted, names),
-        *_worst(reviewed, targets, predicted, log_parts, names),
+        *_worst_errors(reviewed, targets, predicted, log_probabilities, names),
     ]
 
 
-def _confusions(reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> Figure:
-    right = f"{np.mean(targets == predicted):.1%} of {reviewed.which} are correct"
-    if len(names) <= MOST_CLASSES:
+def _confusions(
+    reviewed: ReviewedExamples,
+    targets: np.ndarray,
+    predicted: np.ndarray,
+    names: Sequence[str],
+) -> Figure:
+    accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
+    if len(names) <= MAX_MATRIX_CLASSES:
         counts = np.zeros((len(names), len(names)), np.int64)
         np.add.at(counts, (targets, predicted), 1)
-        return Matrix(
-            "Confusion matrix", f"{right}. Rows: true class, columns: predicted.", list(names), counts.tolist()
-        )
-    wrong = targets != predicted
-    pairs = Counter(zip(targets[wrong].tolist(), predicted[wrong].tolist())).most_common(MOST_CLASSES)
-    rows = [[names[true], names[taken], count] for (true, taken), count in pairs]
-    return Table("Most frequent confusions", f"{right}.", ["true", "predicted", "examples"], rows)
+        note = f"{accuracy}. Rows: true class, columns: predicted."
+        return Matrix("Confusion matrix", note, list(names), counts.tolist())
+
+    is_wrong = targets != predicted
+    pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
+    rows = [
+        [names[target], names[prediction], count]
+        for (target, prediction), count in pairs.most_common(MAX_MATRIX_CLASSES)
+    ]
+    columns = ["true", "predicted", "examples"]
+    return Table("Most frequent confusions", f"{accuracy}.", columns, rows)
 
 
-def _worst(
-    reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray, log_parts: np.ndarray, names: Sequence[str]
+def _worst_errors(
+    reviewed: ReviewedExamples,
+    targets: np.ndarray,
+    predicted: np.ndarray,
+    log_probabilities: np.ndarray,
+    names: Sequence[str],
 ) -> list[Figure]:
-    own = log_parts[np.arange(len(targets)), targets]
-    worst = [int(row) for row in np.argsort(own, kind="stable") if targets[row] != predicted[row]][:NUM_WORST]
+    """Errors with the lowest probability of the true class; an empty list if there is no error."""
+    of_true_class = log_probabilities[np.arange(len(targets)), targets]
+    order = np.argsort(of_true_class, kind="stable").tolist()
+    worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:
         return []
-    title, note = "Worst examples", f"Errors with the lowest probability of the true class, among {reviewed.which}."
-    sure = np.exp(log_parts[worst, predicted[worst]])
-    if reviewed.has_images:
-        captions = [
-            f"{names[targets[row]]}, predicted {names[predicted[row]]} ({part:.0%})" for row, part in zip(worst, sure)
-        ]
-        return [
-            Pictures(title, note, [(png(as_bytes(reviewed.inputs[row])), text) for row, text in zip(worst, captions)])
-        ]
-    rows = [
-        [row, names[targets[row]], names[predicted[row]], f"{part:.0%}", f"{np.exp(own[row]):.1%}"]
-        for row, part in zip(worst, sure)
-    ]
-    return [Table(title, note, ["example", "true", "predicted", "probability", "of the true class"], rows)]
 
-
-def review_labels(reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray) -> list[Figure]:
-    """A row for each label of targets and predictions [examples, labels], each 0 or 1."""
+    title = "Worst examples"
+    note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
+    pictures = []
     rows = []
-    for label, (true, taken) in enumerate(zip(targets.T > 0.5, predicted.T > 0.5)):
-        both = int((true & taken).sum())
-        precision, recall = both / max(int(taken.sum()), 1), both / max(int(true.sum()), 1)
-        rows.append([label, int(true.sum()), f"{np.mean(true == taken):.1%}", f"{precision:.1%}", f"{recall:.1%}"])
-    note = f"On {reviewed.which}."
-    return [Table("Labels", note, ["label", "examples", "accuracy", "precision", "recall"], rows)]
+    for row in worst:
+        true_name = names[targets[row]]
+        predicted_name = names[predicted[row]]
+        probability = f"{np.exp(log_probabilities[row, predicted[row]]):.0%}"
+        if reviewed.has_images:
+            caption = f"{true_name}, predicted {predicted_name} ({probability})"
+            pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
+        true_probability = f"{np.exp(of_true_class[row]):.1%}"
+        rows.append([row, true_name, predicted_name, probability, true_probability])
+
+    if pictures:
+        return [Pictures(title, note, pictures)]
+    columns = ["example", "true", "predicted", "probability", "of the true class"]
+    return [Table(title, note, columns, rows)]

@@ -1,6 +1,6 @@
-"""Anything that Keras can train."""
+"""The task of a user who chooses losses and metrics for any targets and outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,14 +12,28 @@ from hvtrain.tasks.task import NUM_CHECKED, Losses, Metrics, Task
 
 
 class Custom(Task):
-    """Losses and metrics of one's own, for any targets and any outputs.
+    """Losses and metrics of the user's choice, for any targets and any outputs.
 
     Args:
-        loss: one, or a mapping of them by the name of the output; None: the model has losses of its own (add_loss, or a
-            train_step of its own).
-        metrics: by name, or by output and name.
-        loss_weights: of each output's loss, by its name; default: 1.
-        best: default: the loss.
+        loss: One loss, or a mapping of losses by the output's name. None if the model has losses of
+            its own, by add_loss() or in a train_step() of its own.
+        metrics: By name, or by the output's name and then by name. Default: none.
+        best: Default: the loss.
+        loss_weights: Factors of the losses by the output's name. Default: 1.
+
+    Raises:
+        ConfigError: loss_weights names an output without a loss.
+
+    Example, in YAML:
+
+        loss:
+          price: {_target_: keras.losses.MeanSquaredError}
+          style: {_target_: keras.losses.SparseCategoricalCrossentropy, from_logits: true}
+        loss_weights: {style: 0.5}
+        metrics:
+          price:
+            error: {_target_: keras.metrics.MeanAbsoluteError}
+        best: price_error
     """
 
     output_is_free = True
@@ -32,13 +46,17 @@ class Custom(Task):
         best: str | None = None,
         loss_weights: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(loss, metrics or {}, best)
-        if loss_weights is not None and (not isinstance(loss, Mapping) or set(loss_weights) - set(loss)):
-            names = ", ".join(loss) if isinstance(loss, Mapping) else "no outputs by name"
+        super().__init__(loss, metrics, best)
+        if loss_weights is None:
+            return
+
+        outputs = list(loss) if isinstance(loss, Mapping) else []
+        if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
-                f"task.loss_weights names {', '.join(loss_weights)} and task.loss has {names}; give each output a loss"
+                f"task.loss_weights names {', '.join(loss_weights)} and task.loss has "
+                f"{', '.join(outputs) or 'no outputs by name'}; give each output a loss"
             )
-        self.loss_weights = dict(loss_weights) if loss_weights is not None else None
+        self.loss_weights = dict(loss_weights)
 
     def output_shape(self, source: Source) -> None:
         return None
@@ -50,25 +68,32 @@ class Custom(Task):
         raise NotImplementedError("the outputs are known once the model is built; see check_outputs")
 
     def prepare(self, source: Source) -> None:
+        # Targets may be anything, and metrics are checked by check_outputs().
         self.complete(source)
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
-        by_output = {key for key, metric in self.metrics.items() if isinstance(metric, Mapping)}
-        by_output |= set(self.loss) if isinstance(self.loss, Mapping) else set()
-        known = set(outputs) if isinstance(outputs, Mapping) else set()
-        if by_output - known:
+        needed = {key for key, metric in self.metrics.items() if isinstance(metric, Mapping)}
+        if isinstance(self.loss, Mapping):
+            needed |= set(self.loss)
+        names = sorted(outputs) if isinstance(outputs, Mapping) else []
+
+        if not needed <= set(names):
             raise ConfigError(
-                f"the task has a loss or metrics for the outputs {', '.join(sorted(by_output))}, and {name} gives "
-                f"{', '.join(sorted(known)) or 'no outputs by name'}; let it return a dict of outputs by these names"
+                f"the task has a loss or metrics for the outputs {', '.join(sorted(needed))}, and "
+                f"{name} gives {', '.join(names) or 'no outputs by name'}; let it return a dict of "
+                "outputs by these names"
             )
         if self.metrics:
-            targets = keras.tree.map_structure(lambda one: _drawn(one.shape, one.dtype.name), source.element_spec[1])
-            self.check_metrics(targets, keras.tree.map_structure(lambda one: _drawn(one.shape[1:], one.dtype), outputs))
+            self.check_metrics(
+                keras.tree.map_structure(lambda spec: _draw(spec.shape, spec.dtype.name), source.element_spec[1]),
+                keras.tree.map_structure(lambda output: _draw(output.shape[1:], output.dtype), outputs),
+            )
 
 
-def _drawn(shape: Any, kind: str) -> np.ndarray:
-    """Random numbers for examples of that shape and type, with 4 where a side is open."""
-    rng, sides = np.random.default_rng(0), [NUM_CHECKED, *(side or 4 for side in shape)]
-    if kind.startswith(("int", "uint", "bool")):
-        return rng.integers(2, size=sides).astype(kind)
-    return rng.random(sides).astype(np.float32)
+def _draw(shape: Sequence[int | None], dtype: str) -> np.ndarray:
+    """Draws NUM_CHECKED examples of that shape and type, of size 4 along open axes."""
+    rng = np.random.default_rng(0)
+    size = [NUM_CHECKED, *(side or 4 for side in shape)]
+    if dtype.startswith(("int", "uint", "bool")):
+        return rng.integers(2, size=size).astype(dtype)
+    return rng.random(size).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A token for each place in a text."""
+"""The task of predicting tokens, and text that a causal model writes token by token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,95 +11,126 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.reviewed import Reviewed
-from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
+from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.tasks.task import (
+    Losses,
+    Metrics,
+    Task,
+    draw_classes,
+    first_row,
+    is_integer,
+    refuse_targets,
+)
 
-MAX_CROSS_ENTROPY = 50.0  # Above it the perplexity means nothing, and would overflow in the end.
-PROMPT_TOKENS, WRITTEN_TOKENS = 16, 32  # Of the sample at the end of a run.
-SHOWN_TOKENS = 64  # Of a text with hidden tokens, in the report.
+# Above this cross-entropy the perplexity, exp(50), means nothing. It would overflow at 710.
+MAX_CROSS_ENTROPY = 50.0
+PROMPT_TOKENS = 16
+"""Beginning of a text that the model continues, in samples."""
+WRITTEN_TOKENS = 32
+"""Continuation that the model writes, in samples."""
+SHOWN_TOKENS = 64
+"""Part of a text with hidden tokens that the report shows."""
 
 
 class Language(Task):
-    """A token for each place: the next one (causal) or the one that is hidden (masked), as the data set has them.
+    """A token at each position: the next one (causal) or a hidden one (masked), as the data set says.
 
-    The model gives a logit for each token of the vocabulary at each place. Places of weight 0 do not count. The
-    perplexity is exp(loss) over all tokens that count.
+    The model gives a logit for each token of the vocabulary at each position. Positions of weight 0
+    do not count. The perplexity is exp(loss) over all tokens that count.
 
     Args:
-        loss: default: cross-entropy of the logits, the mean over the tokens that count.
-        metrics: default: accuracy.
+        loss: Default: cross-entropy of the logits, the mean over the tokens that count.
+        metrics: Default: accuracy.
     """
 
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
     num_reviewed = 3
 
-    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
-        reduction = "mean_with_sample_weight"
-        super().__init__(
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction) if loss is None else loss,
-            {"accuracy": keras.metrics.SparseCategoricalAccuracy()} if metrics is None else metrics,
-            best,
-        )
+    def default_loss(self) -> Losses:
+        # The mean over a batch's tokens that count, where Keras would divide by all of them.
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+
+    def default_metrics(self) -> Metrics:
+        return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return *source.element_spec[1].shape, source.fact("vocabulary_size", "task=language")
 
     def check_targets(self, source: Source) -> None:
-        target = source.element_spec[1]
-        if not (hasattr(target, "dtype") and target.dtype.is_integer and target.shape.rank == 1):
+        if not is_integer(source.element_spec[1], rank=1):
             raise refuse_targets("language", "a row of tokens as whole numbers", source)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         size = source.facts()["vocabulary_size"]
-        wrong = ((targets < 0) | (targets >= size)).any(axis=1)
-        return (int(np.argmax(wrong)), f"holds a token outside 0 ... {size - 1}") if wrong.any() else None
+        row = first_row((targets < 0) | (targets >= size))
+        if row is None:
+            return None
+        return row, f"holds a token outside 0 ... {size - 1}"
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        rng, size = np.random.default_rng(0), 8
-        targets = rng.integers(size, size=(number, 4), dtype=np.int32)
-        return targets, rng.normal(size=(number, 4, size)).astype(np.float32)
+        # A short text and a small vocabulary show as well whether a metric's state adds up.
+        return draw_classes((number, 4), 8)
 
     def unit(self, source: Source) -> tuple[str, int] | None:
         (length,) = source.element_spec[1].shape
         return ("tokens", length) if length else None
 
     def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
-        """The beginning of a text of the test part (or the training part), and how the model goes on.
+        """The beginning of a text of the test split, or of the training split, and its continuation.
 
         None if the targets are not the next tokens, or if the source has no tokenizer.
         """
         split = "test" if source.num_examples("test") else "train"
-        first = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
-        if first is None or not isinstance(first[0], np.ndarray) or first[0].shape != first[1].shape:
+        batch = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
+        if batch is None:
             return None
-        tokens, targets = first[0][0], first[1][0]
-        prompt = tokens[: min(PROMPT_TOKENS, len(tokens))]
-        if (tokens[1:] != targets[:-1]).any() or (text := source.text_of(prompt)) is None:
+
+        inputs, targets = batch[:2]
+        if not isinstance(inputs, np.ndarray) or not _is_causal(inputs, targets):
+            return None
+
+        tokens = inputs[0]
+        prompt = tokens[:PROMPT_TOKENS]
+        text = source.text_of(prompt)
+        if text is None:
             return None
         written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
         return f"{text!r} -> {source.text_of(written)!r}"
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
         """Texts that the model continued, or whose hidden tokens it filled in."""
         inputs, targets = reviewed.inputs, reviewed.targets
-        if not isinstance(inputs, np.ndarray) or inputs.shape != targets.shape or source.text_of(inputs[0]) is None:
+        is_text = isinstance(inputs, np.ndarray) and inputs.shape == targets.shape
+        if not is_text or source.text_of(inputs[0]) is None:
             return []
 
         def text(tokens: Any) -> str:
+            # Line breaks stay, the white space around them goes.
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
-        is_next = bool((inputs[:, 1:] == targets[:, :-1]).all())
-        if is_next:
-            written: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
-            length, prompts = inputs.shape[1], [row[:PROMPT_TOKENS].tolist() for row in inputs]
-            pairs = [(text(one), text(continuation(written, one, WRITTEN_TOKENS, length))) for one in prompts]
-            note = f"Beginnings of {reviewed.which}, and the model's continuations (temperature 0.7)."
+        is_causal = _is_causal(inputs, targets)
+        if is_causal:
+            # One graph for all tokens. Called eagerly, the model would be slow.
+            model_graph: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
+            pairs = []
+            for tokens in inputs:
+                prompt = tokens[:PROMPT_TOKENS].tolist()
+                written = continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
+                pairs.append((text(prompt), text(written)))
+            note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
-            pairs = [(text(one[:SHOWN_TOKENS]), text(two[:SHOWN_TOKENS])) for one, two in zip(inputs, filled)]
-            note = f"Texts with hidden tokens, from {reviewed.which}, and the tokens that the model fills in."
-        return [Texts("Samples", note, pairs, is_next)]
+            pairs = [
+                (text(hidden[:SHOWN_TOKENS]), text(complete[:SHOWN_TOKENS])) for hidden, complete in zip(inputs, filled)
+            ]
+            note = f"Texts with hidden tokens, from {reviewed.description}, and the tokens that the model fills in."
+        return [Texts("Samples", note, pairs, is_causal)]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
@@ -107,6 +138,11 @@ class Language(Task):
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         perplexity = float(np.exp(min(metrics["loss"], MAX_CROSS_ENTROPY)))
         return {**metrics, "perplexity": perplexity}
+
+
+def _is_causal(inputs: np.ndarray, targets: np.ndarray) -> bool:
+    """True if the targets [examples, length] are the inputs' next tokens."""
+    return inputs.shape == targets.shape and bool((inputs[:, 1:] == targets[:, :-1]).all())
 
 
 def continuation(
@@ -118,23 +154,32 @@ def continuation(
     seed: int = 0,
     end: int | None = None,
 ) -> list[int]:
-    """The tokens that a model writes after a prompt of at least one; the same for the same seed.
+    """Writes tokens after a prompt, one by one. The same seed gives the same tokens.
 
     Args:
-        model: from tokens [batch, length] to logits [batch, length, vocabulary]; those at a place do not depend on
-            later tokens.
-        number: of tokens; fewer if it writes `end`, which is not returned.
-        length: of the model. It sees that many of the newest tokens.
-        temperature: 0 takes the likeliest token each time; 1 draws them as likely as the model says.
+        model: From tokens [batch, length] to logits [batch, length, vocabulary], where the logits
+            at a position do not depend on later tokens.
+        prompt: At least one token.
+        number: How many tokens to write.
+        length: How many of the newest tokens the model sees.
+        temperature: 0 takes the likeliest token each time, 1 draws from the model's distribution.
+        end: The token that ends a text early. It is not returned.
     """
-    random, tokens = np.random.default_rng(seed), list(prompt)
+    rng = np.random.default_rng(seed)
+    tokens = list(prompt)
     for _ in range(number):
-        seen = tokens[-length:]
+        context = tokens[-length:]
+        # Always the full length, so that a graph is traced once. Padding comes after the context,
+        # where it cannot change the logits at its last position.
         row = np.zeros((1, length), np.int32)
-        row[0, : len(seen)] = seen
-        logits = keras.ops.convert_to_numpy(model(row, training=False))[0, len(seen) - 1].astype(np.float64)
-        # The largest sum with Gumbel noise is a draw from softmax(logits / temperature).
-        token = int(np.argmax(logits + temperature * random.gumbel(size=len(logits))))
+        row[0, : len(context)] = context
+        outputs = keras.ops.convert_to_numpy(model(row, training=False))
+        logits = outputs[0, len(context) - 1].astype(np.float64)
+
+        # The Gumbel-max trick: the index of the largest sum is a draw from the distribution
+        # softmax(logits / temperature).
+        noise = rng.gumbel(size=len(logits))
+        token = int(np.argmax(logits + temperature * noise))
         if token == end:
             break
         tokens.append(token)

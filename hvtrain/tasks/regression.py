@@ -1,4 +1,4 @@
-"""Numbers."""
+"""The task of predicting numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.core.figures import Figure, Scatter
 from hvtrain.data.source import Source
-from hvtrain.tasks.reviewed import Reviewed
+from hvtrain.tasks.reviewed import ReviewedExamples
 from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
 
 
@@ -17,20 +17,19 @@ class Regression(Task):
     """One number or several for each example, which the model gives as they are.
 
     Args:
-        loss: default: the mean squared error.
-        metrics: default: the mean absolute error.
+        loss: Default: the mean squared error.
+        metrics: Default: the mean absolute error.
     """
 
     output = "numbers in the units of the targets"
     best = "mean_absolute_error"
     num_reviewed = 1000
 
-    def __init__(self, loss: Losses = None, metrics: Metrics | None = None, best: str | None = None) -> None:
-        super().__init__(
-            keras.losses.MeanSquaredError() if loss is None else loss,
-            {"mean_absolute_error": keras.metrics.MeanAbsoluteError()} if metrics is None else metrics,
-            best,
-        )
+    def default_loss(self) -> Losses:
+        return keras.losses.MeanSquaredError()
+
+    def default_metrics(self) -> Metrics:
+        return {"mean_absolute_error": keras.metrics.MeanAbsoluteError()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return tuple(source.element_spec[1].shape) or (1,)
@@ -45,26 +44,45 @@ class Regression(Task):
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(0)
-        targets = rng.normal(size=(number, *source.element_spec[1].shape)).astype(np.float32)
-        return targets, rng.normal(size=(number, *self.output_shape(source))).astype(np.float32)
+        targets = rng.normal(size=(number, *source.element_spec[1].shape))
+        outputs = rng.normal(size=(number, *self.output_shape(source)))
+        return targets.astype(np.float32), outputs.astype(np.float32)
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
         """Predictions and residuals of the first number of each example."""
-        true, found = (
-            array.reshape(reviewed.number, -1)[:, 0].astype(float) for array in (reviewed.targets, reviewed.outputs)
-        )
-        only = " Of several targets, the first." if reviewed.targets.size > reviewed.number else ""
-        residuals = found - true
-        note = f"On {reviewed.which}: half of them within {_middle_half(residuals)}.{only}"
-        pairs, errors = (list(zip(x.tolist(), y.tolist())) for x, y in ((true, found), (found, residuals)))
+        targets = _first_numbers(reviewed.targets)
+        predictions = _first_numbers(reviewed.outputs)
+        residuals = predictions - targets
+
+        description = reviewed.description
+        has_more_targets = reviewed.targets.size > reviewed.number
+        suffix = " Of several targets, the first." if has_more_targets else ""
+        low, high = np.quantile(residuals, (0.25, 0.75))
+
         return [
             Scatter(
-                "Targets and predictions", f"On {reviewed.which}.{only}", "target", "prediction", pairs, "diagonal"
+                "Targets and predictions",
+                f"On {description}.{suffix}",
+                "target",
+                "prediction",
+                list(zip(targets.tolist(), predictions.tolist())),
+                "diagonal",
             ),
-            Scatter("Residuals", note, "prediction", "prediction - target", errors, "zero"),
+            Scatter(
+                "Residuals",
+                f"On {description}: half of them within {low:+.4g} ... {high:+.4g}.{suffix}",
+                "prediction",
+                "prediction - target",
+                list(zip(predictions.tolist(), residuals.tolist())),
+                "zero",
+            ),
         ]
 
 
-def _middle_half(residuals: np.ndarray) -> str:
-    low, high = np.quantile(residuals, (0.25, 0.75))
-    return f"{low:+.4g} ... {high:+.4g}"
+def _first_numbers(values: np.ndarray) -> np.ndarray:
+    return values.reshape(len(values), -1)[:, 0].astype(float)

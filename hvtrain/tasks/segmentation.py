@@ -1,4 +1,4 @@
-"""A class for each pixel."""
+"""The task of predicting a class for each pixel, and its figures in the report."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,19 +11,33 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.reviewed import Reviewed, as_bytes, png
-from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
+from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
+from hvtrain.tasks.task import (
+    Losses,
+    Metrics,
+    Task,
+    draw_classes,
+    first_row,
+    is_integer,
+    refuse_targets,
+)
 
-CHECKED_SIDE = 4  # Pixels on a side of the masks that metrics are tried with.
+CHECKED_SIDE_PIXELS = 4
+"""Height and width of the masks that metrics are tried with."""
+NUM_PICTURES = 6
+# Class 0, often the background, stays unpainted. With more classes, colors repeat.
+COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d")
 
 
 class Segmentation(Task):
-    """A class for each pixel: the model gives a logit for each class at each pixel, targets are masks of class indices.
+    """A class for each pixel: the model gives a logit for each class at each pixel.
+
+    Targets are masks [height, width] of class indices.
 
     Args:
-        loss: default: cross-entropy of the logits, without pixels of the ignored label.
-        metrics: default: mean IoU, without pixels of the ignored label.
-        ignored_label: pixels of this label do not count; 255 in PASCAL VOC.
+        loss: Default: cross-entropy of the logits, without pixels of the ignored label.
+        metrics: Default: mean IoU, without pixels of the ignored label.
+        ignored_label: The label of pixels that do not count, as 255 in PASCAL VOC.
     """
 
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
@@ -40,116 +54,142 @@ class Segmentation(Task):
         best: str | None = None,
         ignored_label: int | None = 255,
     ) -> None:
-        ignored = {"ignore_class": ignored_label}
-        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, **ignored)
-        super().__init__(
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True, **ignored) if loss is None else loss,
-            {"mean_iou": iou} if metrics is None else metrics,
-            best,
-        )
         self.ignored_label = ignored_label
+        super().__init__(loss, metrics, best)
+
+    def default_loss(self) -> Losses:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=self.ignored_label)
+
+    def default_metrics(self) -> Metrics:
+        # A partial, since only the data set knows the number of classes.
+        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, ignore_class=self.ignored_label)
+        return {"mean_iou": iou}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return *source.element_spec[1].shape, source.fact("num_classes", "task=segmentation")
 
     def check_targets(self, source: Source) -> None:
-        target = source.element_spec[1]
-        if not (hasattr(target, "dtype") and target.dtype.is_integer and target.shape.rank == 2):
+        image, target = source.element_spec[:2]
+        if not is_integer(target, rank=2):
             raise refuse_targets("segmentation", "a mask [height, width] of whole numbers", source)
-        image = source.element_spec[0]
-        if getattr(image, "shape", None) is not None and tuple(image.shape[:2]) != tuple(target.shape):
+
+        if getattr(image, "shape", None) is None:
+            return
+        image_size = tuple(image.shape[:2])
+        mask_size = tuple(target.shape)
+        if image_size != mask_size:
             raise ConfigError(
-                f"task=segmentation needs masks of the size of the images, and {source.name} gives images of "
-                f"{tuple(image.shape[:2])} and masks of {tuple(target.shape)}; resize one of them"
+                f"task=segmentation needs masks of the size of the images, and {source.name} gives "
+                f"images of {image_size} and masks of {mask_size}; resize one of them"
             )
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
-        wrong = (targets < 0) | (targets >= source.num_classes)
+        is_wrong = (targets < 0) | (targets >= source.num_classes)
         if self.ignored_label is not None:
-            wrong &= targets != self.ignored_label
-        if not wrong.any():
+            is_wrong &= targets != self.ignored_label
+        row = first_row(is_wrong)
+        if row is None:
             return None
-        row = int(np.argmax(wrong.reshape(len(targets), -1).any(axis=1)))
-        label = targets[row][wrong[row]][0]
+        label = targets[row][is_wrong[row]][0]
         return row, f"label {label} in its mask is outside 0 ... {source.num_classes - 1}"
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        rng, classes = np.random.default_rng(0), self.output_shape(source)[-1]
-        shape = (number, CHECKED_SIDE, CHECKED_SIDE)
-        return rng.integers(classes, size=shape, dtype=np.int32), rng.normal(size=(*shape, classes)).astype(np.float32)
+        shape = (number, CHECKED_SIDE_PIXELS, CHECKED_SIDE_PIXELS)
+        return draw_classes(shape, self.output_shape(source)[-1])
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
-        names = class_names(source, reviewed.outputs.shape[-1])
-        return review_masks(reviewed, reviewed.targets, self.decode(reviewed.outputs), self.ignored_label, names)
-
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         return {"mask": self.decode(outputs)}
 
+    def review(
+        self,
+        reviewed: ReviewedExamples,
+        model: keras.Model,
+        source: Source,
+    ) -> list[Figure]:
+        """The overlap of each class and, if the inputs are images, masks over some of them."""
+        targets = reviewed.targets
+        predicted = self.decode(reviewed.outputs)
+        names = class_names(source, reviewed.outputs.shape[-1])
 
-NUM_PICTURES = 6
-# Class 0, often the background, stays as it is.
-COLORS = ["#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d"]
-WHITE = np.full(3, 255.0)
+        counts = np.ones(targets.shape, bool)
+        if self.ignored_label is not None:
+            counts = targets != self.ignored_label
+
+        # Pixels of each example and class, in both masks and in at least one of them.
+        intersection = np.zeros((len(targets), len(names)), np.int64)
+        union = np.zeros_like(intersection)
+        for label in range(len(names)):
+            in_target = targets == label
+            in_prediction = predicted == label
+            intersection[:, label] = (in_target & in_prediction & counts).sum(axis=(1, 2))
+            union[:, label] = ((in_target | in_prediction) & counts).sum(axis=(1, 2))
+
+        figures = [_overlaps(reviewed, intersection.sum(axis=0), union.sum(axis=0), names)]
+        if reviewed.has_images:
+            # An example's mean is taken over the classes that occur in it.
+            iou = np.where(union > 0, intersection / np.maximum(union, 1), 0)
+            mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
+            figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
+        return figures
 
 
-def review_masks(
-    reviewed: Reviewed, targets: np.ndarray, predicted: np.ndarray, ignored: int | None, names: Sequence[str]
-) -> list[Figure]:
-    """Figures of masks [examples, height, width] of class indices."""
-    counted = np.ones(targets.shape, bool) if ignored is None else targets != ignored
-    both, either = np.zeros((2, len(targets), len(names)), np.int64)
-    for label in range(len(names)):
-        true, taken = (masks == label for masks in (targets, predicted))
-        both[:, label] = (true & taken & counted).sum(axis=(1, 2))
-        either[:, label] = ((true | taken) & counted).sum(axis=(1, 2))
-    figures: list[Figure] = [_overlaps(reviewed, both.sum(axis=0), either.sum(axis=0), names)]
-    if reviewed.has_images:
-        present = either > 0
-        iou = np.where(present, both / np.maximum(either, 1), 0).sum(axis=1) / np.maximum(present.sum(axis=1), 1)
-        figures.append(_overlays(reviewed, targets, predicted, iou, ignored, names))
-    return figures
-
-
-def _overlaps(reviewed: Reviewed, both: np.ndarray, either: np.ndarray, names: Sequence[str]) -> Figure:
-    rows = [
-        [name, f"{shared / whole:.3f}" if whole else "does not occur", int(shared)]
-        for name, shared, whole in zip(names, both, either)
-    ]
-    note = f"Intersection over union of each class's pixels, in {reviewed.which}."
+def _overlaps(
+    reviewed: ReviewedExamples,
+    intersection: np.ndarray,
+    union: np.ndarray,
+    names: Sequence[str],
+) -> Figure:
+    rows = []
+    for name, correct, total in zip(names, intersection, union):
+        iou = f"{correct / total:.3f}" if total else "does not occur"
+        rows.append([name, iou, int(correct)])
+    note = f"Intersection over union of each class's pixels, in {reviewed.description}."
     return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
 
 def _overlays(
-    reviewed: Reviewed,
-    targets: np.ndarray,
+    reviewed: ReviewedExamples,
     predicted: np.ndarray,
-    iou: np.ndarray,
-    ignored: int | None,
+    mean_iou: np.ndarray,
+    ignored_label: int | None,
     names: Sequence[str],
 ) -> Figure:
-    order = [int(row) for row in np.argsort(iou, kind="stable")]
-    first = order[: NUM_PICTURES // 2]
-    chosen = [*first, *(row for row in range(len(iou)) if row not in first)][:NUM_PICTURES]
+    """Shows the worst examples, then the first ones: each image, its mask and the predicted mask."""
+    worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
+    others = [row for row in range(len(mean_iou)) if row not in worst]
+
     pictures = []
-    for row in chosen:
+    for row in [*worst, *others][:NUM_PICTURES]:
         image = as_bytes(reviewed.inputs[row])
-        panels = [image, *(_overlay(image, masks[row], ignored, len(names)) for masks in (targets, predicted))]
+        true_overlay = _overlay(image, reviewed.targets[row], ignored_label, len(names))
+        predicted_overlay = _overlay(image, predicted[row], ignored_label, len(names))
         gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
-        whole = np.concatenate([panels[0], gap, panels[1], gap, panels[2]], axis=1)
-        pictures.append((png(whole, len(panels)), f"example {row}: mean IoU {iou[row]:.2f}"))
-    note = f"Image, true mask, predicted mask: the worst {len(first)} of {reviewed.which}, then the first ones."
-    legend = [(name, COLORS[(label - 1) % len(COLORS)]) for label, name in enumerate(names) if label]
+        panels = np.concatenate([image, gap, true_overlay, gap, predicted_overlay], axis=1)
+        pictures.append((png(panels, 3), f"example {row}: mean IoU {mean_iou[row]:.2f}"))
+
+    note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
+    legend = [(name, _color(label)) for label, name in enumerate(names) if label]
     return Pictures("Masks", note, pictures, legend)
 
 
-def _overlay(image: np.ndarray, mask: np.ndarray, ignored: int | None, num_classes: int) -> np.ndarray:
-    mixed = image.astype(np.float64)
+def _color(label: int) -> str:
+    return COLORS[(label - 1) % len(COLORS)]
+
+
+def _overlay(
+    image: np.ndarray,
+    mask: np.ndarray,
+    ignored_label: int | None,
+    num_classes: int,
+) -> np.ndarray:
+    """Paints the classes of a mask over an image; ignored pixels become white."""
+    painted = image.astype(np.float64)
     for label in range(1, num_classes):
-        color = np.array([int(COLORS[(label - 1) % len(COLORS)][i : i + 2], 16) for i in (1, 3, 5)])
-        mixed[mask == label] = 0.35 * mixed[mask == label] + 0.65 * color
-    if ignored is not None:
-        mixed[mask == ignored] = WHITE
-    return mixed.astype(np.uint8)
+        rgb = np.array(list(bytes.fromhex(_color(label)[1:])))
+        painted[mask == label] = 0.35 * painted[mask == label] + 0.65 * rgb
+    if ignored_label is not None:
+        painted[mask == ignored_label] = 255
+    return painted.astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The contract of a task."""
+"""The contract of a task, and the check that its metrics are exact over ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,73 +15,93 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.step.joint_loss import ExactLoss
-from hvtrain.tasks.reviewed import Reviewed
+from hvtrain.tasks.reviewed import ReviewedExamples
 
 Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]
 
+NUM_CHECKED = 32
+"""Examples that each metric is tried with before a run."""
+
 
 class Task(ABC):
-    """The loss and the metrics of a model, what its outputs have to be, and what its targets are.
-
-    Raises ConfigError for what is no loss or metric.
+    """The loss and the metrics of a model, the outputs that they need, and the targets that they take.
 
     Args:
-        loss: its mean over the batch is differentiated.
-        metrics: by the names that logs and records give them. A functools.partial, `_partial_: true` in YAML, gets the
-            facts of the data set that it declares as arguments, such as num_classes.
-        best: the metric by which the best checkpoint is chosen; None: that of the class.
+        loss: Its mean over the batch is differentiated. None takes the task's default.
+        metrics: By the names that logs and records give them. A functools.partial, written
+            `_partial_: true` in YAML, gets the facts of the data set that it declares as
+            arguments, such as num_classes. None takes the task's defaults, {} has no metrics.
+        best: The metric by which the best checkpoint is chosen. None takes the task's default.
+
+    Raises:
+        ConfigError: A value is not a Keras loss or metric.
     """
 
     output: str
-    """What the numbers are that the model gives, for model.json."""
+    """The meaning of the model's numbers, for model.json."""
     head: ClassVar[str] = "keras.layers.Dense({0})"
-    """The layer that a model for this task ends with, for its number of outputs."""
+    """The layer that a model for this task ends with; {0} is its number of outputs."""
     best: str = "loss"
     loss_weights: Mapping[str, float] | None = None
-    """Of losses by output."""
+    """Factors of the losses, by output."""
     output_is_free: ClassVar[bool] = False
-    """True if the model may give whatever it likes, and may have losses of its own."""
+    """True if the model may give any output, and may have losses of its own."""
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
     num_reviewed: ClassVar[int] = 0
-    """The most examples that `review` takes; 0: the task has no figures."""
+    """The most examples that `review` takes; 0 for a task without figures."""
     targets_are_masks: ClassVar[bool] = False
     """True if targets have a class for each pixel, which moves with its image."""
 
-    def __init__(self, loss: Losses, metrics: Metrics, best: str | None = None) -> None:
-        self.loss = None if loss is None and self.output_is_free else _check("task.loss", loss, keras.losses.Loss)
-        self.metrics = dict(metrics)
-        for name, metric in self.metrics.items():
-            _check(f"task.metrics.{name}", metric, (keras.metrics.Metric, partial))
+    def __init__(
+        self,
+        loss: Losses = None,
+        metrics: Metrics | None = None,
+        best: str | None = None,
+    ) -> None:
+        self.loss = self.default_loss() if loss is None else loss
+        self.metrics = dict(self.default_metrics() if metrics is None else metrics)
         self.best = best or self.best
+
+        if not (self.loss is None and self.output_is_free):
+            _check_type("task.loss", self.loss, keras.losses.Loss)
+        for name, metric in self.metrics.items():
+            _check_type(f"task.metrics.{name}", metric, keras.metrics.Metric, partial)
+
+    def default_loss(self) -> Losses:
+        return None
+
+    def default_metrics(self) -> Metrics:
+        return {}
 
     @abstractmethod
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """The shape of the model's output for one example of the source; None if any will do."""
+        """Shape of the model's output for one example of the source; None if any shape will do."""
 
     @abstractmethod
     def check_targets(self, source: Source) -> None:
-        """Raises ConfigError if targets of the source's element_spec are not those of this task."""
+        """Raises ConfigError if the targets in the source's element_spec do not fit this task."""
 
     @abstractmethod
     def examples(self, number: int, source: Source) -> tuple[Any, Any]:
-        """So many targets and outputs as they might be, to try metrics with."""
+        """Draws targets and outputs of `number` examples, to try metrics with."""
 
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
-        """The first example of a batch whose target is wrong, and why; None if there is none."""
+        """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
-            if np.issubdtype(target.dtype, np.floating) and not (finite := np.isfinite(target)).all():
-                row = int(np.argmin(finite.reshape(len(target), -1).all(axis=1)))
-                return row, "holds NaN or an infinite value"
+            if np.issubdtype(target.dtype, np.floating):
+                row = first_row(~np.isfinite(target))
+                if row is not None:
+                    return row, "holds NaN or an infinite value"
         return None
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
-        """Predictions in the terms of the targets from a batch of the model's outputs."""
+        """Turns a batch of the model's outputs into predictions in the terms of the targets."""
         return outputs
 
     def columns(self, outputs: Any, source: Source) -> dict[str, np.ndarray]:
-        """A batch of outputs as columns of predictions, by name: numbers or rows of numbers for each example."""
+        """Columns of predictions by name, for a batch of outputs: a number or a row per example."""
         if isinstance(outputs, Mapping):
             return dict(outputs)
         if isinstance(outputs, list | tuple):
@@ -89,75 +109,101 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Turns targets into floats, which layers such as MixUp may mix; None if they cannot be."""
+        """Returns a function that turns targets into floats, which layers such as MixUp may mix.
+
+        None, the default, for targets that cannot be mixed.
+        """
         return None
 
     def harden(self, targets: Any) -> Any:
-        """Targets that were mixed as metrics take them."""
+        """Turns mixed targets back into targets that metrics take."""
         return targets
 
     def soft_loss(self) -> Losses:
-        """The loss, which takes mixed targets too."""
+        """The loss for training with mixed targets."""
         return self.loss
 
     def unit(self, source: Source) -> tuple[str, int] | None:
-        """What an example consists of, and how many, if speeds are usually given in that: ("tokens", 128)."""
+        """The unit in which speeds are given, and its number per example: ("tokens", 128).
+
+        None, the default, counts examples alone.
+        """
         return None
 
     def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
-        """Something that the trained model makes of data of this rank's, in a line; None, the default, for nothing."""
+        """One line that the trained model makes of this rank's data; None, the default, for none."""
         return None
 
-    def review(self, reviewed: Reviewed, model: keras.Model, source: Source) -> list[Figure]:
+    def review(self, reviewed: ReviewedExamples, model: keras.Model, source: Source) -> list[Figure]:
         """Figures for the report, from the trained model's outputs for some examples."""
         return []
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, with those that follow from others."""
+        """Metrics by name, with those that are computed from others."""
         return dict(metrics)
 
     def facts(self, source: Source) -> dict[str, Any]:
-        """What a model's builder may ask for beside the facts of the source."""
+        """Facts that a model's builder may declare as arguments, beside those of the source."""
         shape = self.output_shape(source)
-        return {"num_outputs": shape[-1], "output_shape": shape} if shape else {}
+        if not shape:
+            return {}
+        return {"num_outputs": shape[-1], "output_shape": shape}
+
+    def _named_metrics(self) -> dict[str, Any]:
+        """Metrics by their names in the logs, where Keras puts the output's name first."""
+        named: dict[str, Any] = {}
+        for name, metric in self.metrics.items():
+            if isinstance(metric, Mapping):
+                named.update({f"{name}_{inner}": item for inner, item in metric.items()})
+            else:
+                named[name] = metric
+        return named
 
     @property
     def metric_names(self) -> list[str]:
-        """Of the logs, without prefixes."""
+        """Names in the logs, without the prefix val_."""
         names = ["loss"]
+        # Keras logs no loss per output if there is only one.
         if isinstance(self.loss, Mapping) and len(self.loss) > 1:
             names += [f"{output}_loss" for output in self.loss]
-        for name, metric in self.metrics.items():
-            names += [f"{name}_{inner}" for inner in metric] if isinstance(metric, Mapping) else [name]
+        names += self._named_metrics()
         return list(self.results(dict.fromkeys(names, 0.0)))
 
     def sign(self, name: str) -> int:
-        """1 if more of the metric of that name is better, otherwise -1."""
-        name, flat = name.removeprefix("val_"), {}
-        for key, metric in self.metrics.items():
-            flat.update({f"{key}_{k}": m for k, m in metric.items()} if isinstance(metric, Mapping) else {key: metric})
-        direction = getattr(flat.get(name), "_direction", None)  # Keras's own answer, where it has one.
-        if direction is not None:
-            return 1 if direction == "up" else -1
-        return -1 if any(word in name for word in ("loss", "error", "perplexity")) else 1
+        """1 if a larger value of the metric of that name is better, otherwise -1."""
+        name = name.removeprefix("val_")
+        # Keras knows the direction of most of its metrics. The name decides for all others.
+        direction = getattr(self._named_metrics().get(name), "_direction", None)
+        if direction is None:
+            is_cost = any(part in name for part in ("loss", "error", "perplexity"))
+            return -1 if is_cost else 1
+        return 1 if direction == "up" else -1
 
     def prepare(self, source: Source) -> None:
-        """Completes metrics with facts of the source. Raises ConfigError for targets or metrics that do not fit."""
+        """Completes the metrics with facts of the source, before a model is built.
+
+        Raises:
+            ConfigError: The source's targets do not fit, or a metric does not.
+            DataError: A target has a value that is wrong.
+        """
         self.check_targets(source)
-        self.output_shape(source)  # It may need a fact that the source lacks.
+        self.output_shape(source)  # Raises if it needs a fact that the source lacks.
         for split, targets in source.whole_targets().items():
-            if fault := self.fault(targets, source):
-                raise DataError(f"{source.name}, {split}: example {fault[0]} {fault[1]}; fix the targets")
+            fault = self.fault(targets, source)
+            if fault:
+                row, problem = fault
+                raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
         self.complete(source)
         self.check_metrics(*self.examples(NUM_CHECKED, source))
 
     def complete(self, source: Source) -> None:
-        """Builds the metrics that are given as partials, with facts of the source."""
+        """Builds the metrics that were given as partials, with facts of the source."""
         for name, metric in self.metrics.items():
             if isinstance(metric, partial):
-                place = f"task.metrics.{name}"
-                facts = declared(metric.func, metric.keywords, source.facts(), place, source.name)
-                self.metrics[name] = _check(place, metric(**facts), keras.metrics.Metric)
+                setting = f"task.metrics.{name}"
+                facts = declared(metric.func, metric.keywords, source.facts(), setting, source.name)
+                self.metrics[name] = metric(**facts)
+                _check_type(setting, self.metrics[name], keras.metrics.Metric)
 
     def compile(
         self,
@@ -168,109 +214,155 @@ class Task(ABC):
         distribute_loss: Callable[[keras.losses.Loss], keras.losses.Loss] | None = None,
         soft_targets: bool = False,
     ) -> None:
-        """Compiles a model with its own loss and metrics.
+        """Compiles a model with the task's loss, and metrics that belong to this model alone.
 
         Args:
-            weighted: for batches that carry weights, with which the metrics then count.
-            distribute_loss: of the strategy, for a model that trains.
-            soft_targets: training may mix targets.
+            jit_compile: Never "auto", which would turn XLA on wherever there is a GPU.
+            weighted: Batches carry weights, and the metrics count with them.
+            distribute_loss: The strategy's change of a loss, for a model that trains.
+            soft_targets: Training may mix targets.
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
-            # Keras would add it by itself, but not save that it did, and a file would not load under another policy.
+            # Keras would add it by itself without saving that it did. The saved model would then
+            # not load under another policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
         loss: Any = self.soft_loss() if soft_targets else self.loss
         if distribute_loss and loss is not None:
             loss = keras.tree.map_structure(distribute_loss, loss)
-        metrics = {"weighted_metrics" if weighted else "metrics": _fresh_all(self.metrics) or None}
-        # Never "auto", which is on if there is a GPU: the user decides about XLA.
-        weights = None if self.loss_weights is None else {name: self.loss_weights.get(name, 1.0) for name in loss}
-        model.compile(optimizer=optimizer, loss=loss, loss_weights=weights, jit_compile=jit_compile, **metrics)
+
+        loss_weights = None
+        if self.loss_weights is not None:
+            loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
+
+        metrics_argument = "weighted_metrics" if weighted else "metrics"
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            jit_compile=jit_compile,
+            **{metrics_argument: _fresh_all(self.metrics) or None},
+        )
         if distribute_loss and isinstance(loss, keras.losses.Loss):
-            object.__setattr__(model, "_loss_tracker", ExactLoss(loss))  # As Keras does: it is no part of the model.
+            # Past Keras's __setattr__, as Keras does it: the model must not track it as a part.
+            object.__setattr__(model, "_loss_tracker", ExactLoss(loss))
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
-        """Raises ConfigError if symbolic outputs of the model of that name are not what the task needs."""
+        """Raises ConfigError if the model's symbolic outputs do not fit the task.
+
+        Args:
+            name: The model's name, for the message.
+        """
         needed = self.output_shape(source)
         shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
         if needed is not None and shapes != [(None, *needed)]:
             raise ConfigError(
-                f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and needs one of "
-                f"{(None, *needed)}, {self.output.partition(';')[0]} for {source.name}; "
-                f"end it with {self.head.format(needed[-1])}"
+                f"{name} has {len(shapes)} output(s) of shape {', '.join(map(str, shapes))} and "
+                f"needs one of {(None, *needed)}, {self.output.partition(';')[0]} for "
+                f"{source.name}; end it with {self.head.format(needed[-1])}"
             )
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a metric whose state after all examples is not the sum of those after parts of them.
-
-        Only sums over the ranks' states are the state of one process on all examples.
-        """
+        """Raises ConfigError for a metric that cannot take these examples, or cannot be summed."""
+        task = type(self).__name__
         for name, metric in self.metrics.items():
-            if not isinstance(metric, Mapping):
-                check_adds_up(metric, name, targets, outputs, type(self).__name__)
-                continue
-            for inner, one in metric.items():
-                check_adds_up(one, f"{name}.{inner}", targets[name], outputs[name], type(self).__name__)
+            if isinstance(metric, Mapping):
+                for inner, item in metric.items():
+                    check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name], task)
+            else:
+                check_adds_up(metric, name, targets, outputs, task)
+
+
+def is_integer(spec: Any, rank: int) -> bool:
+    """True for the spec of one tensor of whole numbers of this rank, not a nested structure."""
+    return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
+
+
+def first_row(is_wrong: np.ndarray) -> int | None:
+    """The first example of a boolean array [examples, ...] with a True in it.
+
+    >>> first_row(np.array([[False, False], [False, True]]))
+    1
+    """
+    rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
+    return int(rows[0]) if rows.size else None
+
+
+def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draws class indices of that shape, and a logit for each class of each of them."""
+    rng = np.random.default_rng(0)
+    targets = rng.integers(classes, size=shape, dtype=np.int32)
+    return targets, rng.normal(size=(*shape, classes)).astype(np.float32)
 
 
 def refuse_targets(task: str, needed: str, source: Source) -> ConfigError:
-    """The error about a source whose targets are not those of the task."""
-    given = ", ".join(f"{one.dtype.name} {tuple(one.shape)}" for one in tf.nest.flatten(source.element_spec[1]))
+    """Returns the error about a source whose targets do not fit the task."""
+    specs = tf.nest.flatten(source.element_spec[1])
+    types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
     return ConfigError(
-        f"task={task} needs as the target of an example {needed}, and {source.name} gives {given}; choose another task "
-        "or data set"
+        f"task={task} needs as the target of an example {needed}, and {source.name} gives {types}; "
+        "choose another task or data set"
     )
 
 
-def _check(place: str, given: Any, kinds: Any) -> Any:
-    """What was given, if it is of that kind, or a mapping of these by output; otherwise raises ConfigError."""
-    if isinstance(given, Mapping) and given:
-        for name, one in given.items():
-            _check(f"{place}.{name}", one, kinds)
-    elif not isinstance(given, kinds):
-        kind = kinds[0] if isinstance(kinds, tuple) else kinds
-        came = f"a {type(given).__name__}" if given is not None else "null"
-        raise ConfigError(f"{place} is {came}; it must be a {kind.__module__.split('.')[0]} {kind.__name__}")
-    return given
-
-
-def _fresh_all(metrics: Metrics) -> Any:
-    """The metrics without state, as model.compile takes them."""
-    if any(isinstance(metric, Mapping) for metric in metrics.values()):
-        return {output: _fresh_all(inner) for output, inner in metrics.items()}
-    return [fresh(metric, name) for name, metric in metrics.items()]
-
-
-NUM_CHECKED = 32
-
-
 def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
-    """Raises ConfigError for a metric that cannot take these examples, or cannot be exact over ranks."""
+    """Checks that a metric's state is a sum over examples, by updating it with parts and with all.
+
+    An evaluation sums the ranks' states. Only a state that is a sum is then the one of a single
+    process on all examples.
+
+    Raises:
+        ConfigError: The metric cannot take these examples, or its state is not a sum.
+    """
     quarter = NUM_CHECKED // 4
-    parts = slice(0), slice(quarter), slice(quarter, None), slice(None)
+    parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
     try:
-        found = [_state(fresh(metric, "checked"), targets[part], outputs[part]) for part in parts]
+        states = [_state(fresh(metric, "checked"), targets[part], outputs[part]) for part in parts]
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise ConfigError(
-            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of {outputs.shape}, "
-            f"as {task} has them: {in_one_line(error)}"
+            f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of "
+            f"{outputs.shape}, as {task} has them: {in_one_line(error)}"
         ) from error
-    if not all(np.allclose(first + rest - begin, whole, rtol=1e-4) for begin, first, rest, whole in zip(*found)):
-        raise ConfigError(
-            f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is no sum "
-            "over examples; choose a metric that counts or averages, or compute it from the saved model"
-        )
+
+    for initial, first, rest, whole in zip(*states):
+        # Both parts begin with the initial state, which the sum holds twice.
+        if not np.allclose(first + rest - initial, whole, rtol=1e-4):
+            raise ConfigError(
+                f"task.metrics.{name} cannot be exact over ranks: the state of "
+                f"{type(metric).__name__} is not a sum over examples; choose a metric that counts "
+                "or averages, or compute it from the saved model"
+            )
 
 
 def fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:
-    """The metric without state, under that name."""
+    """Copies a metric without its state, under another name."""
     return type(metric).from_config({**metric.get_config(), "name": name})
 
 
 def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
-    """The metric's variables after these examples."""
+    """Updates the metric with these examples and returns its variables."""
     if len(targets):
         metric.update_state(targets, outputs)
     elif not metric.variables:
+        # Some metrics make their variables on the first update, which an empty batch would not be.
         metric.build(targets.shape, outputs.shape)
     return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
+
+
+def _check_type(setting: str, value: Any, *types: type) -> None:
+    """Raises ConfigError if the value, or one in a mapping by output, has none of the types."""
+    if isinstance(value, Mapping) and value:
+        for output, item in value.items():
+            _check_type(f"{setting}.{output}", item, *types)
+    elif not isinstance(value, types):
+        description = "null" if value is None else f"a {type(value).__name__}"
+        library = types[0].__module__.split(".")[0]
+        raise ConfigError(f"{setting} is {description}; it must be a {library} {types[0].__name__}")
+
+
+def _fresh_all(metrics: Metrics) -> Any:
+    """Copies all metrics without their state, in the structure that model.compile takes."""
+    if any(isinstance(metric, Mapping) for metric in metrics.values()):
+        return {output: _fresh_all(inner) for output, inner in metrics.items()}
+    return [fresh(metric, name) for name, metric in metrics.items()]

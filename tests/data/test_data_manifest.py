@@ -11,7 +11,7 @@ import pytest
 from damage import FILE_KINDS, broken, image_path, opened
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, manifest
-from hvtrain.data.manifest import differences, digest_of, of_files, user_path
+from hvtrain.data.manifest import describe_files, differences, digest_of, user_path
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import DataError
@@ -57,7 +57,7 @@ def test_of_many_files_a_digest_is_kept_and_some_sizes_are_asked_for(tmp_path, m
     monkeypatch.setattr(manifest, "MAX_FILES", 10)
     monkeypatch.setattr(manifest, "MAX_SIZES", 6)
     asked = []
-    monkeypatch.setattr(manifest, "_size", lambda path: asked.append(path) or Path(path).stat().st_size)
+    monkeypatch.setattr(manifest, "_file_bytes", lambda path: asked.append(path) or Path(path).stat().st_size)
     broken("image_folder", tmp_path, 12, set())
     before = of(opened("image_folder", tmp_path, "stop"))
     assert len(asked) == 6 and "files" not in before["splits"]["train"]
@@ -107,12 +107,12 @@ def test_other_sources_by_their_counts_and_shape():
 
 
 def test_a_damaged_size_is_not_fatal(tmp_path):
-    assert manifest.of_files(tmp_path, [f"{tmp_path}/gone.png"])["files"] == {"gone.png": None}
+    assert manifest.describe_files(tmp_path, [f"{tmp_path}/gone.png"])["files"] == {"gone.png": None}
 
 
 def test_a_file_name_that_is_not_utf_8_is_named(tmp_path):
     with pytest.raises(DataError, match=r"x\\xff.png' is a file whose name is not UTF-8; rename it"):
-        of_files(tmp_path, [os.fsdecode(bytes(tmp_path) + b"/x\xff.png")])
+        describe_files(tmp_path, [os.fsdecode(bytes(tmp_path) + b"/x\xff.png")])
 
 
 def test_a_user_without_a_home_has_paths(monkeypatch):

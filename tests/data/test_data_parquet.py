@@ -185,7 +185,7 @@ def test_files_that_cannot_be_opened(tmp_path):
     for damaged in (data[:-9], b"no Parquet", b""):
         path.write_bytes(damaged)
         with pytest.raises(
-            DataError, match=rf"^{path} is no Parquet file, or a damaged one: .+; write it again, or leave out"
+            DataError, match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or leave out"
         ):
             Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()

@@ -45,9 +45,9 @@ def test_bad_examples_give_their_places_to_good_ones_of_their_batch(kind, tmp_pa
         assert {image for image, _ in seen} == set(good)
     items = source.unreadable()
     assert [item.num_examples for item in items] == [1] * 3
-    assert all(item.why for item in items), items
+    assert all(item.problem for item in items), items
     if kind.startswith("image_folder"):
-        assert {item.place for item in items} == {str(image_path(tmp_path, number)) for number in BAD}
+        assert {item.location for item in items} == {str(image_path(tmp_path, number)) for number in BAD}
     assert source.unreadable() == [], "told once"
 
 
@@ -168,7 +168,7 @@ def test_the_rest_of_a_record_file_after_a_wrong_length_is_left_out(tmp_path):
         assert sorted(images_of(source.training(StreamRequest(Topology(), 16, 1, 0, 1)), 1)) == sorted(kept)
     one.write_bytes(b"")
     source = opened("tfrecord", tmp_path, "skip")
-    assert source.num_examples("train") == 10 and source.unreadable()[0].why.startswith("is empty")
+    assert source.num_examples("train") == 10 and source.unreadable()[0].problem.startswith("is empty")
     with pytest.raises(DataError, match=f"{one}: is empty; write or fetch it again, or leave out"):
         opened("tfrecord", tmp_path, "stop").num_examples("train")
 
@@ -186,9 +186,9 @@ def test_a_row_group_and_a_file_that_cannot_be_read_at_all(tmp_path):
     source = opened("parquet", tmp_path, "skip")
     ((read, _),) = arrays_of(source.training(StreamRequest(Topology(), 24, 1, 0, 1)).take(1))
     assert {image.tobytes() for image in read} == set(scaled(np.delete(images, range(4, 8), 0)))
-    told = {item.place: item.num_examples for item in source.unreadable()}
+    told = {item.location: item.num_examples for item in source.unreadable()}
     assert told == {str(tmp_path / "train-2.parquet"): None, f"{path}, row group 1": 4}
-    with pytest.raises(DataError, match=r"train-2\.parquet is no Parquet file"):
+    with pytest.raises(DataError, match=r"train-2\.parquet is not a Parquet file"):
         opened("parquet", tmp_path, "stop").num_examples("train")
 
 
@@ -200,7 +200,7 @@ def test_rows_of_nulls_wrong_labels_and_nan_are_left_out(tmp_path):
     pq.write_table(pa.table(table), tmp_path / "train.parquet")
     source = opened("parquet", tmp_path, "skip")
     assert sorted(images_of(source.evaluation("train", Topology(), 3))) == sorted(scaled(images[[0, 3, 7]]))
-    assert {item.place.split(", ")[-1]: item.why.split(";")[0] for item in source.unreadable()} == {
+    assert {item.location.split(", ")[-1]: item.problem.split(";")[0] for item in source.unreadable()} == {
         "row 1": "image is null",
         "row 2": "a pixel is null or NaN",
         "row 4": "a pixel is null or NaN",
@@ -220,7 +220,7 @@ def test_a_wrong_label_and_a_missing_feature_of_a_record_are_left_out_with_the_r
     source.on_error = "skip"
     ((_, read),) = arrays_of(source.training(StreamRequest(Topology(), 10, 1, 0, 1)).take(1))
     assert set(read) == {0, 1, 2}
-    assert {item.place: item.why for item in source.unreadable()}.keys() == {
+    assert {item.location: item.problem for item in source.unreadable()}.keys() == {
         f"{paths[0]}, record 5 at byte {scan_records(paths[0])[0][5]}",
         f"{tmp_path}/train-9.tfrecord, record 0 at byte 0",
         f"{tmp_path}/train-9.tfrecord, record 1 at byte 26",
@@ -233,4 +233,4 @@ def test_a_flipped_bit_in_a_record_loses_that_record_only(tmp_path):
     flip(path, scan_records(path)[0][3] + 20)
     source = opened("tfrecord", tmp_path, "skip")
     assert sorted(images_of(source.evaluation("train", Topology(), 8))) == sorted(scaled(np.delete(images, 3, 0)))
-    assert [item.why for item in source.unreadable()] == ["corrupted record"]
+    assert [item.problem for item in source.unreadable()] == ["corrupted record"]

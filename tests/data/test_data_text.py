@@ -173,7 +173,9 @@ def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
         tales(file, tokenizer=str(path)).num_examples("train")
     for content in (b"nothing", b""):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"dataset.tokenizer=.*own.model is no sentencepiece model; give a .model"):
+        with pytest.raises(
+            DataError, match=r"dataset.tokenizer=.*own.model is not a sentencepiece model; give a .model"
+        ):
             tales(file, tokenizer=str(path)).num_examples("train")
     with path.open("wb") as model:
         sentencepiece.SentencePieceTrainer.train(
@@ -188,7 +190,7 @@ def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
     ("options", "said"),
     [
         ({"column": None}, r"dataset.column is not set; it names the column of text, one of title, tale$"),
-        ({"column": "tail"}, r"dataset.column=tail is no column of tales.parquet; it names .* one of title, tale$"),
+        ({"column": "tail"}, r"dataset.column=tail is not a column of tales.parquet; it names .* one of title, tale$"),
         ({"objective": "next"}, r"dataset.objective=next is not one of causal, masked"),
         ({"length": 1}, r"dataset.length=1 is too short; an example needs at least 2 tokens"),
         (

@@ -89,7 +89,7 @@ def read_or_told(source: FileSource, batch: np.ndarray, place: str) -> None:
         why = reason(error)
     if why is not None:
         found = source.locate("train", Topology(), [batch], why)
-        assert found.place == place and found.why
+        assert found.location == place and found.problem
 
 
 @examples(300)

@@ -56,7 +56,7 @@ def test_a_metric_whose_state_adds_up(metric):
     [
         (
             Largest(),
-            "task.metrics.found cannot be exact over ranks: the state of Largest is no sum over examples",
+            "task.metrics.found cannot be exact over ranks: the state of Largest is not a sum over examples",
         ),
         (
             keras.metrics.AUC(),

@@ -1,4 +1,4 @@
-"""Documents of text: files, a column of a table, or those that Python's own documentation brings."""
+"""Documents of text, from files, from a column of a table, or from Python's own documentation."""
 
 import pydoc_data.topics
 from pathlib import Path
@@ -10,36 +10,46 @@ TABLES = (".csv", ".parquet")
 
 
 def embedded() -> list[str]:
-    """Python's reference by topic, as help() shows it, in the order of their names; some 400,000 characters.
+    """Python's reference by topic, as help() shows it; some 400,000 characters.
 
-    Many topics repeat parts of others, which a test part would then share with the training part. So each paragraph
-    stays where it comes first.
+    In the order of the topics' names. Each paragraph stays only where it comes first.
     """
+    # Many topics repeat parts of others. Otherwise the test split would share paragraphs with the
+    # training split.
     seen: set[str] = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
-        new = [paragraph for paragraph in dict.fromkeys(text.split("\n\n")) if paragraph not in seen]
+        paragraphs = dict.fromkeys(text.split("\n\n"))
+        new = [paragraph for paragraph in paragraphs if paragraph not in seen]
         seen.update(new)
         documents.append("\n\n".join(new))
     return [document for document in documents if document]
 
 
 def read_documents(file: str, column: str | None) -> list[str]:
-    """The documents of a text file, of all .txt files in a folder, or of a column of a .csv or .parquet file.
+    """Reads documents, and leaves out those that hold nothing but white space.
 
-    A file is one document, and so is each row of a column. Those that hold nothing but white space are left out.
+    Args:
+        file: A text file is one document, a folder has one in each .txt file, and a .csv or
+            .parquet file one in each row.
+        column: The column of text in a .csv or .parquet file.
+
+    Raises:
+        DataError: A file cannot be read, or no text is left.
+        ConfigError: The table has no such column.
     """
     path = user_path(file)
     if path.suffix in TABLES and path.is_file():
         documents = read_column(path, column)
     elif path.is_dir():
-        documents = [read_text(one) for one in sorted(path.rglob("*.txt"))]
+        documents = [read_text(text_file) for text_file in sorted(path.rglob("*.txt"))]
     else:
         documents = [read_text(path)]
-    found = [document for document in documents if document.strip()]
-    if not found:
+
+    documents = [document for document in documents if document.strip()]
+    if not documents:
         raise DataError(f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table")
-    return found
+    return documents
 
 
 def read_text(path: Path) -> str:
@@ -52,7 +62,7 @@ def read_text(path: Path) -> str:
 
 
 def read_column(path: Path, column: str | None) -> list[str]:
-    """The texts in a column of a table, without gaps."""
+    """Reads the texts in a column of a table, without gaps."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -61,13 +71,17 @@ def read_column(path: Path, column: str | None) -> list[str]:
             names = parquet.read_schema(path).names
             table = parquet.read_table(path, columns=[column] if column in names else [])
         else:
-            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+            # Texts in quotes may have several lines.
+            options = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, parse_options=options)
             names = table.column_names
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
+        message = str(error).splitlines()[0]
+        raise DataError(f"{path} cannot be read: {message}; fix the file") from error
+
     if column is None or column not in names:
-        came = " is not set" if column is None else f"={column} is no column of {path.name}"
-        raise ConfigError(f"dataset.column{came}; it names the column of text, one of {', '.join(names)}")
+        problem = " is not set" if column is None else f"={column} is not a column of {path.name}"
+        raise ConfigError(f"dataset.column{problem}; it names the column of text, one of {', '.join(names)}")
     texts = table[column]
     if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
         raise DataError(f"{path}: the column {column} holds {texts.type}; a column of text is needed")

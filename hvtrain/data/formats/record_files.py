@@ -1,6 +1,7 @@
-"""TFRecord files: how many records a file holds and where, damaged ones, and how to write such files.
+"""TFRecord files: counts and offsets of records, damaged records, and writing.
 
-Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC uint32.
+Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC
+uint32.
 """
 
 import re
@@ -15,32 +16,47 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-HEADER_BYTES, FOOTER_BYTES = 12, 4
+HEADER_BYTES = 12
+FOOTER_BYTES = 4
 PIECE_RECORDS = 64
+"""Records that walk() returns at a time."""
 CORRUPTED = "corrupted record"
 
 
 def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]", str | None]:
-    """Offset of each record, and the defect that keeps the rest of the file from being read, if there is one.
+    """Finds the records of a file by their lengths, without reading the data.
 
-    The CRCs of the records' data are not checked. check_lengths: stop at a length whose CRC is wrong, since the bytes
-    after it would be taken for records.
+    The CRCs of the data are not checked.
+
+    Args:
+        check_lengths: Stop at a length whose CRC is wrong, since the bytes after it would be taken
+            for records.
+
+    Returns:
+        The offset of each record, and the defect that hides the rest of the file, if there is one.
     """
-    offsets, offset = array("Q"), 0
+    offsets = array("Q")
+    offset = 0
     try:
         file_bytes = path.stat().st_size
+        # Unbuffered: of a large record only the header is read.
         with path.open("rb", buffering=0) as file:
             while offset < file_bytes:
                 file.seek(offset)
                 header = file.read(HEADER_BYTES)
-                length = struct.unpack("<Q", header[:8])[0] if len(header) == HEADER_BYTES else 0
+                length = 0
+                if len(header) == HEADER_BYTES:
+                    length = struct.unpack("<Q", header[:8])[0]
                 end = offset + HEADER_BYTES + length + FOOTER_BYTES
-                place = f"record {len(offsets)} at byte {offset}"
+
+                record = f"record {len(offsets)} at byte {offset}"
                 if end > file_bytes:
-                    found = f"should end at byte {end}, but the file has {file_bytes} bytes"
-                    return offsets, f"{place} {found}: it is truncated or damaged"
+                    return offsets, (
+                        f"{record} should end at byte {end}, but the file has {file_bytes} bytes: "
+                        "it is truncated or damaged"
+                    )
                 if check_lengths and header[8:] != masked_crc(header[:8]):
-                    return offsets, f"{place} has a length whose CRC is wrong: it is damaged"
+                    return offsets, f"{record} has a length whose CRC is wrong: it is damaged"
                 offsets.append(offset)
                 offset = end
     except OSError as error:
@@ -49,7 +65,7 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
 
 
 def masked_crc(data: bytes) -> bytes:
-    """The CRC-32C of a few bytes as the format stores it.
+    """The CRC-32C of a few bytes as the format stores it: rotated, plus a constant.
 
     >>> masked_crc(bytes(8)).hex()
     '29039807'
@@ -64,62 +80,97 @@ def masked_crc(data: bytes) -> bytes:
 
 
 def walk(path: bytes) -> Iterator[np.ndarray]:
-    """The records of a file in turn, in pieces [n, 2] of (place, data). The data of a damaged record are empty."""
+    """Reads the records of a file in turn, in pieces [n, 2] of (location, data).
+
+    The data of a damaged record are empty.
+    """
     name = path.decode()
     offsets, _ = scan_records(Path(name), check_lengths=True)
     reader = tf_record_random_reader(name)
     for begin in range(0, len(offsets), PIECE_RECORDS):
         piece = enumerate(offsets[begin : begin + PIECE_RECORDS], start=begin)
-        yield np.array([(place_of(name, *record).encode(), _read(reader, record[1])) for record in piece], object)
+        rows = [(location_of(name, number, offset).encode(), _read(reader, offset)) for number, offset in piece]
+        yield np.array(rows, object)
 
 
-def place_of(path: str, number: int, offset: int) -> str:
+def location_of(path: str, number: int, offset: int) -> str:
     return f"{path}, record {number} at byte {offset}"
 
 
 def _read(reader: tf_record_random_reader, offset: int) -> bytes:
-    """The data of a record; nothing if they are damaged."""
+    """Reads the data of a record; empty if they are damaged."""
     with suppress(tf.errors.OpError, IndexError):
         return reader.read(offset)[0]
     return b""
 
 
 def find_record(paths: Iterable[str], record: bytes, deadline_seconds: float) -> str | None:
-    """The place of a record with these bytes; None if it is not found by a time of time.monotonic()."""
+    """Finds the location of the record with these bytes.
+
+    Args:
+        deadline_seconds: The time of time.monotonic() at which to give up, with None.
+    """
+    record_bytes = HEADER_BYTES + len(record) + FOOTER_BYTES
     for path in paths:
         offsets, _ = scan_records(Path(path))
-        lengths = np.diff(np.append(np.asarray(offsets), Path(path).stat().st_size if offsets else ()))
-        for number in np.flatnonzero(lengths == HEADER_BYTES + len(record) + FOOTER_BYTES):
+        ends = np.append(np.asarray(offsets), Path(path).stat().st_size if offsets else ())
+        # Only records of the right length are read.
+        for number in np.flatnonzero(np.diff(ends) == record_bytes):
             if _read(tf_record_random_reader(path), offsets[number]) == record:
-                return place_of(path, int(number), offsets[number])
+                return location_of(path, int(number), offsets[number])
             if time.monotonic() > deadline_seconds:
                 return None
     return None
 
 
-def find_damage(counts: Mapping[str, int], message: str, skips: bool, deadline_seconds: float) -> str | None:
-    """The file or record that TensorFlow's message is about, which names a byte at most, and what is wrong with it.
+def find_damage(
+    counts: Mapping[str, int],
+    message: str,
+    skips: bool,
+    deadline_seconds: float,
+) -> str | None:
+    """Finds the file or record that TensorFlow's message is about, and the defect in it.
 
-    counts: how many records the files held when they were opened. skips: known damage was left out then.
+    Args:
+        counts: Records that the files held when they were opened.
+        message: Names the byte of a record at most, never its file.
+        skips: Damage that was known when the files were opened has been left out.
+        deadline_seconds: The time of time.monotonic() at which to give up, with None.
     """
-    said = re.search(r"record at (\d+)", message)
-    suspects = {int(said[1]), int(said[1]) - HEADER_BYTES} if said else set()
-    for path, before in counts.items():
-        offsets, problem = scan_records(Path(path), skips)
-        if len(offsets) != before or (problem and not skips):
-            return f"{path}: {problem or f'holds {len(offsets)} records and had {before} before'}"
+    match = re.search(r"record at (\d+)", message)
+    # TensorFlow names the begin of the record's header, or of its data.
+    suspects = {int(match[1]), int(match[1]) - HEADER_BYTES} if match else set()
+    for path, count in counts.items():
+        offsets, defect = scan_records(Path(path), skips)
+        if len(offsets) != count or (defect and not skips):
+            return f"{path}: {defect or f'holds {len(offsets)} records and had {count} before'}"
         for number, offset in enumerate(offsets if suspects else ()):
             if offset in suspects and not _read(tf_record_random_reader(path), offset):
-                return f"{place_of(path, number, offset)}: {CORRUPTED}"
+                return f"{location_of(path, number, offset)}: {CORRUPTED}"
         if time.monotonic() > deadline_seconds:
             break
     return None
 
 
-def write_tfrecords(dir: str | Path, split: str, images: np.ndarray, labels: np.ndarray, num_files: int) -> list[Path]:
-    """Writes images uint8 [n, h, w, c], as PNG, and labels [n] to num_files files.
+def write_tfrecords(
+    dir: str | Path,
+    split: str,
+    images: np.ndarray,
+    labels: np.ndarray,
+    num_files: int,
+) -> list[Path]:
+    """Writes images and labels to TFRecord files, as dataset=tfrecord reads them.
 
     Example i goes to file i % num_files. A file gets its name when it is complete.
+
+    Args:
+        dir: The folder, which is made if need be.
+        split: "train", "validation" or "test".
+        images: uint8 [n, h, w, c], stored as PNG.
+        labels: Whole numbers [n].
+
+    Returns:
+        The files' paths.
     """
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,11 +178,12 @@ def write_tfrecords(dir: str | Path, split: str, images: np.ndarray, labels: np.
     for number in range(num_files):
         path = folder / f"{split}-{number:05d}-of-{num_files:05d}.tfrecord"
         partial = path.with_suffix(".partial")
+        examples = zip(images[number::num_files], labels[number::num_files], strict=True)
         with tf.io.TFRecordWriter(str(partial)) as writer:
-            for image, label in zip(images[number::num_files], labels[number::num_files], strict=True):
-                encoded = tf.io.encode_png(image).numpy()
+            for image, label in examples:
+                png = tf.train.BytesList(value=[tf.io.encode_png(image).numpy()])
                 features = {
-                    "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[encoded])),
+                    "image": tf.train.Feature(bytes_list=png),
                     "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[int(label)])),
                 }
                 example = tf.train.Example(features=tf.train.Features(feature=features))

@@ -1,9 +1,9 @@
-"""Parquet files: where they lie, the rows of each row group, and one row group as arrays."""
+"""Parquet files: their places on disk, the rows of each row group, and one row group as arrays."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns that are read, and the values allowed. `record.field` names the field of a struct."""
+    """The two columns that are read, and their values. `record.field` names the field of a struct."""
 
     image: str
     label: str
@@ -42,106 +42,145 @@ class Rows(NamedTuple):
     images: np.ndarray
     """Encoded images as objects [n], or pixels [n, h, w, c]."""
     labels: np.ndarray
-    """int32 [n]; -1 in rows that cannot be used."""
-    wrong: dict[int, str]
-    """The rows that cannot be used, and why."""
+    """int32 [n]; -1 in unusable rows."""
+    problems: dict[int, str]
+    """The problem of each unusable row."""
 
 
-def find_files(place: Path, split: str) -> list[Path]:
-    """The Parquet files of a split by name: PLACE/SPLIT*.parquet, and all in the folder PLACE/SPLIT.
+def find_files(folder: Path, split: str) -> list[Path]:
+    """Finds the Parquet files of a split by name.
 
-    Spark and others write a folder of that name instead of a file; names that begin with _ or . are not data.
-    A place that is a file is the training part.
+    They are FOLDER/SPLIT*.parquet, and all in the folder FOLDER/SPLIT. If `folder` is a file, it is
+    the training split.
     """
-    if place.is_file():
-        return [place] if split == "train" else []
-    found = []
-    for path in sorted({place / split, *place.glob(f"{split}*.parquet")}):
-        inside = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
-        found += [file for file in inside if not any(part[0] in "_." for part in file.relative_to(place).parts)]
-    return found
+    if folder.is_file():
+        return [folder] if split == "train" else []
+
+    files = []
+    for path in sorted({folder / split, *folder.glob(f"{split}*.parquet")}):
+        # Spark and others write a folder of that name instead of a file.
+        parts = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+        for part in parts:
+            # Names that begin with _ or . are those of logs and unfinished files.
+            names = part.relative_to(folder).parts
+            if not any(name.startswith(("_", ".")) for name in names):
+                files.append(part)
+    return files
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
-    """The row groups that hold rows, and the columns. Raises DataError if the file is damaged."""
+    """Reads the row groups that hold rows, and the schema.
+
+    Raises:
+        DataError: The file is damaged.
+    """
     try:
         with pq.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
-            rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            metadata = file.metadata
+            schema = file.schema_arrow
+            counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     except (OSError, pa.ArrowException) as error:
-        what = f"is no Parquet file, or a damaged one: {_first_line(error)}"
-        raise DataError(f"{path} {what}; write it again, {LEAVE_OUT}") from error
-    return [RowGroup(str(path), number, count) for number, count in enumerate(rows) if count], schema
+        raise DataError(
+            f"{path} is not a Parquet file, or is damaged: {_first_line(error)}; write it again, {LEAVE_OUT}"
+        ) from error
+    groups = [RowGroup(str(path), index, count) for index, count in enumerate(counts) if count]
+    return groups, schema
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
-    """The type of the pixels, or of the bytes that encode them. Raises DataError if a column is missing or wrong."""
-    image, label = _type_of(path, schema, columns.image), _type_of(path, schema, columns.label)
+    """The type of the pixels, or of the bytes that encode them.
+
+    Raises:
+        DataError: A column is missing or has a type that does not fit.
+    """
+    image = _type_of(path, schema, columns.image)
+    label = _type_of(path, schema, columns.label)
     if not pa.types.is_integer(label):
         raise DataError(f"{path}: column {columns.label} is {label}; labels must be whole numbers")
+
     pixel = image if is_encoded(image) else getattr(image, "value_type", pa.null())
     if not (is_encoded(pixel) or pa.types.is_integer(pixel) or pa.types.is_floating(pixel)):
-        needed = "encoded images (binary) or lists of pixels are needed"
-        raise DataError(f"{path}: column {columns.image} is {image}; {needed}")
+        raise DataError(
+            f"{path}: column {columns.image} is {image}; encoded images (binary) or lists of pixels are needed"
+        )
     return pixel
 
 
-def is_encoded(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+def is_encoded(data_type: pa.DataType) -> bool:
+    return pa.types.is_binary(data_type) or pa.types.is_large_binary(data_type)
 
 
 def read_group(group: RowGroup, columns: Columns) -> Rows:
-    """The rows of a row group. Raises DataError if it cannot be read at all."""
+    """Reads a row group.
+
+    Raises:
+        DataError: It cannot be read at all.
+    """
     try:
         with pq.ParquetFile(group.path) as file:
-            # One thread: the cores are shared out among the ranks of a host, and pyarrow would take them all.
+            # One thread: the cores are shared out among the ranks of a host, and pyarrow would take
+            # them all.
             table = file.read_row_group(group.number, columns=[columns.image, columns.label], use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
         raise DataError(f"{group} cannot be read: {_first_line(error)}") from error
     if table.num_rows != group.num_rows:
         raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
-    wrong: dict[int, str] = {}
-    images, labels = _column(table, columns.image), _column(table, columns.label)
-    _refuse(wrong, pc.is_null(labels), f"{columns.label} is null")
+
+    problems: dict[int, str] = {}
+    images = _column(table, columns.image)
+    labels = _column(table, columns.label)
+
+    _note(problems, pc.is_null(labels), f"{columns.label} is null")
     values = labels.fill_null(0).to_numpy()
     for row in np.flatnonzero((values < 0) | (values >= columns.num_classes)):
-        wrong[int(row)] = f"label {values[row]} is outside 0 ... {columns.num_classes - 1}"
-    _refuse(wrong, pc.is_null(images), f"{columns.image} is null")
-    is_list = hasattr(images.type, "value_type")
-    pixels = _pixels(images, columns, wrong) if is_list else images.fill_null(b"").to_numpy()
+        problems[int(row)] = f"label {values[row]} is outside 0 ... {columns.num_classes - 1}"
+
+    _note(problems, pc.is_null(images), f"{columns.image} is null")
+    if hasattr(images.type, "value_type"):
+        pixels = _pixels(images, columns, problems)
+    else:
+        pixels = images.fill_null(b"").to_numpy()
+
     values = values.astype(np.int32)
-    values[np.fromiter(wrong, np.int64)] = -1
-    return Rows(pixels, values, wrong)
+    values[list(problems)] = -1
+    return Rows(pixels, values, problems)
 
 
-def _pixels(images: pa.ChunkedArray, columns: Columns, wrong: dict[int, str]) -> np.ndarray:
-    """Pixels [n, h, w, c]; zeros in rows with too few or too many numbers."""
+def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
+    """Turns lists of numbers into pixels [n, h, w, c], with zeros in rows of another length."""
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
     for row in np.flatnonzero(lengths != num_pixels):
-        wrong.setdefault(int(row), f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}")
-    whole = np.flatnonzero((lengths == num_pixels) & ~pc.is_null(images).to_numpy())
-    if len(whole) < len(images):
-        images = images.take(pa.array(whole))
+        problems.setdefault(
+            int(row),
+            f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}",
+        )
+
+    whole_rows = np.flatnonzero((lengths == num_pixels) & ~pc.is_null(images).to_numpy())
+    if len(whole_rows) < len(images):
+        images = images.take(pa.array(whole_rows))
     flat = pc.list_flatten(images)
-    for row in np.unique(np.flatnonzero(pc.is_null(flat, nan_is_null=True).to_numpy()) // num_pixels):
-        wrong.setdefault(int(whole[row]), "a pixel is null or NaN")
+    is_missing = pc.is_null(flat, nan_is_null=True).to_numpy()
+    for index in np.unique(np.flatnonzero(is_missing) // num_pixels):
+        problems.setdefault(int(whole_rows[index]), "a pixel is null or NaN")
+
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)
-    if len(whole) == len(lengths):
+    if len(whole_rows) == len(lengths):
         return values
     pixels = np.zeros([len(lengths), *columns.image_shape], values.dtype)
-    pixels[whole] = values
+    pixels[whole_rows] = values
     return pixels
 
 
-def _refuse(wrong: dict[int, str], rows: pa.ChunkedArray, what: str) -> None:
+def _note(problems: dict[int, str], rows: pa.ChunkedArray, problem: str) -> None:
+    """Notes the problem of rows, unless they have one already."""
     for row in np.flatnonzero(rows.to_numpy()):
-        wrong.setdefault(int(row), what)
+        problems.setdefault(int(row), problem)
 
 
 def _path(names: list[str], column: str) -> list[str]:
-    """A column whose own name has dots comes before a field of a struct."""
+    """Splits record.field, unless a column bears that name itself."""
     return [column] if column in names else column.split(".")
 
 
@@ -151,22 +190,21 @@ def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
 
 
 def _type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
-    known: pa.Schema | pa.StructType = schema
-    found = None
+    """The type of a column or a field. Raises DataError if there is none."""
+    parent: Any = schema
     for name in _path(schema.names, column):
-        names = [field.name for field in known] if isinstance(known, pa.Schema | pa.StructType) else []
-        if name not in names:
+        fields = parent if isinstance(parent, pa.Schema | pa.StructType) else ()
+        if name not in [field.name for field in fields]:
             raise DataError(f"{path} has no column {column}; it has {', '.join(_names(schema))}")
-        found = known.field(name).type
-        known = found
-    return found
+        parent = parent.field(name).type
+    return parent
 
 
 def _names(schema: pa.Schema) -> Iterator[str]:
-    """All columns, and the fields of those that are structs."""
-    for field in schema:
-        fields = [inner.name for inner in field.type] if pa.types.is_struct(field.type) else []
-        yield from [f"{field.name}.{name}" for name in fields] or [field.name]
+    """Names of all columns, and of the fields of those that are structs."""
+    for column in schema:
+        fields = column.type if pa.types.is_struct(column.type) else ()
+        yield from [f"{column.name}.{field.name}" for field in fields] or [column.name]
 
 
 def _first_line(error: Exception) -> str:

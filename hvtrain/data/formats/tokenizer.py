@@ -1,4 +1,4 @@
-"""Tokenizers: sentencepiece models, trained on a text or read from a file."""
+"""Tokenizers: sentencepiece models, trained on documents or read from a file."""
 
 import hashlib
 import io
@@ -12,13 +12,18 @@ from hvtrain.data.manifest import user_path
 from hvtrain.errors import ConfigError, DataError
 
 TRAINED_CHARACTERS = 20_000_000
-"""A longer text is read in part, evenly spaced lines."""
+"""Of a longer text only evenly spaced lines are used for training."""
 
 
 class Tokenizer:
     """Turns text into tokens and back. A text ends with the token `end`.
 
-    model: the contents of a sentencepiece model file. Raises RuntimeError or ValueError if it is none.
+    Args:
+        model: Content of a sentencepiece model file.
+
+    Raises:
+        RuntimeError: It is not a model.
+        ValueError: It is empty.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -38,20 +43,22 @@ class Tokenizer:
         return self._processor.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; those that the tokenizer does not know, such as a masked model's mask, give none."""
+        """Turns tokens into text. Unknown ones, such as a masked model's mask, give none."""
         return self._processor.decode([int(token) for token in tokens if 0 <= token < self.size])
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
-        """The tokens of all documents in a row, each with its end; int32."""
-        parts = [np.asarray([*self.encode(document), self.end], np.int32) for document in documents]
-        return np.concatenate([np.zeros(0, np.int32), *parts])
+        """Joins the tokens of all documents, int32, each document with its end."""
+        parts = [[*self.encode(document), self.end] for document in documents]
+        return np.concatenate([np.zeros(0, np.int32), *(np.asarray(part, np.int32) for part in parts)])
 
 
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
-    """Trains byte-pair encoding of so many tokens. The same documents give the same bytes.
+    """Trains byte-pair encoding of `size` tokens. The same documents give the same bytes.
 
-    Every text can be encoded, and decodes to itself: rare characters become bytes, and white space counts. Raises
-    ConfigError if the documents do not have so many tokens, or need more.
+    Every text can be encoded, and decodes to itself.
+
+    Raises:
+        ConfigError: The documents do not have so many tokens, or need more.
     """
     model = io.BytesIO()
     try:
@@ -60,7 +67,9 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             model_writer=model,
             vocab_size=size,
             model_type="bpe",
+            # Rare characters become bytes, so that every text can be encoded.
             byte_fallback=True,
+            # White space counts: source code decodes to itself.
             user_defined_symbols=["\n"],
             allow_whitespace_only_pieces=True,
             normalization_rule_name="identity",
@@ -75,39 +84,45 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             minloglevel=3,
         )
     except RuntimeError as error:
-        raise ConfigError(_refusal(size, str(error))) from error
+        raise ConfigError(_training_problem(size, str(error))) from error
     return Tokenizer(model.getvalue())
 
 
 def load_tokenizer(file: str) -> Tokenizer:
-    """Reads a .model file of sentencepiece. Raises DataError if it is none, or has no token for the end of a text."""
+    """Reads a .model file of sentencepiece.
+
+    Raises:
+        DataError: It is not one, or has no token for the end of a text.
+    """
     try:
         tokenizer = Tokenizer(user_path(file).read_bytes())
     except OSError as error:
         raise DataError(f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path") from error
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"dataset.tokenizer={file} is no sentencepiece model; give a .model file") from error
+        raise DataError(f"dataset.tokenizer={file} is not a sentencepiece model; give a .model file") from error
     if tokenizer.end < 0:
         raise DataError(f"dataset.tokenizer={file} has no token for the end of a text; train it with an eos_id")
     return tokenizer
 
 
-def lines_of(documents: Sequence[str], most: int) -> list[str]:
-    """The lines of all documents, or evenly spaced ones, of about `most` characters.
+def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
+    """The lines of all documents; of longer ones, evenly spaced lines of about max_characters.
 
-    >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], most=6)
+    >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], max_characters=6)
     ['one', 'six']
     """
     lines = [line for document in documents for line in document.splitlines() if line]
-    step = -(-sum(map(len, lines)) // most)
+    step = -(-sum(map(len, lines)) // max_characters)
     return lines[:: step or 1]
 
 
-def _refusal(size: int, said: str) -> str:
-    """What sentencepiece says, in a line of ours."""
+def _training_problem(size: int, message: str) -> str:
+    """Turns sentencepiece's training error into a one-line message with a fix."""
     setting = f"dataset.vocabulary_size={size}"
-    if found := re.search(r"size too high .* value <= (\d+)", said):
-        return f"{setting} is too large for the training text, which has {found[1]} tokens; lower it"
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
-        return f"{setting} is too small: 256 bytes and the text's characters need {found[1]}; raise it"
-    return f"{setting}: sentencepiece cannot train a tokenizer: {said.splitlines()[0]}"
+    too_high = re.search(r"size too high .* value <= (\d+)", message)
+    if too_high:
+        return f"{setting} is too large for the training text, which has {too_high[1]} tokens; lower it"
+    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
+    if too_small:
+        return f"{setting} is too small: 256 bytes and the text's characters need {too_small[1]}; raise it"
+    return f"{setting}: sentencepiece cannot train a tokenizer: {message.splitlines()[0]}"

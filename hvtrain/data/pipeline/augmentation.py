@@ -1,7 +1,12 @@
-"""Changes training images, and their targets with them, by Keras layers: a pure function of a batch and a seed.
+"""Augments training images, and their targets with them, by Keras layers made pure.
 
-It takes raw images, in the type and the range of the data set, before they are normalized. So a stream stays a function
-of (seed, rank, size, step), and resuming and regrouping need nothing of it.
+Keras's layers draw random numbers from generators with state, in variables: a layer's output depends
+on how often it was called before. Here a layer is traced once, with generators that make each number
+from a seed. Its graph is then searched for any other state, so that a layer is not trusted but
+checked.
+
+So a stream stays a function of (seed, rank, size, step), and resuming and regrouping need no state of
+it. Layers get raw images, in the range of the data set, before they are normalized.
 """
 
 import itertools
@@ -20,76 +25,122 @@ from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, 
 from hvtrain.data.source import StreamRequest
 from hvtrain.errors import ConfigError, in_one_line, place_of
 
-IMAGES, LABELS, MASKS = "images", "labels", "segmentation_masks"
-"""Parts of a batch, as Keras's layers of augmentation name them."""
+# Parts of a batch, as Keras's augmentation layers name them.
+IMAGES = "images"
+LABELS = "labels"
+MASKS = "segmentation_masks"
+
 Batch = Mapping[str, Any]
 
 fold_in = tf.random.experimental.stateless_fold_in
-# TensorFlow marks them as if they had state; the parts of what they call are searched too.
-_HARMLESS = {"Assert", "Case", "If", "While", "StatefulPartitionedCall", "VarHandleOp", "ReadVariableOp"}
+
+# TensorFlow marks these operations as stateful, but they keep no state of their own. The functions
+# that some of them call are searched too.
+_HARMLESS = {
+    "Assert",
+    "Case",
+    "If",
+    "While",
+    "StatefulPartitionedCall",
+    "VarHandleOp",
+    "ReadVariableOp",
+}
 
 
 class PureLayer:
-    """A layer that gives a batch of images, with labels or masks, from such a batch and a seed int64 [2].
+    """A layer as a pure function of a batch and a seed int64 [2].
 
-    A layer in the manner of Keras's, which has a method transform_labels or transform_segmentation_masks, takes the
-    batch as a dict; any other one the images alone. Raises ConfigError for a layer that fails or is not pure.
+    A layer in the manner of Keras's, with a method transform_labels or
+    transform_segmentation_masks, gets the batch as a dict; any other one gets the images alone.
 
     Args:
-        place: its name in the configuration, for messages.
+        setting: The layer's name in the configuration, for messages.
         spec: float32 tensors by part, of batches of any size.
+
+    Raises:
+        ConfigError: The layer fails, has weights, or is not pure.
     """
 
-    def __init__(self, place: str, layer: keras.Layer, spec: Mapping[str, tf.TensorSpec]) -> None:
-        self.place = f"{place} ({type(layer).__name__})"
+    def __init__(
+        self,
+        setting: str,
+        layer: keras.Layer,
+        spec: Mapping[str, tf.TensorSpec],
+    ) -> None:
+        self.name = f"{setting} ({type(layer).__name__})"
+        self.input_spec = spec
         self.unchanged: set[str] = set()
-        """Parts that it gives as it got them, whatever the seed."""
+        """Parts that are returned as they came, whatever the seed."""
+
         takes_dict = takes_batches(layer)
         if MASKS in spec and not (takes_dict or isinstance(layer, keras.layers.RandomGrayscale)):
             raise ConfigError(
-                f"{self.place} takes images alone, so masks would not move with them; give it a method "
-                "transform_segmentation_masks and a call that takes a dict, as keras.layers.RandomFlip has"
+                f"{self.name} takes images alone, so masks would not move with them; give it a "
+                "method transform_segmentation_masks and a call that takes a dict, as "
+                "keras.layers.RandomFlip has"
             )
 
         def apply(batch: dict[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:
+            # Layers of augmentation change images in training alone.
             training = {"training": True} if layer._call_has_training_arg else {}
+            argument = dict(batch) if takes_dict else batch[IMAGES]
             with drawing_from(seed):
-                found = layer(dict(batch), **training) if takes_dict else {IMAGES: layer(batch[IMAGES], **training)}
-            found = {name: tf.cast(found.get(name, part), tf.float32) for name, part in batch.items()}
-            if MASKS in found:
-                found[MASKS] = found[MASKS][..., :1]  # CutMix gives masks as many channels as images have.
-            self.unchanged |= {name for name, part in batch.items() if _origin(found[name]) is _origin(part)}
-            return found
+                changed = layer(argument, **training)
+            if not takes_dict:
+                changed = {IMAGES: changed}
 
-        self.taken, self._traced = spec, self._trace(apply, spec)
+            outputs = {name: tf.cast(changed.get(name, part), tf.float32) for name, part in batch.items()}
+            if MASKS in outputs:
+                # CutMix gives masks as many channels as images have.
+                outputs[MASKS] = outputs[MASKS][..., :1]
+            for name, part in batch.items():
+                if _origin(outputs[name]) is _origin(part):
+                    self.unchanged.add(name)
+            return outputs
+
+        self._traced = self._trace(apply)
+        # Weights, and other variables, are made by the first call.
         if layer.trainable_variables:
-            raise ConfigError(f"{self.place} has weights, which nothing here would train; make it a part of the model")
-        self.spec = {
+            raise ConfigError(f"{self.name} has weights, which nothing here would train; make it a part of the model")
+        self.output_spec = {
             name: tf.TensorSpec(part.shape, part.dtype) for name, part in self._traced.structured_outputs.items()
         }
 
     def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
         return self._traced(dict(batch), seed)
 
-    def _trace(self, apply: Callable[..., Any], spec: Mapping[str, tf.TensorSpec]) -> Any:
-        drawn = random.getstate(), repr(np.random.get_state())
+    def _trace(self, apply: Callable[..., Any]) -> Any:
+        """Traces the layer. Raises ConfigError if that fails or its graph is not pure."""
+        python_state = random.getstate()
+        numpy_state = repr(np.random.get_state())
         try:
-            traced = tf.function(apply, autograph=False).get_concrete_function(dict(spec), tf.TensorSpec([2], tf.int64))
-        except Exception as error:
-            place, of = place_of(error), f"of shape {tuple(spec[IMAGES].shape[1:])}{' with masks' * (MASKS in spec)}"
-            raise ConfigError(
-                f"{self.place} fails on images {of}: {in_one_line(error).rstrip('.')}"
-                f"{f' ({place})' if place else ''}; change its settings, or leave it out"
-            ) from error
-        if drawn != (random.getstate(), repr(np.random.get_state())):
-            raise ConfigError(
-                f"{self.place} draws from Python's or NumPy's random numbers, once and for all steps alike, so that a "
-                "resumed run would differ; use keras.random, or choose another layer"
+            traced = tf.function(apply, autograph=False).get_concrete_function(
+                dict(self.input_spec), tf.TensorSpec([2], tf.int64)
             )
-        if found := _stateful(traced):
+        except Exception as error:
+            images = f"images of shape {tuple(self.input_spec[IMAGES].shape[1:])}"
+            if MASKS in self.input_spec:
+                images += " with masks"
+            message = in_one_line(error).rstrip(".")
+            line = place_of(error)
+            if line:
+                message += f" ({line})"
             raise ConfigError(
-                f"{self.place} uses TensorFlow's {', '.join(found)}, which keeps state, so that a resumed run would "
-                "differ; use keras.random and keras.ops, or choose another layer"
+                f"{self.name} fails on {images}: {message}; change its settings, or leave it out"
+            ) from error
+
+        # A number that Python or NumPy draws becomes a constant of the graph.
+        if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
+            raise ConfigError(
+                f"{self.name} draws from Python's or NumPy's random numbers, once and for all "
+                "steps alike, so that a resumed run would differ; use keras.random, or choose "
+                "another layer"
+            )
+        operations = _stateful_operations(traced)
+        if operations:
+            raise ConfigError(
+                f"{self.name} uses TensorFlow's {', '.join(operations)}, which keeps state, so that "
+                "a resumed run would differ; use keras.random and keras.ops, or choose another layer"
             )
         return traced
 
@@ -103,64 +154,81 @@ def takes_batches(layer: keras.Layer) -> bool:
 
 @contextmanager
 def drawing_from(seed: tf.Tensor) -> Iterator[None]:
-    """While it lasts, all of Keras's seed generators make seeds from this one and the number of the draw."""
-    numbers, generator = itertools.count(), keras.random.SeedGenerator
-    following, first = generator.next, seed_generator.make_default_seed
+    """Makes all of Keras's seed generators derive the n-th draw from this seed and n."""
+    draws = itertools.count()
+    generator = keras.random.SeedGenerator
+    original_next = generator.next
+    original_default = seed_generator.make_default_seed
 
     def next_seed(_: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-        return fold_in(seed, tf.constant(next(numbers), tf.int64))
+        return fold_in(seed, tf.constant(next(draws), tf.int64))
 
-    generator.next, seed_generator.make_default_seed = next_seed, lambda: 0
+    generator.next = next_seed
+    # A generator that the layer makes while it is traced would draw its seed from Python's random.
+    seed_generator.make_default_seed = lambda: 0
     try:
         yield
     finally:
-        generator.next, seed_generator.make_default_seed = following, first
+        generator.next = original_next
+        seed_generator.make_default_seed = original_default
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that this one is a plain copy of."""
+    """Follows plain copies back to the tensor that was copied."""
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
     return tensor
 
 
-def _stateful(traced: Any) -> list[str]:
-    """Kinds of operations in a function, and in what it calls, that keep state."""
+def _stateful_operations(traced: Any) -> list[str]:
+    """Types of operations that keep state, in a traced function and in all that it calls."""
     graph = traced.graph.as_graph_def()
-    kinds = {node.op for node in graph.node} | {node.op for part in graph.library.function for node in part.node_def}
-    known = {kind: op_def_registry.get(kind) for kind in kinds - _HARMLESS}
-    return sorted(kind for kind, definition in known.items() if definition is not None and definition.is_stateful)
+    types = {node.op for node in graph.node}
+    types |= {node.op for function in graph.library.function for node in function.node_def}
+    definitions = {name: op_def_registry.get(name) for name in types - _HARMLESS}
+    # Names without a definition are those of functions in the library.
+    return sorted(name for name, definition in definitions.items() if definition is not None and definition.is_stateful)
 
 
 class Labels:
     """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
 
     Args:
-        soften: targets as floats that may be mixed; None: they may not.
-        width: numbers in the targets of an example, once they are soft.
+        soften: Turns targets into floats that may be mixed. None if they may not.
+        width: Numbers per example of the softened targets.
     """
 
     part = LABELS
 
-    def __init__(self, soften: Callable[[Any], tf.Tensor] | None = None, width: int = 1) -> None:
-        self.soften, self.width, self.are_mixed = soften, width, False
+    def __init__(
+        self,
+        soften: Callable[[Any], tf.Tensor] | None = None,
+        width: int = 1,
+    ) -> None:
+        self.soften = soften
+        self.width = width
+        self.are_mixed = False
 
     def spec(self, image_shape: tuple[int, int, int]) -> tf.TensorSpec:
         return tf.TensorSpec([None, self.width], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
+        """Raises ConfigError if the layer mixes targets that cannot be mixed."""
         if LABELS in layer.unchanged:
             return
         if self.soften is None:
             raise ConfigError(
-                f"{layer.place} mixes the targets of examples, and those of this run cannot be mixed; leave it out, or "
-                "choose task=classification, binary, multilabel or regression, without weights of examples"
+                f"{layer.name} mixes the targets of examples, and those of this run cannot be "
+                "mixed; leave it out, or choose task=classification, binary, multilabel or "
+                "regression, without weights of examples"
             )
         self.are_mixed = True
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
-        rows = self.soften(targets) if self.are_mixed and self.soften else tf.zeros([tf.shape(images)[0], self.width])
-        return tf.reshape(rows, [-1, self.width])
+        if self.are_mixed and self.soften:
+            return tf.reshape(self.soften(targets), [-1, self.width])
+        # No layer changes them, so zeros stand for them in the batch.
+        return tf.zeros([tf.shape(images)[0], self.width])
 
     def decode(self, rows: tf.Tensor, targets: Any) -> Any:
         if not (self.are_mixed and self.soften):
@@ -170,33 +238,40 @@ class Labels:
 
 
 class Masks:
-    """Targets with a class for each pixel, which moves with its image.
+    """Targets with a class for each pixel, which move with their image.
 
     Args:
-        filling: the label of pixels that come in at a border.
+        fill_label: The label of pixels that come in at a border.
     """
 
     part = MASKS
     are_mixed = False
     OFFSET = 2**20
-    """Added to labels, so that whatever a layer fills in is none: that is how borders are found."""
+    """Added to labels. Whatever a layer fills in at a border, such as 0, is then not a label.
+    Labels keep their bits, as float32 holds whole numbers up to 2**24."""
 
-    def __init__(self, filling: int) -> None:
-        self.filling = filling
+    def __init__(self, fill_label: int) -> None:
+        self.fill_label = fill_label
 
     def spec(self, image_shape: tuple[int, int, int]) -> tf.TensorSpec:
         return tf.TensorSpec([None, *image_shape[:2], 1], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer blends labels, or leaves none."""
-        shapes = {part: [4, *spec.shape[1:]] for part, spec in layer.taken.items()}
+        shapes = {part: [4, *spec.shape[1:]] for part, spec in layer.input_spec.items()}
+        # A blend of 0 and 100 is neither of them.
         labels = np.random.default_rng(0).integers(2, size=shapes[MASKS]) * 100
-        batch = {IMAGES: tf.zeros(shapes[IMAGES]), MASKS: tf.constant(labels + self.OFFSET, tf.float32)}
+        batch = {
+            IMAGES: tf.zeros(shapes[IMAGES]),
+            MASKS: tf.constant(labels + self.OFFSET, tf.float32),
+        }
+        # A random layer may leave a batch as it is, so it gets four seeds.
         for number in range(4):
-            found = layer(batch, tf.constant([0, number], tf.int64))[MASKS].numpy() - self.OFFSET
-            found = found[np.abs(found) < self.OFFSET / 2]
-            if not found.size or not np.isin(found, (0, 100)).all():
-                raise ConfigError(f"{layer.place} blends or loses the labels of masks; leave it out")
+            masks = layer(batch, tf.constant([0, number], tf.int64))[MASKS].numpy()
+            remaining = masks - self.OFFSET
+            remaining = remaining[np.abs(remaining) < self.OFFSET / 2]
+            if not remaining.size or not np.isin(remaining, (0, 100)).all():
+                raise ConfigError(f"{layer.name} blends or loses the labels of masks; leave it out")
 
     def encode(self, targets: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
         return tf.cast(targets, tf.float32)[..., None] + float(self.OFFSET)
@@ -204,18 +279,22 @@ class Masks:
     def decode(self, masks: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         labels = masks[..., 0] - float(self.OFFSET)
         is_label = tf.abs(labels) < self.OFFSET / 2
-        labels = tf.where(is_label, tf.round(labels), float(self.filling))
+        labels = tf.where(is_label, tf.round(labels), float(self.fill_label))
         return tf.ensure_shape(tf.cast(labels, targets.dtype), targets.shape)
 
 
 class Augmentation:
-    """Layers in order, for batches of raw images and their targets. Raises ConfigError for layers that do not fit.
+    """Layers in order, for batches of raw images and their targets.
 
     Args:
-        layers: by their place in the configuration.
-        image_shape: of the data set, which images have at the end too.
-        keeps_integers: images of whole numbers come back as such; otherwise as float32.
-        in_step: batches get a seed, with which the step calls this; otherwise the input pipeline does.
+        layers: By their names in the configuration.
+        image_shape: Shape of the data set's images, which the last layer has to give as well.
+        keeps_integers: Images of whole numbers come back as such. Otherwise images are float32.
+        in_step: Batches get a seed, with which the step calls this. Otherwise the input pipeline
+            does.
+
+    Raises:
+        ConfigError: A layer is not pure, or does not fit the images or the targets.
     """
 
     def __init__(
@@ -226,38 +305,59 @@ class Augmentation:
         keeps_integers: bool = True,
         in_step: bool = False,
     ) -> None:
-        self.in_step, self._targets, self._keeps_integers = in_step, targets, keeps_integers
+        self.in_step = in_step
+        self._targets = targets
+        self._keeps_integers = keeps_integers
+
         self._layers: list[PureLayer] = []
-        spec = {IMAGES: tf.TensorSpec([None, *image_shape], tf.float32), targets.part: targets.spec(image_shape)}
-        for place, layer in layers.items():
-            pure = PureLayer(place, layer, spec)
+        spec = {
+            IMAGES: tf.TensorSpec([None, *image_shape], tf.float32),
+            targets.part: targets.spec(image_shape),
+        }
+        for setting, layer in layers.items():
+            pure = PureLayer(setting, layer, spec)
             targets.check(pure)
             self._layers.append(pure)
-            spec = pure.spec
-        if (came := tuple(spec[IMAGES].shape)) != (None, *image_shape):
+            spec = pure.output_spec
+
+        last_shape = tuple(spec[IMAGES].shape)
+        if last_shape != (None, *image_shape):
             raise ConfigError(
-                f"{self._layers[-1].place} gives images of shape {came[1:]} at the end of augment, and the model takes "
-                f"{image_shape}; pad images before a crop, or end with keras.layers.Resizing"
+                f"{self._layers[-1].name} gives images of shape {last_shape[1:]} at the end of "
+                f"augment, and the model takes {image_shape}; pad images before a crop, or end "
+                "with keras.layers.Resizing"
             )
 
     @property
     def mixes(self) -> bool:
-        """True if targets come back as floats, of several examples each."""
+        """True if targets come back as floats, each mixed from several examples."""
         return self._targets.are_mixed
 
-    def __call__(self, images: tf.Tensor, targets: Any, seed: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def __call__(
+        self,
+        images: tf.Tensor,
+        targets: Any,
+        seed: tf.Tensor,
+    ) -> tuple[tf.Tensor, Any]:
         """Images and targets after all layers. Pure function of the arguments; seed is int64 [2]."""
-        floats = tf.cast(images, tf.float32)
-        batch: Batch = {IMAGES: floats, self._targets.part: self._targets.encode(targets, images)}
-        for number, layer in enumerate(self._layers):
-            batch = layer(batch, fold_in(seed, tf.constant(number, tf.int64)))
-        found = tf.ensure_shape(batch[IMAGES], images.shape)
+        batch: Batch = {
+            IMAGES: tf.cast(images, tf.float32),
+            self._targets.part: self._targets.encode(targets, images),
+        }
+        for index, layer in enumerate(self._layers):
+            batch = layer(batch, fold_in(seed, tf.constant(index, tf.int64)))
+
+        augmented = tf.ensure_shape(batch[IMAGES], images.shape)
         if self._keeps_integers and images.dtype.is_integer:
-            found = tf.saturate_cast(tf.round(found), images.dtype)
-        return found, self._targets.decode(batch[self._targets.part], targets)
+            augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
+        return augmented, self._targets.decode(batch[self._targets.part], targets)
 
     def of_stream(self, batches: tf.data.Dataset, request: StreamRequest) -> tf.data.Dataset:
-        """The batches of a source's training stream, augmented, or with their seeds: ((images, seed), targets, ...)."""
+        """Augments a source's training stream, or adds seeds for the step to do it.
+
+        Returns:
+            Batches as they came, or with in_step ((images, seed), targets, ...).
+        """
 
         @unconverted
         def augment(step: tf.Tensor, batch: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,5 +368,6 @@ class Augmentation:
             return *self(images, targets, seed), *weights
 
         steps = tf.data.Dataset.range(request.start_step, FOREVER)
-        augmented = tf.data.Dataset.zip(steps, batches).map(augment, num_parallel_calls=tf.data.AUTOTUNE)
+        numbered = tf.data.Dataset.zip(steps, batches)
+        augmented = numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
         return finish(augmented, request.topology)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,85 +16,120 @@ from tensorflow.python.eager import context
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, unconverted
 
-_seeding = threading.RLock()  # Streams open their epochs in threads of their own.
-_OPEN, _CLOSE = "<<", ">>"  # Around a message of ours in an error of TensorFlow's.
+# tf.data opens the epochs of several streams in threads of its own, and the seed is global.
+_seeding = threading.RLock()
+
+# Marks that find a message of ours again in the middle of TensorFlow's.
+_MESSAGE_BEGIN = "<<"
+_MESSAGE_END = ">>"
 
 
-def epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int, spec: Any) -> tf.data.Dataset:
-    """open_epoch(first), open_epoch(first + 1) and so on, joined. Each is called when the one before has ended.
+def join_epochs(
+    open_epoch: Callable[[int], tf.data.Dataset],
+    first: int,
+    spec: Any,
+) -> tf.data.Dataset:
+    """Joins the data sets of all epochs from `first` on, each opened when the one before has ended.
 
-    open_epoch runs in Python, with an int. Its data set, of that element_spec, is handed to TensorFlow.
+    Args:
+        open_epoch: Runs in Python. Its data set is handed to TensorFlow, which then reads it.
+        spec: The element_spec of these data sets.
     """
     end_with_python()
-    kept: deque[tf.data.Dataset] = deque(maxlen=2)  # A data set's functions go with its Python object.
+    # A data set's functions die with its Python object, so the newest two are kept alive.
+    kept: deque[tf.data.Dataset] = deque(maxlen=2)
 
-    def opened(epoch: tf.Tensor) -> tf.Tensor:
+    def open_as_variant(epoch: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
             kept.append(open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
     @unconverted
-    def handed_over(epoch: tf.Tensor) -> tf.data.Dataset:
-        return tf.data.experimental.from_variant(tf.py_function(opened, [epoch], tf.variant), spec)
+    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        variant = tf.py_function(open_as_variant, [epoch], tf.variant)
+        return tf.data.experimental.from_variant(variant, spec)
 
-    return tf.data.Dataset.range(first, FOREVER).flat_map(handed_over)
+    return tf.data.Dataset.range(first, FOREVER).flat_map(epoch_batches)
 
 
 @contextmanager
 def seeded(seed: int, epoch: int) -> Iterator[None]:
     """Sets TensorFlow's seed to a function of both, then sets it back.
 
-    A shuffle that is made meanwhile has another order in each epoch, and the same one again when the run is resumed,
-    whether it has a seed of its own or not. The seed is equal on all ranks: their shards differ already, and ranks that
-    read the same data by mistake then read it in the same order, which is noticed.
-    tf.random.set_seed would also reset the random operations of others.
+    A shuffle that is made meanwhile has another order in each epoch, and the same one again when the
+    run is resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their
+    shards differ already, and ranks that read the same data by mistake then read it in the same
+    order, which is noticed.
     """
-    made = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
-    own: Any = context.context()
+    order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
+    # Not tf.random.set_seed, which would also reset the random operations of others.
+    eager: Any = context.context()
     with _seeding:
-        before = own._seed, getattr(own, "_rng", None)
-        own._seed, own._rng = made, random.Random(made)
+        before = (eager._seed, getattr(eager, "_rng", None))
+        eager._seed = order_seed
+        eager._rng = random.Random(order_seed)
         try:
             yield
         finally:
-            own._seed, own._rng = before
+            eager._seed, eager._rng = before
 
 
-def cut(batches: tf.data.Dataset, share: Share, first_step: int, name: str, ends: bool = False) -> tf.data.Dataset:
-    """The batches of an epoch's steps from first_step on, out of batches of up to share.batch_size examples.
+def cut_epoch(
+    batches: tf.data.Dataset,
+    share: Share,
+    first_step: int,
+    name: str,
+    ends: bool = False,
+) -> tf.data.Dataset:
+    """Cuts batches into an epoch's steps from first_step on, and checks that the examples suffice.
 
-    The stream fails, see said(), if examples of that name end before the share does, or with `ends` if they do not end
-    with it.
+    The stream fails, with a message for stream_error(), if the examples end before the share does.
+
+    Args:
+        batches: Of up to share.batch_size examples.
+        name: The origin of the examples, for the message.
+        ends: The stream fails as well if the examples do not end with the share.
     """
     if not share.is_full:
-        sizes = [share.begin(step + 1) - share.begin(step) for step in range(first_step, share.steps)]
+        begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
+        sizes = [end - begin for begin, end in pairwise(begins)]
         batches = batches.rebatch(sizes) if sizes else batches
-    blank = tf.nest.map_structure(lambda one: tf.zeros([0, *one.shape[1:]], one.dtype), batches.element_spec)
-    endless = batches.concatenate(tf.data.Dataset.from_tensors(blank).repeat())
+
+    # Empty batches follow, so that a stream that is too short gets as far as the check.
+    empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype), batches.element_spec)
+    endless = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
 
     @unconverted
-    def checked(step: tf.Tensor, *batch: Any) -> Any:
-        found = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+    def check(step: tf.Tensor, batch: Any) -> Any:
+        size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step, tf.minimum)
-        wanted = tf.where(step < share.steps, share.begin(step + 1, tf.minimum) - begin, 0)
-        text = tf.strings.format(
-            f"{_OPEN}{name}: {{}} examples were read and {share.num_examples:,} are needed{_CLOSE}",
-            tf.minimum(begin, share.num_examples) + found,
+        # With `ends`, one more step follows the share, in which nothing may come.
+        is_in_share = step < share.steps
+        needed_size = tf.where(is_in_share, share.begin(step + 1, tf.minimum) - begin, 0)
+
+        num_read = tf.minimum(begin, share.num_examples) + size
+        message = tf.strings.format(
+            f"{_MESSAGE_BEGIN}{name}: {{}} examples were read and {share.num_examples:,} are needed{_MESSAGE_END}",
+            num_read,
         )
-        with tf.control_dependencies([tf.debugging.Assert(found == wanted, [text])]):
+        with tf.control_dependencies([tf.debugging.Assert(size == needed_size, [message])]):
             return tf.nest.map_structure(tf.identity, batch)
 
     steps = tf.data.Dataset.range(first_step, share.steps + ends)
-    checked_batches = tf.data.Dataset.zip(steps, endless).map(lambda step, batch: checked(step, *batch))
+    checked = tf.data.Dataset.zip(steps, endless).map(check)
     if ends:
-        return checked_batches.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
-    fixed = share.batch_size if share.is_full else None
-    return checked_batches.map(
-        lambda *batch: tf.nest.map_structure(lambda one: tf.ensure_shape(one, [fixed, *one.shape[1:]]), batch)
-    )
+        return checked.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
+
+    # The empty batches have hidden the size from the graph's static shapes.
+    static_size = share.batch_size if share.is_full else None
+
+    def ensure_size(*batch: Any) -> Any:
+        return tf.nest.map_structure(lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]), batch)
+
+    return checked.map(ensure_size)
 
 
-def said(error: Exception) -> str:
-    """The message of a stream that cut() made fail; empty if the error is another."""
-    found = re.search(f"{_OPEN}(.*?){_CLOSE}", str(error), re.DOTALL)
-    return found[1] if found else ""
+def stream_error(error: Exception) -> str:
+    """The message of a stream that cut_epoch() made fail; empty if it is another error."""
+    match = re.search(f"{_MESSAGE_BEGIN}(.*?){_MESSAGE_END}", str(error), re.DOTALL)
+    return match[1] if match else ""

@@ -1,6 +1,7 @@
-"""How streams are made: seeds, epoch orders, batches, augmentation, options.
+"""Makes streams: seeds, the order of an epoch, batches, augmentation, options of tf.data.
 
-A resumed stream skips rows of indices, before any pixel is read, so resuming at step 100,000 costs nothing.
+A resumed stream skips rows of indices, before any pixel is read. So resuming costs nothing, even at
+step 100,000.
 """
 
 import atexit
@@ -20,15 +21,19 @@ from hvtrain.data.source import Preprocessing, Source, StreamRequest
 from hvtrain.system import cores
 
 Read = Callable[..., tuple[Any, ...]]
-"""A batch as the source has it -> raw inputs, targets and, if the source has them, weights.
+"""Turns a batch as the source has it into raw inputs, targets and, if it has them, weights.
 
 File sources mark an unusable example by the label -1."""
-Then = Callable[..., tuple[Any, ...]]
-"""Step (or number of the batch), and what Read gives -> what the model sees."""
+Postprocess = Callable[..., tuple[Any, ...]]
+"""Turns a step (or the number of a batch) and the outputs of Read into what the model gets."""
 
 # Purposes of random numbers. No two purposes share a sequence.
-ORDER, AUGMENT, BLOCK, LAYERS = range(4)
+ORDER = 0
+AUGMENT = 1
+BLOCK = 2
+LAYERS = 3
 
+# An end that no stream reaches.
 FOREVER = 2**62
 
 # For functions without conditions on tensors: AutoGraph would spend up to 0.1 s on each.
@@ -44,14 +49,16 @@ def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
 
 
 def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
-    """Adds prefetching, and options that keep the order, shard nothing, and share the cores among local ranks."""
+    """Adds prefetching and the options of a stream: deterministic, unsharded, on its share of cores."""
     options = tf.data.Options()
     options.deterministic = True
+    # The source has sharded the data already, by rank.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # All ranks of a host read at the same time, and tf.data would take every core for each.
     options.threading.private_threadpool_size = cores.each(topology.local_size)
     options.threading.max_intra_op_parallelism = 1
-    # Autotuning adds nothing with fixed threads, and it can delay shutdown by 10 s: a race in TensorFlow, which one
-    # shutdown of five met.
+    # Autotuning adds nothing with fixed threads, and it can delay shutdown by 10 s: a race in
+    # TensorFlow, which one shutdown of five met.
     options.autotune.enabled = False
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
@@ -63,38 +70,59 @@ def end_with_python() -> None:
 
 
 def _end_streams() -> None:
-    """Drops all iterators: TensorFlow's threads would wait forever for a Python call that the exit has cut off."""
-    for found in gc.get_objects():
-        if isinstance(found, OwnedIterator):
-            found._iterator_resource = None
+    """Drops all iterators.
+
+    Otherwise TensorFlow's threads wait forever for a Python call that the exit has cut off.
+    """
+    for candidate in gc.get_objects():
+        if isinstance(candidate, OwnedIterator):
+            candidate._iterator_resource = None
 
 
 def regrouped(
-    stream_of: Callable[[int], tf.data.Dataset], plan: StepPlan, topology: Topology, start_step: int
+    stream_of: Callable[[int], tf.data.Dataset],
+    plan: StepPlan,
+    topology: Topology,
+    start_step: int,
 ) -> tf.data.Dataset:
-    """A rank's part of the joint batches of a plan that was made for another number of ranks.
+    """Cuts the joint batches of a plan for another number of ranks into this rank's parts.
 
-    stream_of(share) gives the batches of a share, from start_step of the plan on. These streams are joined and cut, so
-    each example comes as the plan's own ranks would have read it, order and augmentation included. Two ranks that need
-    parts of one stream both read and decode it.
+    The streams of all shares that a part overlaps are joined and cut. So each example comes as the
+    plan's own ranks would have read it, order and augmentation included. Two ranks that need parts
+    of one stream both read and decode it.
+
+    Args:
+        stream_of: Opens the stream of a share, from start_step of the plan on.
+        topology: This rank among the ranks of now.
     """
     shares = plan.shares_of(topology.rank)
     steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
-        # If all steps are alike, plain numbers keep the batch's static shape.
-        at, minimum = (0, min) if plan.is_full else (step % plan.steps_per_epoch, tf.minimum)
-        begin, end = plan.parts(at, minimum)[topology.rank]
-        first = plan.share_offsets(at, minimum)[shares[0]]
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0)[begin - first : end - first], *batches)
+        if plan.is_full:
+            # All steps are alike, and plain numbers keep the batch's static shape.
+            parts = plan.parts(0)
+            offsets = plan.share_offsets(0)
+        else:
+            step %= plan.steps_per_epoch
+            parts = plan.parts(step, tf.minimum)
+            offsets = plan.share_offsets(step, tf.minimum)
+
+        first = offsets[shares[0]]
+        begin, end = parts[topology.rank]
+
+        def join_and_cut(*tensors: tf.Tensor) -> tf.Tensor:
+            return tf.concat(tensors, axis=0)[begin - first : end - first]
+
+        return tf.nest.map_structure(join_and_cut, *batches)
 
     streams = tuple(stream_of(share) for share in shares)
-    parts = tf.data.Dataset.zip((steps, streams)).map(part_of, num_parallel_calls=tf.data.AUTOTUNE)
-    return finish(parts, topology)
+    numbered = tf.data.Dataset.zip((steps, streams))
+    return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
 
 
 class StreamedSource(Source):
-    """A source whose streams are read in batches, then augmented (in training) and normalized by `transform`."""
+    """A source that reads batches, then augments (in training) and normalizes by its `transform`."""
 
     transform: Transform = Transform()
 
@@ -111,53 +139,70 @@ class StreamedSource(Source):
         """(number, batch) for all examples of the shard, in order."""
 
     def load(
-        self, batches: tf.data.Dataset, split: str, topology: Topology, then: Then, batch_size: int | None = None
+        self,
+        batches: tf.data.Dataset,
+        split: str,
+        topology: Topology,
+        postprocess: Postprocess,
+        batch_size: int | None = None,
     ) -> tf.data.Dataset:
-        """(step, batch) -> then(step, inputs, targets, ...). batch_size is given for evaluation, None for training.
+        """Maps (step, batch) to postprocess(step, inputs, targets, ...).
 
-        The reader comes first, since it may fit the transform that `then` uses.
+        Args:
+            batch_size: For evaluation; None for training.
         """
+        # The reader comes first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
-        return batches.map(lambda step, batch: then(step, *read(batch)), num_parallel_calls=tf.data.AUTOTUNE)
+        return batches.map(
+            lambda step, batch: postprocess(step, *read(batch)),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
+        topology = request.topology
+
         @unconverted
         def augment(step: tf.Tensor, *elements: Any) -> tuple[Any, ...]:
-            inputs, *rest = self.augment(elements, derive_seed(request.seed, AUGMENT, request.topology.rank, step))
-            return inputs if self.raw_batches else self.transform.normalize(inputs), *rest
+            seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
+            inputs, *others = self.augment(elements, seed)
+            if not self.raw_batches:
+                inputs = self.transform.normalize(inputs)
+            return inputs, *others
 
         batches = self.training_batches(request)
-        return finish(self.load(batches, "train", request.topology, augment), request.topology)
+        return finish(self.load(batches, "train", topology, augment), topology)
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
-        """Raw elements of a training batch after augmentation. Pure function of them and seed int64 [2]."""
-        inputs, *rest = elements
-        return self.transform.augment(inputs, seed), *rest
+        """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""
+        inputs, *others = elements
+        return self.transform.augment(inputs, seed), *others
 
     def finish(self, inputs: Any) -> Any:
         return self.transform.normalize(inputs)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         @unconverted
-        def normalize(_: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
-            return self.transform.normalize(inputs), *rest
+        def normalize(_: tf.Tensor, inputs: Any, *others: Any) -> tuple[Any, ...]:
+            return self.transform.normalize(inputs), *others
 
         batches = self.evaluation_batches(split, topology, batch_size)
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """As evaluation(), each batch with the places of its examples in the shard: (int64 [batch], inputs, ...).
+        """Adds to evaluation() the examples' indices in the shard: (int64 [batch], inputs, ...).
 
-        What on_error="skip" leaves out takes its place with it. Examples are read one by one.
+        Examples that on_error="skip" leaves out have no row, and the others keep their indices. So
+        examples are read one by one.
         """
 
         @unconverted
-        def normalize(place: tf.Tensor, inputs: Any, *rest: Any) -> tuple[Any, ...]:
-            number = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # One, or none if it cannot be read.
-            return tf.fill(number, place), self.transform.normalize(inputs), *rest
+        def normalize(index: tf.Tensor, inputs: Any, *others: Any) -> tuple[Any, ...]:
+            count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # 1, or 0 if it was left out.
+            return tf.fill(count, index), self.transform.normalize(inputs), *others
 
-        found = self.load(self.evaluation_batches(split, topology, 1), split, topology, normalize, 1)
-        return finish(found.unbatch().batch(batch_size), topology)
+        singles = self.evaluation_batches(split, topology, 1)
+        examples = self.load(singles, split, topology, normalize, 1).unbatch()
+        return finish(examples.batch(batch_size), topology)
 
 
 class IndexedSource(StreamedSource):
@@ -171,24 +216,31 @@ class IndexedSource(StreamedSource):
         @unconverted
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
             order = tf.random.experimental.stateless_shuffle(
-                tf.range(num_local, dtype=tf.int64), seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch)
+                tf.range(num_local, dtype=tf.int64),
+                seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
             )
             if share.is_full:
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
                 return tf.data.Dataset.from_tensor_slices(rows)
-            steps = tf.data.Dataset.range(share.steps)
-            return steps.map(lambda step: order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)])
+
+            def batch_of(step: tf.Tensor) -> tf.Tensor:
+                return order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)]
+
+            return tf.data.Dataset.range(share.steps).map(batch_of)
 
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-        return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(start=request.start_step)
+        batches = epochs.flat_map(epoch_batches).skip(steps_done)
+        return batches.enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        return tf.data.Dataset.range(topology.share_size(self.num_examples(split))).batch(batch_size).enumerate()
+        indices = tf.data.Dataset.range(topology.share_size(self.num_examples(split)))
+        return indices.batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:
         if isinstance(self.transform, Unchanged):
             return super().preprocessing()
-        return self.transform.preprocessing(self.image_shape, self.image_shape, "as the reader gives them")
+        shape = self.image_shape
+        return self.transform.preprocessing(shape, shape, "as the reader gives them")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged):
