@@ -36,10 +36,10 @@ from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
 from hvtrain.training.repeated_step import LayerSearch
 from hvtrain.training.resume import ResumePoint, RunState, Start, changed_since, resume, with_change
-from hvtrain.training.run import Run, described, summary
+from hvtrain.training.run import Run, describe, summary
 from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
 from hvtrain.training.saved_model import MODEL_FILE
-from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
+from hvtrain.training.setup import build_model, checkpoint_meta, isolated_names, open_data, open_task, seed_everything
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ def run_to_end(
     config: RunConfig, strategy: Strategy, attempt: Attempt | None = None, state: RunState | None = None
 ) -> Any:
     """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
-    state, record, attempt = state or RunState(time.monotonic()), None, attempt or whole_run
+    attempt = attempt or whole_run
+    state = state or RunState(time.monotonic())
+    record = None
     with state.lock:
         try:
             while record is None:
@@ -105,53 +107,87 @@ def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunReco
 def open_run(
     config: RunConfig, strategy: Strategy, state: RunState, parent: str = "runs"
 ) -> tuple[Run, ResumePoint | None]:
-    """Starts the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan.
+    """Joins the ranks, agrees on the run folder and the checkpoint to resume, opens the data and makes the plan.
 
-    parent: where the run folder is made if run.dir is not set.
+    Args:
+        parent: Where the run folder is made if run.dir is not set.
     """
+    join_ranks(config, strategy)
+    config = claim_folder(config, strategy, state, parent)
+    seed_everything(config, strategy.topology.rank)
+    # Elastic ranks continue from memory, which a rank that has just joined lacks.
+    is_elastic = strategy.membership.commit_steps > 0
+    folder = Path(str(config.run.dir))
+    saved = find_checkpoint(folder, strategy.comm, state, config.resume, on_all_ranks=is_elastic)
+    return open_inputs(config, strategy, state, saved), saved
+
+
+def join_ranks(config: RunConfig, strategy: Strategy) -> None:
+    """Starts the strategy, rank 0's log and the watchdog, and refuses ranks that differ (every rank)."""
     topology = strategy.start()
     strategy.marks.timed = not config.train.deterministic
     console.start_log(topology.is_chief)
     strategy.start_watchdog(config.watchdog.abort_seconds)
-    comm = strategy.comm
-    check_same_run(comm, config)
-    if not topology.is_chief:
-        state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    folder = state.folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent))
-    strategy.watchdog.folder, strategy.watchdog.tell = folder, state.notice.note
-    config = replace(config, run=replace(config.run, dir=str(folder)))
-    console.log_to_file(folder / "logs", topology.rank)
-    comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))
+    check_same_run(strategy.comm, config)
 
-    seed_everything(config, topology.rank)
-    saved = find_checkpoint(folder, comm, state, config.resume, on_all_ranks=strategy.membership.commit_steps > 0)
-    changed = changed_since(saved.meta, config) if saved else {}
-    is_same_data = saved and not any(name.startswith("dataset.") for name in changed)
-    fitted_files = comm.on_chief(lambda: fitted.read(folder)) if is_same_data else None
+
+def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent: str) -> RunConfig:
+    """Opens and locks the run folder on rank 0, and returns the config with its path on every rank."""
+    comm = strategy.comm
+    if not comm.topology.is_chief:
+        state.lock.release()  # This rank may have been the chief before ranks left or joined.
+    folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent))
+    state.folder = folder
+    strategy.watchdog.folder = folder
+    strategy.watchdog.tell = state.notice.note
+    console.log_to_file(folder / "logs", comm.topology.rank)
+    comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))
+    return replace(config, run=replace(config.run, dir=str(folder)))
+
+
+def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: ResumePoint | None) -> Run:
+    """Opens the data set and the task, and plans the run (every rank)."""
+    comm = strategy.comm
+    folder = Path(str(config.run.dir))
+    changed: dict[str, Any] = {}
+    fitted_files = None
+    if saved:
+        changed = changed_since(saved.meta, config)
+        # What was fitted to the run's data, such as a tokenizer, must not be fitted anew.
+        if not any(name.startswith("dataset.") for name in changed):
+            fitted_files = comm.on_chief(lambda: fitted.read(folder))
+
     source, plan, topology = open_data(config, strategy, saved.meta if saved else None, fitted_files)
     source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
-    data = check_same_data(comm, source, config.guard.data)
+    manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
-    meta = checkpoint_meta(config, plan, data, state.run_id, changes)
+    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes)
     task = comm.all_or_raise(lambda: open_task(config, source))
     if config.augment:
-        comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
-        seed_everything(config, topology.rank)
-    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed), saved
+        with isolated_names(config, topology.rank):
+            comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
+    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed)
 
 
 def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
     """Builds the model with the weights of the checkpoint, or new ones, equal on all ranks."""
-    config, strategy = run.config, run.strategy
+    config = run.config
+    comm = run.strategy.comm
+
+    def new_model() -> keras.Model:
+        return build_model(config, run.source, run.task, run.plan, run.strategy)
+
     if config.comm.tune and run.topology.size > 1:
-        comm_tuning.tune(run, lambda: build_model(config, run.source, run.task, run.plan, strategy))
-        seed_everything(config, run.topology.rank)
-    model = strategy.comm.all_or_raise(lambda: build_model(config, run.source, run.task, run.plan, strategy))
-    options = model_options(config.model)
-    if saved is None and (source := options.weights):
-        strategy.comm.on_chief(lambda: begin_with(model, source, options.weights_except or ()))
-    start = resume(saved, model, run.plan, run.meta, config.guard.data, strategy.comm)
-    strategy.comm.broadcast_model(model)
+        with isolated_names(config, run.topology.rank):
+            comm_tuning.tune(run, new_model)
+    model = comm.all_or_raise(new_model)
+    if saved is None:
+        options = model_options(config.model)
+        weights = options.weights
+        if weights:
+            comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
+    start = resume(saved, model, run.plan, run.meta, config.guard.data, comm)
+    comm.broadcast_model(model)
     return model, start
 
 
@@ -166,7 +202,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     writer = Writer(run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best))
 
     context.weights("at the start", everything=True)
-    lines = described(run, model, start)
+    lines = describe(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()
     trains = start.step < run.plan.num_steps and not start.ended

@@ -1,5 +1,6 @@
 """A run as a value: everything that is decided before its model is built; and its summary before the first step."""
 
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.models.parts import trained_in_words
+from hvtrain.models.parts import describe_trainable
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
 from hvtrain.training.resume import RunState, Start
@@ -26,8 +27,17 @@ from hvtrain.version import VERSION
 class Run:
     """One attempt at a run, whose ranks are started and whose data set is opened.
 
-    topology has the weights by which the data are sharded. meta is in each checkpoint of the run. state survives a
-    restart of the ranks. changed has the settings that differ from the checkpoint's: {name: [before, now]}.
+    Args:
+        config: all settings.
+        strategy: started.
+        topology: this rank's place, with the weights by which the data are sharded.
+        source: the data set.
+        task: of the model.
+        plan: steps and batches, which continue those of a resumed run.
+        folder: the run folder.
+        meta: facts that each checkpoint of the run has.
+        state: what survives a restart of the ranks.
+        changed: settings that differ from the checkpoint's, {name: [before, now]}.
     """
 
     config: RunConfig
@@ -49,7 +59,8 @@ class Run:
     def batches_from(self, step: int) -> tf.data.Dataset:
         """This rank's endless stream of batches from a step of the run on, with weights if they differ in size."""
         is_one = self.config.data.one_batch
-        step = self.plan.shift if is_one else step
+        if is_one:
+            step = self.plan.shift  # The first step of the plan, wherever the run goes on.
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
@@ -62,8 +73,8 @@ class Run:
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
         """This rank's shard of a split, or its first train.evaluation_steps batches; None if the split is empty."""
         steps = self.config.train.evaluation_steps
-        data = evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
-        return data.take(steps) if data is not None and steps else data
+        dataset = evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
+        return dataset.take(steps) if dataset is not None and steps else dataset
 
 
 def evaluation_batches(source: Source, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset | None:
@@ -71,7 +82,7 @@ def evaluation_batches(source: Source, split: str, topology: Topology, batch_siz
     if not source.num_examples(split):
         return None
     shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
-    num_batches = -(-shard_sizes[topology.rank] // batch_size)
+    num_batches = math.ceil(shard_sizes[topology.rank] / batch_size)
     dataset = source.evaluation(split, topology, batch_size)
     if num_batches and source.on_error == "skip":
         return dataset  # Its length is unknown: it may have fewer batches.
@@ -82,17 +93,28 @@ def training_batches(
     source: Source, plan: StepPlan, topology: Topology, seed: int, step: int, augmented: bool = True
 ) -> tf.data.Dataset:
     """This rank's endless stream of the plan's batches, from a step of the run on."""
+    first_step = step - plan.shift
 
-    def stream_of(rank: int) -> tf.data.Dataset:
+    def share_stream(rank: int) -> tf.data.Dataset:
         share = plan.shares[rank]
-        place = replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights)
-        request = StreamRequest(place, share.batch_size, seed, step - plan.shift, share.steps, share.num_examples)
+        request = StreamRequest(
+            replace(topology, rank=rank, size=len(plan.shares), weights=plan.weights),
+            share.batch_size,
+            seed,
+            first_step,
+            share.steps,
+            share.num_examples,
+        )
         batches = source.training(request)
-        return source.augmentation.of_stream(batches, request) if augmented and source.augmentation else batches
+        if augmented and source.augmentation:
+            batches = source.augmentation.of_stream(batches, request)
+        return batches
 
     if plan.is_resized:
-        return regrouped(stream_of, plan, topology, step - plan.shift)
-    return stream_of(topology.rank)
+        # The order of the data is that of the ranks with which the run began; each rank now takes a part of their
+        # joint batches.
+        return regrouped(share_stream, plan, topology, first_step)
+    return share_stream(topology.rank)
 
 
 def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
@@ -102,7 +124,7 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
     of the step's N examples needs the weight n x ranks / N. The step (prepared_step.py) applies it to the gradient
     alone, so that losses and metrics still count examples.
     """
-    steps = tf.data.Dataset.range(start_step, 2**62)
+    steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
     def add(step: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
@@ -112,54 +134,74 @@ def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start
 
 
 def summary(lines: dict[str, str]) -> str:
-    """What described returns, in some ten lines, without the closing newline."""
+    """Formats the run's description as an aligned block that ends with a newline."""
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()) + "\n"
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in lines.items())
 
 
-def described(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
-    """What the run is: the summary's lines, by their names."""
-    config, strategy, source, plan = run.config, run.strategy, run.source, run.plan
-    splits = {split: source.num_examples(split) for split in ("train", "validation", "test")}
-    rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    sizes, accumulate, some = plan.batch_sizes, plan.accumulate, config.train.evaluation_steps
-    batch, by = " + ".join(map(str, sizes)), "by rank"
-    if len(set(sizes)) == 1:
-        batch, by = f"{plan.size} x {sizes[0]}", "ranks x batch"
-    joint = f"; {accumulate} of them for each change of weights, {accumulate * plan.global_batch} in all"
+def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
+    """Describes the run for its summary: some ten lines, by their names."""
+    config = run.config
+    strategy = run.strategy
+    source = run.source
+    plan = run.plan
+
+    counts = {split: source.num_examples(split) for split in ("train", "validation", "test")}
+    splits = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
+    if len(set(plan.batch_sizes)) == 1:
+        batch = f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch} (ranks x batch)"
+    else:
+        batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
+    if plan.accumulate > 1:
+        joint_batch = plan.accumulate * plan.global_batch
+        batch += f"; {plan.accumulate} of them for each change of weights, {joint_batch} in all"
+    schedule = config.schedule["_target_"].split(".")[-1].lower()
+
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "ranks": f"{plan.size} ({strategy.description()})",
         "differs": "; ".join(strategy.differences),
         "devices": device_map(strategy.devices),
         "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
-        "trained": trained_in_words(model),
-        "dataset": f"{source.name}: {', '.join(f'{count:,} {split}' for split, count in splits.items() if count)}",
+        "trained": describe_trainable(model),
+        "dataset": f"{source.name}: {splits}",
         "from": source.origin,
-        "trained on": "the first batch in every step (data.one_batch)" * config.data.one_batch,
-        "evaluated on": f"at most {some} batches of a rank (train.evaluation_steps)" if some else "",
-        "augmentation": ", ".join(config.augment) and f"{', '.join(config.augment)} (on the {config.data.augment_on})",
-        "global batch": f"{batch} = {plan.global_batch} ({by}){joint * (accumulate > 1)}",
-        "learning rate": f"{rate} (base x {config.train.learning_rate_scale} scale), "
-        f"{config.schedule['_target_'].split('.')[-1].lower()}",
+        "trained on": "the first batch in every step (data.one_batch)" if config.data.one_batch else "",
+        "evaluated on": "",
+        "augmentation": "",
+        "global batch": batch,
+        "learning rate": (
+            f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g} "
+            f"(base x {config.train.learning_rate_scale} scale), {schedule}"
+        ),
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
         "run folder": str(run.folder),
     }
+    if config.train.evaluation_steps:
+        lines["evaluated on"] = f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
+    if config.augment:
+        lines["augmentation"] = f"{', '.join(config.augment)} (on the {config.data.augment_on})"
     if start.name:
-        lines["resumed"] = f"{start.name}: {start.step:,} of {plan.num_steps:,} steps were done{resized(start, plan)}"
-        if start.ended or start.step >= plan.num_steps:
-            lines["resumed"] += "; nothing is left to train"
-        shown = {name: ["null" if value is None else value for value in pair] for name, pair in run.changed.items()}
-        lines["changed"] = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in shown.items())
+        rest = "; nothing is left to train" if start.ended or start.step >= plan.num_steps else ""
+        done = f"{start.step:,} of {plan.num_steps:,} steps were done"
+        lines["resumed"] = f"{start.name}: {done}{describe_resize(start, plan)}{rest}"
+        lines["changed"] = "; ".join(
+            f"{name} {_shown(before)} -> {_shown(now)}" for name, (before, now) in run.changed.items()
+        )
     return {name: text for name, text in lines.items() if text}
 
 
-def resized(start: Start, plan: StepPlan) -> str:
-    """Consequences of resuming on another number of ranks; empty for the same number."""
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value  # As in YAML and on the command line.
+
+
+def describe_resize(start: Start, plan: StepPlan) -> str:
+    """Describes what follows from resuming on another number of ranks; empty for the same number."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
     if start.plan_ranks != len(plan.shares):
-        rate, epoch = f"learning rate {plan.peak_learning_rate:g}", plan.position(start.step)[0] + 1
+        epoch = plan.position(start.step)[0] + 1
+        rate = f"learning rate {plan.peak_learning_rate:g}"
         return f"{ranks}: {batch} and {rate} from epoch {epoch} on (train.resize=scale)"
     if start.num_ranks == plan.size:
         return ""
@@ -169,11 +211,19 @@ def resized(start: Start, plan: StepPlan) -> str:
 
 
 def device_map(devices: Sequence[str]) -> str:
-    """Ranks and their devices, the ranks of one device together: "0-3 s1 CPU"."""
-    ranks: dict[str, list[str]] = {}
+    """Ranks and their devices, the ranks of one device together.
+
+    >>> device_map(["s1 CPU", "s1 CPU", "s2 CPU"])
+    '0-1 s1 CPU, 2 s2 CPU'
+    """
+    ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
-        ranks.setdefault(device, []).append(str(rank))
-    return ", ".join(f"{'-'.join(dict.fromkeys([own[0], own[-1]]))} {device}" for device, own in ranks.items())
+        ranks.setdefault(device, []).append(rank)
+    parts = []
+    for device, numbers in ranks.items():
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        parts.append(f"{span} {device}")
+    return ", ".join(parts)
 
 
 def versions() -> dict[str, str]:
@@ -181,7 +231,7 @@ def versions() -> dict[str, str]:
     return {
         "hvtrain": VERSION,
         "horovod": version("horovod"),
-        "tensorflow": tf.VERSION,
-        "keras": keras.VERSION,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
         "python": platform.python_version(),
     }

@@ -1,6 +1,7 @@
 """Setup of a run: its seeds, data, plan and model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,30 +37,51 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
+@contextmanager
+def isolated_names(config: RunConfig, rank: int) -> Iterator[None]:
+    """Surrounds the building of objects beside the run's model, which must get the names and numbers of a first one.
+
+    Building a layer takes the next of Keras's names and random numbers, and checkpoints hold both.
+    """
+    yield
+    seed_everything(config, rank)
+
+
 def open_data(
     config: RunConfig,
     strategy: Strategy,
     saved: dict[str, Any] | None = None,
     fitted_files: Mapping[str, bytes] | None = None,
 ) -> tuple[Source, StepPlan, Topology]:
-    """Opens the data set; returns it, the plan for its size, and this rank's place with its share (every rank).
+    """Opens the data set (every rank).
 
-    saved is the meta of the checkpoint to resume, if any, whose plan continues, and fitted_files what the run fitted to
-    its training data.
+    Args:
+        config: all settings.
+        strategy: started.
+        saved: meta of the checkpoint to resume, if any, whose plan continues.
+        fitted_files: what the run has fitted to its training data.
+
+    Returns:
+        The data set, the plan for its size, and this rank's topology with its share.
     """
-    comm, size = strategy.comm, strategy.topology.size
+    comm = strategy.comm
+    num_processes = strategy.topology.size
     source = comm.all_or_raise(lambda: open_source(config, fitted_files))
+    # One entry for each rank of the plan; a process with several replicas stands for as many.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
-    if len(batch_sizes) == size:
-        place = replace(comm.topology, weights=tuple(reduced(batch_sizes)))
-        source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(place))))
-    shards = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), reduced(batch_sizes)))
+    weights = reduced(batch_sizes)
+    if len(batch_sizes) == num_processes:
+        # Each rank counts its own shard of data whose size is not known, and all learn the counts.
+        topology = replace(comm.topology, weights=tuple(weights))
+        source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(topology))))
+    shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
+
     rate = config.optimizer["learning_rate"]
-    plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
+    plan = make_plan(config.train, rate, shard_sizes, source.name, batch_sizes, config.data.uneven)
     plan = resumed_plan(plan, saved, config.train, len(hosts))
-    if size != len(hosts):
-        plan = plan.on(size)
+    if num_processes != len(hosts):
+        plan = plan.on(num_processes)
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 
@@ -80,7 +102,10 @@ def open_task(config: RunConfig, source: Source) -> Task:
 
 
 def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, strategy: Strategy) -> keras.Model:
-    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast."""
+    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast.
+
+    Raises ConfigError if settings, model, data set and task do not fit each other.
+    """
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
             raise ConfigError(
@@ -88,14 +113,13 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
                 "replicas in one process; leave the setting out"
             )
         model = build_network(config, source, task, strategy.topology.size)
-        for layer in model._flatten_layers() if config.train.jit_compile else ():
-            if not getattr(layer, "supports_jit", True):
-                raise ConfigError(
-                    f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
-                )
+        if config.train.jit_compile:
+            _refuse_uncompilable(model)
+
         optimizer = strategy.distribute(
             build_optimizer(config, plan),
             check_finite=config.guard.finite,
+            # Keras's own step calls scale_loss; a user's may not.
             divide_losses=type(model).train_step is keras.Model.train_step,
         )
         task.compile(
@@ -106,6 +130,7 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
             distribute_loss=strategy.distribute_loss,
             soft_targets=bool(source.augmentation and source.augmentation.mixes),
         )
+        # compile may have wrapped it, as for mixed precision.
         model.optimizer.build(model.trainable_variables)
         multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
     strategy.prepare(model)
@@ -118,6 +143,14 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         harden=task.harden,
     )
     return model
+
+
+def _refuse_uncompilable(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if not getattr(layer, "supports_jit", True):
+            raise ConfigError(
+                f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
+            )
 
 
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
@@ -135,12 +168,14 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
     try:
         outputs = model(symbolic(inputs))
     except Exception as error:
-        place, given = place_of(error), "images" if "image_shape" in source.facts() else "arrays"
-        shapes = ", ".join(str(tuple(one.shape)) for one in tf.nest.flatten(inputs))
-        wanted = f"inputs named {', '.join(inputs)}" if isinstance(inputs, dict) else "one input"
+        location = place_of(error)
+        where = f" ({location})" if location else ""
+        kind = "images" if "image_shape" in source.facts() else "arrays"
+        shapes = ", ".join(str(tuple(spec.shape)) for spec in tf.nest.flatten(inputs))
+        needed = f"inputs named {', '.join(inputs)}" if isinstance(inputs, dict) else "one input"
         raise ConfigError(
-            f"{name} must take {wanted}, {given} of shape {shapes} as {source.name} gives them; it failed "
-            f"with {in_one_line(error)}{f' ({place})' if place else ''}; tracebacks=true shows its traceback"
+            f"{name} must take {needed}, {kind} of shape {shapes} as {source.name} gives them; it failed "
+            f"with {in_one_line(error)}{where}; tracebacks=true shows its traceback"
         ) from error
     # A step or a loss of the user's own may take whatever outputs it likes.
     if all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss")):
@@ -161,12 +196,15 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
 
 
 class LearningRate:
-    """The rate of `schedule` at the optimizer's step, in the graph, times a factor that callbacks may change.
+    """The rate of a schedule at the optimizer's step, in the graph, times a factor that callbacks may change.
 
     Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
     ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
     own LearningRateSchedule cannot be set.
-    The schedule leaves out the first `shift` optimizer steps; see StepPlan.
+
+    Args:
+        schedule: a function of the step.
+        shift: optimizer steps that the schedule leaves out at the beginning; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:
@@ -181,11 +219,14 @@ class LearningRate:
         Keras saves the optimizer with a schedule of its own, constant at the rate of that moment, so that a model that
         a callback saves loads without hvtrain.
         """
-        self._optimizer, get_config, schedules = optimizer, optimizer.get_config, keras.optimizers.schedules
-        optimizer.get_config = lambda: {
-            **get_config(),
-            "learning_rate": schedules.serialize(schedules.ExponentialDecay(float(self()), 1, 1.0)),
-        }
+        self._optimizer = optimizer
+        get_config = optimizer.get_config
+
+        def config_with_constant_rate() -> dict[str, Any]:
+            constant = keras.optimizers.schedules.ExponentialDecay(float(self()), decay_steps=1, decay_rate=1.0)
+            return {**get_config(), "learning_rate": keras.optimizers.schedules.serialize(constant)}
+
+        optimizer.get_config = config_with_constant_rate
 
     def get_config(self) -> dict[str, Any]:
         return {}  # Keras's optimizers ask for it; see follow.
@@ -205,16 +246,16 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
-    rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
+    rate.follow(getattr(optimizer, "inner_optimizer", optimizer))  # A loss scale wraps the one that counts steps.
     return optimizer
 
 
 def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process with a callable learning rate."""
-    accumulate: Any = {"gradient_accumulation_steps": config.train.accumulate} if config.train.accumulate > 1 else {}
-    optimizer: keras.optimizers.Optimizer = build(
-        config, "optimizer", keras.optimizers.Optimizer, learning_rate=rate, **accumulate
-    )
+    arguments: dict[str, Any] = {"learning_rate": rate}
+    if config.train.accumulate > 1:
+        arguments["gradient_accumulation_steps"] = config.train.accumulate
+    optimizer: keras.optimizers.Optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
     keep_averages(optimizer, config.train.ema)
     return optimizer
 
@@ -224,7 +265,12 @@ def checkpoint_meta(
 ) -> dict[str, Any]:
     """Facts about the run in each of its checkpoints: sharding of the data, number of ranks, settings.
 
-    data is the data set's manifest; run_id is the same for all starts of a run; changes are those of its settings.
+    Args:
+        config: all settings.
+        plan: whose shares are those with which the run began.
+        data: the data set's manifest.
+        run_id: the same for all starts of a run.
+        changes: of settings since the run began, see with_change.
     """
     return {
         "num_ranks": len(plan.shares),
