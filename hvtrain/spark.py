@@ -62,7 +62,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     controller = parser.add_mutually_exclusive_group()
     controller.add_argument("--mpi", action="store_true", help="Horovod on MPI instead of Gloo")
     controller.add_argument("--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)")
-    options, options.overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    options.overrides = overrides
     return options
 
 
