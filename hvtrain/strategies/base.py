@@ -23,7 +23,7 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import CallSteps, train
 from hvtrain.system import console
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.judge import Verdict
+from hvtrain.watchdog.judge import StopReason
 from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
 
 T = TypeVar("T")
@@ -349,7 +349,7 @@ def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | 
         raise
 
 
-def error_of(verdict: Verdict, watchdog: Watchdog) -> UserError:
+def error_of(verdict: StopReason, watchdog: Watchdog) -> UserError:
     """Returns the error that this rank raises for the failure or loss of another one."""
     kind = FailedRankError if verdict.is_failure else LostRankError
     error = kind(f"stopped because {verdict.text}")

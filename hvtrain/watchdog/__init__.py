@@ -5,7 +5,7 @@ status once a second (`progress`); rank 0 (`hub`) decides for all (`judge`). The
 identity (`connections`), over an address of rank 0 that all hosts reach (`starting`).
 """
 
+from hvtrain.watchdog.member import Watchdog
 from hvtrain.watchdog.starting import start
-from hvtrain.watchdog.watchdog import Watchdog
 
 __all__ = ["Watchdog", "start"]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from hvtrain.watchdog.host_processes import Process
@@ -31,6 +32,34 @@ MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
 
 
+class Kind(str, Enum):
+    """What a message is: the value of its "kind". Each line names the other values of the message."""
+
+    # From the hub to a new connection, which answers with its rank, proof, host, process and status.
+    CHALLENGE = "challenge"  # challenge
+    WELCOME = "welcome"  # process: rank 0's
+
+    # From a rank to the hub.
+    BEAT = "beat"  # status
+    FAILED = "failed"  # text, code: of this rank's error
+    LOST = "lost"  # text, rank: one that this rank misses, or None if it is the launcher
+    SIGNAL = "signal"  # number: for rank 0
+    ASK = "ask"  # this rank's main thread is in an error, and asks for the cause
+
+    # From the hub to ranks.
+    HEARD = "heard"  # the answer to each message
+    VERDICT = "verdict"  # verdict: a StopReason
+    END = "end"  # end this process now
+
+    # Both ways. The hub asks for stacks with "wake", a rank answers with the others.
+    STACKS = "stacks"  # wake: ranks and processes; rank, text, state
+    BYE = "bye"
+
+    # What the connection's end becomes: closed by the other side, or by the kernel for a lost host or network.
+    GONE = "gone"
+    CUT = "cut"
+
+
 class WireError(Exception):
     """A message that no rank sends."""
 
@@ -40,12 +69,13 @@ class Lines:
 
     def __init__(self, max_bytes: int = MAX_LINE) -> None:
         self.max_bytes = max_bytes
-        self._held = b""
+        self._begun = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        *lines, self._held = (self._held + data).split(b"\n")
-        if any(len(line) > self.max_bytes for line in (*lines, self._held)):
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if any(len(line) > self.max_bytes for line in (*lines, self._begun)):
             raise WireError(f"a line of more than {self.max_bytes} bytes")
+
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
@@ -64,15 +94,16 @@ def proof(token: str, challenge: str, rank: int) -> str:
     return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
-def is_cut(error: Exception) -> bool:
-    """True if the kernel gave up on the network; False if the other end closed the connection, or sent nonsense."""
-    lost = (errno.EHOSTUNREACH, errno.ENETUNREACH)
-    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in lost)
+def end_of(error: Exception) -> Kind:
+    """CUT if the kernel gave up on the network; GONE if the other end closed the connection, or sent nonsense."""
+    is_cut = isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return Kind.CUT if is_cut or isinstance(error, TimeoutError) else Kind.GONE
 
 
 def notice_cuts(connection: socket.socket) -> None:
     """Makes the kernel end the connection if the other host or the network is lost without a word."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The first probe after a third of the time, then four, a sixth of the time apart.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
@@ -92,36 +123,47 @@ class Connection:
     process: Process | None = None
     state: RankState | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, kind: Kind, **values: Any) -> None:
         """Never blocks: messages are small, and a rank gets one answer to each of its own."""
         with suppress(OSError):  # The next read notices.
-            self.socket.send(encode(message))
+            self.socket.send(encode({"kind": kind, **values}))
 
 
 class Connections:
-    """ranks: the connections of the ranks that have joined. welcome: what each of them is sent."""
+    """All connections to the hub.
 
-    def __init__(self, listener: socket.socket, token: str, size: int, welcome: Message) -> None:
+    Args:
+        listener: the socket at which ranks connect.
+        token: the secret of the job, which proves a rank.
+        size: the number of ranks.
+        process: rank 0's, which each rank is sent.
+
+    Attributes:
+        ranks: the connections of the ranks that have joined.
+    """
+
+    def __init__(self, listener: socket.socket, token: str, size: int, process: Message) -> None:
         self.ranks: dict[int, Connection] = {}
         self._listener = listener
         self._token = token
         self._size = size
-        self._welcome = welcome
+        self._process = process
         self._all: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
-        """Messages of ranks within that time. The last message of a lost one is "gone" or "cut"."""
+        """Yields messages of ranks within that time. The last message of a lost one is GONE or CUT."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fd in self._all:
                 yield from self._read(self._all[key.fd])
-        for connection in [found for found in self._all.values() if not found.state]:
-            if time.monotonic() - connection.opened > SECONDS_TO_JOIN:
-                self.close_one(connection)
+
+        for stranger in self._strangers():
+            if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
+                self.close_one(stranger)
 
     def close_one(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
@@ -130,9 +172,9 @@ class Connections:
         if connection.state:
             self.ranks.pop(connection.state.rank, None)
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, kind: Kind, **values: Any) -> None:
         for connection in self.ranks.values():
-            connection.send(message)
+            connection.send(kind, **values)
 
     def close(self) -> None:
         for connection in list(self._all.values()):
@@ -140,52 +182,62 @@ class Connections:
         self._listener.close()
         self._selector.close()
 
+    def _strangers(self) -> list[Connection]:
+        return [connection for connection in self._all.values() if not connection.state]
+
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
         except OSError:
             return
-        # Whoever connected last may be a rank, and ranks join at once.
+
+        # The oldest stranger makes room. Whoever connected last may be a rank, and ranks join at once.
         if len(self._all) >= MAX_STRANGERS + self._size:
-            strangers = [found for found in self._all.values() if not found.state]
-            self.close_one(min(strangers, key=lambda stranger: stranger.opened))
+            self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)
         connection = Connection(accepted, secrets.token_hex(16), time.monotonic())
         self._all[accepted.fileno()] = connection
         self._selector.register(accepted, selectors.EVENT_READ)
-        connection.send({"kind": "challenge", "challenge": connection.challenge})
+        connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
         messages: list[Message] = []
+        end = None
         try:
             data = connection.socket.recv(1 << 16)
             messages = connection.lines.feed(data)
-            end = "" if data else "gone"
+            if not data:
+                end = Kind.GONE
         except BlockingIOError:
             return
         except (OSError, WireError) as error:
-            end = "cut" if is_cut(error) else "gone"
+            end = end_of(error)
+
         for message in messages:
             if connection.state:
                 yield connection, message
             elif not self._joins(connection, message):
-                end = "stranger"
-                break
+                self.close_one(connection)
+                return
+        # Whoever takes the messages may have closed it meanwhile.
         if end and connection.socket.fileno() in self._all:
             self.close_one(connection)
             if connection.state:
                 yield connection, {"kind": end}
 
     def _joins(self, connection: Connection, message: Message) -> bool:
-        rank, given = message.get("rank"), message.get("proof")
-        if not isinstance(rank, int) or not isinstance(given, str) or not given.isascii():
+        """Makes the connection a rank's if the message proves it. Returns False if it does not."""
+        rank = message.get("rank")
+        answer = message.get("proof")
+        if not isinstance(rank, int) or not isinstance(answer, str) or not answer.isascii():
             return False
-        if not hmac.compare_digest(given, proof(self._token, connection.challenge, rank)):
+        if not hmac.compare_digest(answer, proof(self._token, connection.challenge, rank)):
             return False
+
         connection.process = Process(**message["process"])
         connection.state = RankState(rank, str(message["host"]), Status(**message["status"]), time.monotonic())
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection
-        connection.send({"kind": "welcome", **self._welcome})
+        connection.send(Kind.WELCOME, process=self._process)
         return True

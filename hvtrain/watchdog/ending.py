@@ -36,40 +36,43 @@ def resume_advice(folder: Path | None) -> str:
     """Returns advice to close a message with: the command to run, and the checkpoint from which it resumes."""
     if folder is None:
         return "run the same command again"
+    checkpoint = within(SECONDS_FOR_FILES, lambda: _newest_checkpoint(folder), "the newest checkpoint")
+    return f"run the same command with run.dir={folder} to resume from {checkpoint}"
 
-    def newest() -> str:
-        here, note = notes.newest_step(folder), notes.read(folder)
-        if note and note.step > (here or 0):
-            return f"{notes.folder_name(note.step)} on {note.host}, or a newer one"
-        if here is not None:
-            return notes.folder_name(here)
-        # Only rank 0 writes checkpoints, and it may be on another host.
-        is_here = (folder / "checkpoints").is_dir()
-        return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"
 
-    where = within(SECONDS_FOR_FILES, newest, "the newest checkpoint")
-    return f"run the same command with run.dir={folder} to resume from {where}"
+def _newest_checkpoint(folder: Path) -> str:
+    step = notes.newest_step(folder)
+    note = notes.read(folder)
+    if note and note.step > (step or 0):
+        return f"{notes.folder_name(note.step)} on {note.host}, or a newer one"
+    if step is not None:
+        return notes.folder_name(step)
+    # Only rank 0 writes checkpoints, and it may be on another host.
+    is_here = (folder / "checkpoints").is_dir()
+    return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
     """Writes stacks, a file per rank, if the run folder is on this host. Returns where, as part of a message; or ""."""
     if folder is None or not stacks:
         return ""
+    return within(SECONDS_FOR_FILES, lambda: _write_stacks(folder, stacks), "")
 
-    def write() -> str:
-        if not folder.is_dir():
-            return ""
-        place = folder / STACKS_FOLDER
-        place.mkdir(exist_ok=True)
-        if place.is_symlink():
-            return ""  # It may point outside the run folder. So may a linked file, which is replaced below.
-        for rank, text in stacks.items():
-            path = place / f"rank-{rank:04d}.txt"
-            path.unlink(missing_ok=True)
-            path.write_text(text, encoding="utf-8")
-        return f"Python stacks are in {place}; "
 
-    return within(SECONDS_FOR_FILES, write, "")
+def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
+    if not folder.is_dir():
+        return ""
+    stacks_folder = folder / STACKS_FOLDER
+    stacks_folder.mkdir(exist_ok=True)
+    # A link may point outside the run folder. So may a linked file, which is replaced below.
+    if stacks_folder.is_symlink():
+        return ""
+
+    for rank, text in stacks.items():
+        path = stacks_folder / f"rank-{rank:04d}.txt"
+        path.unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return f"Python stacks are in {stacks_folder}; "
 
 
 def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:

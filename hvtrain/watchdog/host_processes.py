@@ -23,24 +23,29 @@ _STATES = {
 _START_TOLERANCE_SECONDS = 2.0
 
 
-def place(namespace: str = "pid") -> str:
+def machine_id(namespace: str = "pid") -> str:
     """Equal for two processes of one boot of one host and one container, which see each other's process numbers.
 
     "net": equal for two that share a loopback interface.
     """
-    boot, kind = socket.gethostname(), "?"
+    boot = socket.gethostname()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    container = "?"
     with suppress(OSError):
-        kind = str(Path(f"/proc/self/ns/{namespace}").readlink())
-    return f"{boot} {kind}"
+        container = str(Path(f"/proc/self/ns/{namespace}").readlink())
+    return f"{boot} {container}"
 
 
 @dataclass(frozen=True)
 class Process:
     """How other processes of its machine find a process again, although its number may have been reused.
 
-    stacks: the open file to which SIGUSR2 makes it write its Python stacks; -1: it does not.
+    Args:
+        machine: its machine_id().
+        number: its process number.
+        started: when it began, in seconds since the epoch.
+        stacks: the open file to which SIGUSR2 makes it write its Python stacks; -1: it does not.
     """
 
     machine: str
@@ -49,14 +54,16 @@ class Process:
     stacks: int
 
     def is_here(self) -> bool:
-        return self.machine == place() and self.number != os.getpid()
+        """True for another process of this machine."""
+        return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """Why it may not answer; empty where it just runs."""
+        """Why it may not answer; empty if it just runs."""
         try:
-            found = psutil.Process(self.number)
-            is_same = abs(found.create_time() - self.started) < _START_TOLERANCE_SECONDS
-            return _STATES.get(found.status(), "") if is_same else ENDED
+            process = psutil.Process(self.number)
+            if abs(process.create_time() - self.started) >= _START_TOLERANCE_SECONDS:
+                return ENDED  # The number is another process's now.
+            return _STATES.get(process.status(), "")
         except psutil.Error:
             return ENDED
 
@@ -70,13 +77,18 @@ class Process:
             elif self.stacks >= 0:
                 os.kill(self.number, signal.SIGUSR2)
             os.kill(self.number, signal.SIGCONT)
+
+        # It has written all once the file stays as it is.
+        file = Path(f"/proc/{self.number}/fd/{self.stacks}")
         deadline = time.monotonic() + seconds
-        text, before = "", None
+        text = ""
+        before = None
         while self.stacks >= 0 and (not text or text != before) and time.monotonic() < deadline:
             time.sleep(0.1)
             with suppress(OSError):
-                written = Path(f"/proc/{self.number}/fd/{self.stacks}")
-                before, text = text, written.read_text(encoding="utf-8", errors="replace")
+                latest = file.read_text(encoding="utf-8", errors="replace")
+                before = text
+                text = latest
         return text
 
 
@@ -89,8 +101,13 @@ class Stacks:
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
-        started = psutil.Process().create_time()
-        self.process = Process(place(), os.getpid(), started, self._file if self._takes_signal else -1)
+
+        self.process = Process(
+            machine_id(),
+            os.getpid(),
+            psutil.Process().create_time(),
+            self._file if self._takes_signal else -1,
+        )
 
     def text(self) -> str:
         """The stacks of all threads now."""
@@ -121,9 +138,11 @@ class Launcher:
         self.is_daemon = False  # Open MPI's, on hosts other than its own.
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
-        self._refused = 0
+
+        self._num_refused = 0
         self._port: tuple[str, int] | None = None
-        address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
+        address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
         if calls and address and port.isdigit():
             self._port = (address, int(port))
             if self._is_refused():
@@ -134,9 +153,9 @@ class Launcher:
         if self._parent != os.getppid():
             return True
         if self._port and time.monotonic() - self._called >= self.SECONDS_BETWEEN_CALLS:
-            self._refused = self._refused + 1 if self._is_refused() else 0
+            self._num_refused = self._num_refused + 1 if self._is_refused() else 0
             self._called = time.monotonic()
-        return self._refused >= self.REFUSALS
+        return self._num_refused >= self.REFUSALS
 
     def end_daemon(self) -> None:
         """Ends Open MPI's daemon, which would try to reach a lost launcher for a quarter of an hour."""
@@ -144,7 +163,7 @@ class Launcher:
             os.kill(self._parent, signal.SIGTERM)
 
     def _is_refused(self) -> bool:
-        """False on a silent network."""
+        """True if nothing listens at the launcher's port; False on a silent network."""
         try:
             socket.create_connection(self._port or ("", 0), timeout=1.0).close()
         except OSError as error:

@@ -12,8 +12,8 @@ from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import ending, judge
-from hvtrain.watchdog.connections import Connection, Connections, Message
-from hvtrain.watchdog.judge import CUT, GONE, RankState, Verdict
+from hvtrain.watchdog.connections import Connection, Connections, Kind, Message
+from hvtrain.watchdog.judge import CUT, GONE, RankState, StopReason
 from hvtrain.watchdog.member import Member
 from hvtrain.watchdog.progress import Status, SuspensionClock
 
@@ -27,138 +27,168 @@ SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
-    """One thread, one decision. member: rank 0's own."""
+    """One thread, one decision. member: rank 0's own.
+
+    The run either gets a reason to stop, which all ranks are told; or it stalls, and all ranks are asked for their
+    stacks, then ended.
+    """
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
         raise_file_limit()
-        self._connections = Connections(listener, token, size, {"process": vars(member.stacks.process)})
+        self._connections = Connections(listener, token, size, vars(member.stacks.process))
         self._member = member
-        self._rules = rules = member.rules
-        self._lost: list[Verdict] = []
+        self._rules = member.rules
+        self._is_open = True
+        self._suspension = SuspensionClock(self._rules.beat_seconds)
+
+        self._reason: StopReason | None = None
+        self._lost: list[StopReason] = []
         self._lost_at = 0.0
-        self._verdict: Verdict | None = None
-        self._warned = self._passes_signal = False
-        self._open = True
-        self._stacks: dict[int, str] = {}
-        self._processes: dict[int, str] = {}
-        self._woken: set[int] = set()
+        self._has_warned = False
+        self._passes_signal = False
+
+        # Once the run stalls: when, and the ranks as they were then.
         self._stalled: tuple[float, list[RankState]] | None = None
-        self._suspension = SuspensionClock(rules.beat_seconds)
+        self._stacks: dict[int, str] = {}
+        self._process_states: dict[int, str] = {}
+        self._woken: set[int] = set()
+
         self.thread = threading.Thread(target=self._run, name="hvtrain watchdog, hub", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            while self._open:
+            while self._is_open:
                 for connection, message in self._connections.messages(self._rules.beat_seconds / 2):
                     self._take(connection, message)
-                if self._open:  # Without rank 0, those that only waited for it would look stalled.
+                # Without rank 0, those that only waited for it would look stalled.
+                if self._is_open:
                     self._tick(time.monotonic())
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
-        self._connections.send_all({"kind": "bye"})
+        self._connections.send_all(Kind.BYE)
         self._connections.close()
 
     def _take(self, connection: Connection, message: Message) -> None:
+        """Handles a message of a rank, and answers it."""
         state = connection.state
         assert state
         kind = message["kind"]
-        if kind == "beat":
-            state.status, state.heard = Status(**message["status"]), time.monotonic()
-        elif kind == "failed" and not self._rules.survives_loss:
+        if kind == Kind.BEAT:
+            state.status = Status(**message["status"])
+            state.heard = time.monotonic()
+        elif kind == Kind.FAILED and not self._rules.survives_loss:
             # An error in the data may name its rank itself.
             text = str(message["text"]).removeprefix(f"{state.name}: ")
-            self._decide(Verdict(f"{state.name} failed: {text}", int(message["code"]), state.rank, is_failure=True))
-        elif kind == "lost":
-            self._decide(Verdict(str(message["text"]), RESTART_HELPS, message["rank"]))
-        elif kind == "signal" and not self._passes_signal:
+            self._stop(StopReason(f"{state.name} failed: {text}", int(message["code"]), state.rank, is_failure=True))
+        elif kind == Kind.LOST:
+            self._stop(StopReason(str(message["text"]), RESTART_HELPS, message["rank"]))
+        elif kind == Kind.SIGNAL and not self._passes_signal:
             self._passes_signal = True
-            passing = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [int(message["number"])])
-            passing.daemon = True
-            passing.start()
-        elif kind == "stacks":
+            timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [int(message["number"])])
+            timer.daemon = True
+            timer.start()
+        elif kind == Kind.STACKS:
             # A rank that another one woke also sends its own stacks, which are of a later moment.
             if message["rank"] != state.rank or state.rank not in self._woken:
                 self._stacks[message["rank"]] = str(message["text"])
-                self._processes[message["rank"]] = str(message["state"])
-        elif kind == "ask":
+                self._process_states[message["rank"]] = str(message["state"])
+        elif kind == Kind.ASK:
             if judge.silent_ranks(self._ranks(), time.monotonic(), self._rules):
                 self._collect_stacks(time.monotonic())
-        elif kind in ("gone", "cut") and not self._rules.survives_loss:
-            text = f"{state.name} {CUT if kind == 'cut' else GONE}"
-            self._lost.append(Verdict(text, RESTART_HELPS, state.rank, is_cut=kind == "cut"))
+        elif kind in (Kind.GONE, Kind.CUT) and not self._rules.survives_loss:
+            is_cut = kind == Kind.CUT
+            text = f"{state.name} {CUT if is_cut else GONE}"
+            self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
             self._lost_at = self._lost_at or time.monotonic()
-        elif kind == "bye":
+        elif kind == Kind.BYE:
             self._connections.close_one(connection)
-            self._open = state.rank != 0
-        if kind not in ("gone", "cut", "bye"):
-            connection.send({"kind": "heard"})
+            self._is_open = state.rank != 0
+
+        if kind not in (Kind.GONE, Kind.CUT, Kind.BYE):
+            connection.send(Kind.HEARD)
 
     def _ranks(self) -> list[RankState]:
-        return [found.state for _, found in sorted(self._connections.ranks.items()) if found.state]
+        connections = sorted(self._connections.ranks.items())
+        return [connection.state for _, connection in connections if connection.state]
 
     def _tick(self, now: float) -> None:
+        """Decides what follows from the reports so far."""
         suspended = self._suspension.seconds(now)
         for state in self._ranks():
             state.heard += suspended
+
         if self._stalled:
-            if now >= self._stalled[0] + SECONDS_FOR_STACKS or self._connections.ranks.keys() <= self._stacks.keys():
-                self._end_all(*self._stalled)
-        elif self._verdict:
+            began, ranks = self._stalled
+            if now >= began + SECONDS_FOR_STACKS or self._connections.ranks.keys() <= self._stacks.keys():
+                self._end_all(began, ranks)
+        elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
-            text = "; ".join(verdict.text for verdict in self._lost[:3])
-            self._decide(replace(self._lost[0], text=text, is_cut=any(verdict.is_cut for verdict in self._lost)))
+            text = "; ".join(reason.text for reason in self._lost[:3])
+            self._stop(replace(self._lost[0], text=text, is_cut=any(reason.is_cut for reason in self._lost)))
         elif judge.stalled_seconds(self._ranks(), now, self._rules.limit):
             self._collect_stacks(now)
         else:
-            seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
-            if seconds and not self._warned:
-                who = judge.describe(self._ranks(), now, self._rules, {})
-                log.warning("no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, who)
-            self._warned = seconds > 0
+            self._warn(now)
 
-    def _decide(self, verdict: Verdict) -> None:
-        if self._verdict or self._stalled:
+    def _warn(self, now: float) -> None:
+        """Logs a warning, once, when a tenth of the time without progress has passed."""
+        seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
+        if seconds and not self._has_warned:
+            culprits = judge.describe(self._ranks(), now, self._rules, {})
+            log.warning(
+                "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, culprits
+            )
+        self._has_warned = seconds > 0
+
+    def _stop(self, reason: StopReason) -> None:
+        """Tells all ranks why they stop. The first reason counts."""
+        if self._reason or self._stalled:
             return
-        if not verdict.is_failure:
-            verdict = replace(verdict, text=f"{verdict.text}; {ending.resume_advice(self._member.folder)}")
-        self._verdict = verdict
-        self._connections.send_all({"kind": "verdict", "verdict": vars(verdict)})
+        if not reason.is_failure:
+            reason = replace(reason, text=f"{reason.text}; {ending.resume_advice(self._member.folder)}")
+        self._reason = reason
+        self._connections.send_all(Kind.VERDICT, verdict=vars(reason))
 
     def _collect_stacks(self, now: float) -> None:
         """Asks every rank for its stacks. A silent one is woken by another rank of its machine."""
-        if self._stalled or self._verdict:
+        if self._stalled or self._reason:
             return
         # Copies: a rank that is woken reports again.
         self._stalled = (now, [replace(state) for state in self._ranks()])
+
         ranks = self._connections.ranks
+        processes = {rank: vars(connection.process) for rank, connection in ranks.items() if connection.process}
         silent = {state.rank for state in judge.silent_ranks(self._ranks(), now, self._rules)}
         wakers: dict[int, list[Any]] = {}
-        processes = {rank: vars(found.process) for rank, found in ranks.items() if found.process}
         for rank in sorted(silent):
-            peers = [r for r in ranks.keys() - silent if processes[r]["machine"] == processes[rank]["machine"]]
+            machine = processes[rank]["machine"]
+            peers = [peer for peer in ranks.keys() - silent if processes[peer]["machine"] == machine]
             if peers:
                 self._woken.add(rank)
                 wakers.setdefault(min(peers), []).append({"rank": rank, "process": processes[rank]})
         for rank, connection in ranks.items():
-            connection.send({"kind": "stacks", "wake": wakers.get(rank, [])})
+            connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
-    def _end_all(self, when: float, ranks: list[RankState]) -> None:
+    def _end_all(self, began: float, ranks: list[RankState]) -> None:
         """Names the culprits, ends all ranks, and ends this one."""
-        rules, folder = self._rules, self._member.folder
-        who = judge.describe(ranks, when, rules, self._processes)
-        culprit = next((state.rank for state in judge.culprits(ranks, when, rules)), None)
+        rules = self._rules
+        folder = self._member.folder
         stacks = {state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n" for state in ranks}
         where = ending.write_stacks(folder, stacks)
-        seconds = judge.stalled_seconds(ranks, when, rules.limit)
-        how_long = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): " if seconds else ""
-        text = f"{how_long}{who}; {where}{ending.resume_advice(folder)}"
+
+        text = f"{judge.describe(ranks, began, rules, self._process_states)}; {where}{ending.resume_advice(folder)}"
+        seconds = judge.stalled_seconds(ranks, began, rules.limit)
+        if seconds:
+            text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): {text}"
         self._member.tell(text)
+        culprit = next((state.rank for state in judge.culprits(ranks, began, rules)), None)
         ending.say(text, 0, culprit)
+
         for rank, connection in self._connections.ranks.items():
             if rank:
-                connection.send({"kind": "end"})
+                connection.send(Kind.END)
         ending.end(RESTART_HELPS)
 
 

@@ -18,7 +18,13 @@ SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 @dataclass(frozen=True)
 class Rules:
-    """The same on all ranks: when a run without progress ends, how often a rank reports, and what a loss means."""
+    """The same on all ranks.
+
+    Args:
+        limit: seconds without progress after which the run ends.
+        beat_seconds: how often a rank reports.
+        survives_loss: the others go on without a rank that is lost.
+    """
 
     limit: float
     beat_seconds: float
@@ -58,11 +64,15 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why the run cannot go on, for all ranks to say, and their exit code.
+class StopReason:
+    """Why the run cannot go on, for all ranks to say. (A launcher is told by a line of system/verdict.py.)
 
-    rank: the one at fault; None: nobody knows. is_failure: it said itself why it failed; else it is lost, with is_cut
-    to the network.
+    Args:
+        text: the reason.
+        code: the exit code of all ranks.
+        rank: the one at fault; None: nobody knows.
+        is_failure: that rank reported its own error; else it is lost or makes no progress.
+        is_cut: it is lost to the network.
     """
 
     text: str
@@ -80,10 +90,11 @@ def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> flo
     if not ranks:
         return 0.0
     silent = max(state.silent(now) for state in ranks)
-    idle = min(state.idle(now) for state in ranks)
-    patience = 1 if all(state.status.started for state in ranks) else PATIENCE_AT_START
     if silent >= limit:
         return silent
+
+    idle = min(state.idle(now) for state in ranks)
+    patience = 1 if all(state.status.started for state in ranks) else PATIENCE_AT_START
     return idle if idle >= limit * patience else 0.0
 
 
@@ -93,42 +104,57 @@ def silent_ranks(ranks: Sequence[RankState], now: float, rules: Rules) -> list[R
 
 def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankState]:
     """The silent ranks; else, of the ranks that wait for nobody, those furthest behind; else none."""
-    if silent := silent_ranks(ranks, now, rules):
+    silent = silent_ranks(ranks, now, rules)
+    if silent:
         return silent
+
     # Within a step data come first; ranks that exchange something in the forward pass wait there for such a one.
     order = {DATA: 0, FORWARD: 1}
-    places = {s.rank: (s.status.step, order.get(s.status.phase, 2)) for s in ranks if s.status.phase not in WAITING}
-    return [state for state in ranks if state.rank in places and places[state.rank] == min(places.values())]
+    positions = {
+        state.rank: (state.status.step, order.get(state.status.phase, 2))
+        for state in ranks
+        if state.status.phase not in WAITING
+    }
+    last = min(positions.values(), default=None)
+    return [state for state in ranks if state.rank in positions and positions[state.rank] == last]
 
 
 def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Mapping[int, str]) -> str:
     """Names the culprits, or says what else it looks like. processes: what is known of silent ranks' processes."""
-    if found := culprits(ranks, now, rules):
-        parts = [_describe_one(state, now, rules, processes.get(state.rank, "")) for state in found[:3]]
-        return ", ".join(parts) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    places = {(state.status.step, state.status.phase): state for state in reversed(ranks)}
-    if len(places) > 1:
-        parts = [_describe_one(state, now, rules, "") for _, state in sorted(places.items())[:3]]
+    guilty = culprits(ranks, now, rules)
+    if guilty:
+        parts = [_describe_one(state, now, rules, processes.get(state.rank, "")) for state in guilty[:3]]
+        more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
+        return ", ".join(parts) + more
+
+    states = {(state.status.step, state.status.phase): state for state in reversed(ranks)}
+    if len(states) > 1:
+        parts = [_describe_one(state, now, rules, "") for _, state in sorted(states.items())[:3]]
         return f"ranks wait for each other at different places: {', '.join(parts)}; do all run the same program?"
     return f"all {len(ranks)} ranks wait in {_since(ranks[0], now)}; is a link between hosts down?"
 
 
 def _describe_one(state: RankState, now: float, rules: Rules, process: str) -> str:
-    if state.silent(now) > rules.silent_after:
-        why = f", it is {process}" if process else ""
-        when = wall_clock(state.silent(now))
-        seen = f"last seen in {state.status.phase}, step {_step(state)}"
-        return f"{state.name} has not answered since {when}{why}; {seen}"
-    return f"{state.name} hangs in {_since(state, now)}"
+    silent = state.silent(now)
+    if silent <= rules.silent_after:
+        return f"{state.name} hangs in {_since(state, now)}"
+
+    cause = f", it is {process}" if process else ""
+    return (
+        f"{state.name} has not answered since {wall_clock(silent)}{cause}; "
+        f"last seen in {state.status.phase}, step {_step(state)}"
+    )
 
 
 def _step(state: RankState) -> str:
     """The step that it is in, or the last one done."""
-    return f"{state.status.step + (state.status.phase in (DATA, FORWARD, REDUCTION)):,}"
+    is_in_step = state.status.phase in (DATA, FORWARD, REDUCTION)
+    return f"{state.status.step + is_in_step:,}"
 
 
 def _since(state: RankState, now: float) -> str:
-    return f"{state.status.phase} since step {_step(state)} ({wall_clock(state.status.seconds + state.silent(now))})"
+    seconds = state.status.seconds + state.silent(now)
+    return f"{state.status.phase} since step {_step(state)} ({wall_clock(seconds)})"
 
 
 def wall_clock(seconds_ago: float) -> str:

@@ -10,12 +10,11 @@ from typing import Any
 
 from hvtrain.system import interfaces
 from hvtrain.watchdog.connections import WireError
-from hvtrain.watchdog.host_processes import place
+from hvtrain.watchdog.host_processes import machine_id
 from hvtrain.watchdog.hub import Hub
 from hvtrain.watchdog.judge import Rules
-from hvtrain.watchdog.member import Member
+from hvtrain.watchdog.member import Member, Watchdog
 from hvtrain.watchdog.progress import Marks, Progress
-from hvtrain.watchdog.watchdog import Watchdog
 
 Address = tuple[str, int]
 Gather = Callable[[Any], list[Any]]
@@ -26,7 +25,8 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 # Rank 0 reads so many ranks' beats in a second; with more ranks each sends fewer.
 MAX_BEATS_PER_SECOND = 256
-MAX_BEAT_SECONDS, MIN_BEAT_SECONDS = 4.0, 0.05
+MAX_BEAT_SECONDS = 4.0
+MIN_BEAT_SECONDS = 0.05
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_REACH = 2.0
 MAX_WAITING = 4096
@@ -46,7 +46,12 @@ def start(
     """A watchdog over all ranks, or one that watches nobody if rank 0 wants none (every rank).
 
     Args:
-        abort_seconds: rank 0's counts; 0: no watchdog, no port.
+        rank: this one's.
+        size: the number of ranks.
+        host: as messages name this rank's host.
+        abort_seconds: how long the run may make no progress; rank 0's counts; 0: no watchdog, no port.
+        gather: returns every rank's value to all ranks.
+        broadcast: returns rank 0's value to all ranks.
         marks: see Progress.
         calls_launcher: check whether Gloo's launcher is there; one rank of a host is enough.
         survives_loss: an elastic job goes on without a rank that is gone or fails, and starts another watchdog.
@@ -54,14 +59,17 @@ def start(
     limit = broadcast(abort_seconds)
     if not limit or size == 1:
         return Watchdog()
-    usual = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
-    beat_seconds = max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, usual))
+
+    # A twentieth of the limit, so that a rank's silence is noticed well before it.
+    beat_seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
+    beat_seconds = max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, beat_seconds))
     address, listener = agree(rank, gather, broadcast)
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks, beat_seconds)
     if address is None:
         log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
         return Watchdog(progress)
+
     member = Member(rank, host, Rules(limit, beat_seconds, survives_loss), progress, calls_launcher)
     if listener:
         member.hub_thread = Hub(listener, token, size, member).thread
@@ -74,34 +82,45 @@ def start(
 
 
 def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | None, socket.socket | None]:
-    """The address, None if no address is reached by all, and on rank 0 the socket that listens there (every rank)."""
-    networks = gather(place("net"))
-    one_host = len(set(networks)) == 1
-    listeners = []
+    """Finds an address of rank 0 that all ranks reach (every rank).
+
+    Returns the address, None if there is none; and on rank 0 the socket that listens there.
+    """
+    networks = gather(machine_id("net"))
+    is_one_host = len(set(networks)) == 1
+    listeners: list[socket.socket] = []
     if rank == 0:
-        # Without loopback's, that of Horovod's interface first.
-        named = os.environ.get("HOROVOD_GLOO_IFACE", "")
-        found = sorted(interfaces.all_interfaces(), key=lambda item: item["name"] != named)
-        own = [item["address"] for item in found if not item["address"].startswith("127.")]
-        listeners = list(filter(None, map(listening, [LOOPBACK] if one_host else own)))
+        addresses = [LOOPBACK] if is_one_host else _own_addresses()
+        listeners = list(filter(None, map(listen, addresses)))
+
     offers: list[Address] = broadcast([listener.getsockname() for listener in listeners])
-    if one_host:
+    if is_one_host:
         votes = [[True] * len(offers)]
     else:
         # One rank of each host would be enough; but which, if hosts have different numbers of ranks?
-        here = networks[0] == place("net")
-        with ThreadPoolExecutor(max(1, len(offers))) as pool:
-            votes = gather([True] * len(offers) if here else list(pool.map(reaches, offers)))
-    chosen = next((at for at in range(len(offers)) if all(vote[at] for vote in votes)), None)
-    for at, listener in enumerate(listeners):
-        if at != chosen:
+        own_vote = [True] * len(offers)
+        if networks[0] != machine_id("net"):
+            with ThreadPoolExecutor(max(1, len(offers))) as pool:
+                own_vote = list(pool.map(reaches, offers))
+        votes = gather(own_vote)
+
+    chosen = next((index for index in range(len(offers)) if all(vote[index] for vote in votes)), None)
+    for index, listener in enumerate(listeners):
+        if index != chosen:
             listener.close()
     if chosen is None:
         return None, None
     return offers[chosen], listeners[chosen] if listeners else None
 
 
-def listening(address: str) -> socket.socket | None:
+def _own_addresses() -> list[str]:
+    """This host's addresses without loopback's, that of Horovod's interface first."""
+    first = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    items = sorted(interfaces.all_interfaces(), key=lambda item: item["name"] != first)
+    return [item["address"] for item in items if not item["address"].startswith("127.")]
+
+
+def listen(address: str) -> socket.socket | None:
     """A socket that listens at a free port; None if there is none, for no rank may fail alone here."""
     try:
         return socket.create_server((address, 0), backlog=MAX_WAITING)
