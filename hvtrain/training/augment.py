@@ -1,10 +1,10 @@
 """Opens the layers of `augment`: builds them for the images of the data set, and gives them to its training streams."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
@@ -23,6 +23,9 @@ def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized:
     Keras's names and random numbers are to be reset afterwards, as they are for a model without augmentation.
 
     Args:
+        config: whose augment and data.augment_on are read.
+        source: of images.
+        task: which tells how targets are mixed.
         is_resized: the run goes on with another number of ranks. Layers on the device then move to the input pipeline,
             where batches are still those of the ranks before.
     """
@@ -38,55 +41,64 @@ def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized:
             "data.augment_on=device and train.jit_compile=true exclude each other, since XLA cannot compile most "
             "layers of augmentation; choose data.augment_on=cpu"
         )
+
     keras.config.set_dtype_policy("float32")  # Whatever the precision of the model.
+    layers: dict[str, keras.Layer] = {}
     with tf.device("CPU:0"):
-        layers = {place: layer for name in config.augment for place, layer in build_layers(config, name, source)}
-    aim: Labels | Masks
-    if task.targets_are_masks:
-        ignored = getattr(task, "ignored_label", None)
-        aim = Masks(0 if ignored is None else ignored)
-    else:
-        soften = None if weights else task.softener(source)
-        aim = Labels(soften, _width(soften(_zeros(targets))) if soften else 1)
+        for name in config.augment:
+            layers.update(build_layers(config, name, source))
+
     # In a range smaller than that of a byte, such as 0 to 16, steps of 1 would be coarse.
     keeps_integers = source.value_range() == BYTES or inputs.dtype.is_integer
+    target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
     shape = tuple(inputs.shape)
-    source.augmentation = Augmentation(layers, shape, aim, keeps_integers, in_step and not is_resized)
+    source.augmentation = Augmentation(layers, shape, target_kind, keeps_integers, in_step and not is_resized)
     source.raw_batches = True
 
 
-def build_layers(config: RunConfig, name: str, source: Source) -> Iterator[tuple[str, keras.Layer]]:
-    """The layers of one entry of augment, by their place in the configuration."""
+def _target_kind(source: Source, task: Task, spec: tf.TensorSpec, has_weights: bool) -> Labels | Masks:
+    """How layers see the targets: masks move with the images, labels are mixed as numbers."""
+    if task.targets_are_masks:
+        ignored_label = getattr(task, "ignored_label", None)
+        return Masks(0 if ignored_label is None else ignored_label)
+
+    # Weights of examples would have to be mixed too, and layers do not get them.
+    soften = None if has_weights else task.softener(source)
+    if soften is None:
+        return Labels(None, 1)
+    softened = soften(tf.zeros([1, *spec.shape], spec.dtype))
+    return Labels(soften, math.prod(softened.shape[1:]))
+
+
+def build_layers(config: RunConfig, name: str, source: Source) -> dict[str, keras.Layer]:
+    """Builds one entry of augment; returns its layers by their settings.
+
+    Raises ConfigError for a layer whose value_range is not that of the images, and was not set.
+    """
     height, width, _ = source.element_spec[0].shape
     facts: dict[str, Any] = {"height": height, "width": width}
-    if limits := source.value_range():
+    limits = source.value_range()
+    if limits:
         facts["value_range"] = limits
-    place = f"augment.{name}"
-    layer = build(config, place, keras.Layer, facts, source.name)
+    setting = f"augment.{name}"
+    layer = build(config, setting, keras.Layer, facts, source.name)
     if "value_range" not in str(config.augment[name]):
-        for one in layer._flatten_layers():
-            given = getattr(one, "value_range", None)
-            if given is not None and (limits is None or tuple(given) != limits):
-                known = f"gives images from {limits[0]:g} to {limits[1]:g}" if limits else "does not say its own"
-                raise ConfigError(
-                    f"{place} ({type(one).__name__}) is for values from {given[0]} to {given[1]}, and {source.name} "
-                    f"{known}; set value_range in {place}"
-                )
-    yield from _in_turn(place, layer)
+        for inner in layer._flatten_layers():
+            own_range = getattr(inner, "value_range", None)
+            if own_range is None or (limits and tuple(own_range) == limits):
+                continue
+            known = f"gives images from {limits[0]:g} to {limits[1]:g}" if limits else "does not say its own"
+            raise ConfigError(
+                f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
+                f"{source.name} {known}; set value_range in {setting}"
+            )
+    return dict(_in_turn(setting, layer))
 
 
-def _in_turn(place: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
+def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     """The layer, or those that it only calls one after the other."""
     if type(layer) not in (keras.layers.Pipeline, keras.Sequential):
-        yield place, layer
+        yield setting, layer
         return
     for number, inner in enumerate(layer.layers):
-        yield from _in_turn(f"{place}.layers[{number}]", inner)
-
-
-def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([1, *spec.shape], spec.dtype)
-
-
-def _width(soft: tf.Tensor) -> int:
-    return int(np.prod(soft.shape[1:]))
+        yield from _in_turn(f"{setting}.layers[{number}]", inner)

@@ -2,9 +2,8 @@
 
 Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training. This one times some
 steps of a copy of the model before the training, and keeps the result in the run folder for resumed runs on the same
-hosts and kinds of device, with gradients of the same sizes. It leaves
-Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.28.1 crashes when it is restarted with
-both a fusion threshold and a cycle time.
+hosts and kinds of device, with gradients of the same sizes. It leaves Horovod's fusion buffer alone: buckets set the
+size of messages, and Horovod 0.28.1 crashes when it is restarted with both a fusion threshold and a cycle time.
 """
 
 import json
@@ -32,9 +31,11 @@ from hvtrain.training.run import Run
 log = logging.getLogger(__name__)
 
 FILE = "comm.json"
+MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-ROUNDS, STEPS = 3, 10
+ROUNDS = 3
+STEPS = 10
 SECONDS_FOR_STEPS = 3.0
 # A smaller gain may be noise; then the well-known default stays.
 WORTHWHILE = 0.97
@@ -42,7 +43,10 @@ WORTHWHILE = 0.97
 
 @dataclass(frozen=True)
 class CommSettings:
-    """cycle_ms: how often Horovod looks for gradients that are ready. bucket_mib: see HorovodStrategy."""
+    """Settings of the reduction.
+
+    cycle_ms: how often Horovod looks for gradients that are ready. bucket_mib: see HorovodStrategy.
+    """
 
     cycle_ms: float = 1.0
     bucket_mib: float = 25.0
@@ -69,55 +73,67 @@ def default_settings(config: RunConfig) -> CommSettings:
 def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     """Restarts communication with the fastest settings (every rank).
 
-    build makes a compiled model whose optimizer reduces by the strategy's current settings.
+    Args:
+        run: whose ranks are tuned for.
+        build: makes a compiled model whose optimizer reduces by the strategy's current settings.
     """
-    comm, default = run.strategy.comm, default_settings(run.config)
+    comm = run.strategy.comm
+    default = default_settings(run.config)
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
     measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}
     best = comm.on_chief(lambda: _read(run.folder, measured_for))
-    if best is None:
-        began = time.monotonic()
-        best, default, seconds = _search(run, build, default, sum(sizes) / (1 << 20))
-        gain = "the default" if best == default else f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
-        log.info("comm.tune: %s, %s (%d tried in %.0f s)\n", best, gain, len(seconds), time.monotonic() - began)
-        tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
-        content = json.dumps({"comm": asdict(best), **measured_for, "tried": tried}, indent=1)
-        comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
-    else:
+    if best is not None:
         log.info("comm.tune: %s, from %s\n", best, run.folder / FILE)
+        best.apply(run.strategy)
+        return
+
+    began = time.monotonic()
+    mib = sum(sizes) / MIB
+    if default.bucket_mib >= mib:
+        default = replace(default, bucket_mib=0.0)  # One bucket holds all gradients; 0 means that.
+    best, seconds = _search(run, build, default, mib)
+    gain = "the default" if best == default else f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
+    log.info("comm.tune: %s, %s (%d tried in %.0f s)\n", best, gain, len(seconds), time.monotonic() - began)
+    tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
+    content = json.dumps({"comm": asdict(best), **measured_for, "tried": tried}, indent=1)
+    comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
     best.apply(run.strategy)
 
 
 def _search(
     run: Run, build: Callable[[], keras.Model], default: CommSettings, mib: float
-) -> tuple[CommSettings, CommSettings, dict[CommSettings, float]]:
-    """Finds the fastest settings for gradients of so many MiB.
+) -> tuple[CommSettings, dict[CommSettings, float]]:
+    """Finds the fastest settings for gradients of so many MiB; returns them, and the step seconds of all.
 
-    Returns them, the default, and the step seconds of all (the same on every rank).
+    The times are those of the slowest rank, so that all ranks choose alike.
     """
-    strategy, batches = run.strategy, run.batches_from(0)
-    seconds = dict[CommSettings, float]()
-    # A larger bucket would contain all gradients; 0 means that.
+    strategy = run.strategy
+    batches = run.batches_from(0)
+    seconds: dict[CommSettings, float] = {}
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
-    best = default = replace(default, bucket_mib=default.bucket_mib if default.bucket_mib < mib else 0.0)
-    # One setting after the other, each starting from the best so far.
+    best = default
+    # One setting after the other, each starting from the best so far: half as many as all pairs.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
-        tried = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
+        candidates = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
         trials: dict[float, Callable[[], float]] = {}  # Settings with the same buckets share a model.
-        for settings in tried:
+        for settings in candidates:
             if settings.bucket_mib not in trials:
                 settings.apply(strategy)
                 trials[settings.bucket_mib] = _trial(build(), strategy, batches)
-        rounds: dict[CommSettings, list[float]] = {settings: [] for settings in tried}
+
+        rounds: dict[CommSettings, list[float]] = {settings: [] for settings in candidates}
         for number in range(ROUNDS):
-            for settings in tried if number % 2 == 0 else reversed(tried):
+            # There and back, so that a machine that slows down is no one setting's fault.
+            for settings in candidates if number % 2 == 0 else reversed(candidates):
                 settings.apply(strategy)
                 rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
+
         seconds |= {settings: median(times) for settings, times in rounds.items()}
-        fastest = min(tried, key=lambda settings: seconds[settings])
-        best = fastest if seconds[fastest] < WORTHWHILE * seconds[best] else best
-    return best, default, seconds
+        fastest = min(candidates, key=lambda settings: seconds[settings])
+        if seconds[fastest] < WORTHWHILE * seconds[best]:
+            best = fastest
+    return best, seconds
 
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
@@ -125,21 +141,23 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
-    def seconds(number: int) -> float:
+    def step_seconds(number: int) -> float:
         steps(1)  # The first step after a start is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(number)
         return (time.perf_counter() - began) / number
 
-    slowest = max(strategy.comm.gather(seconds(1)))
+    slowest = max(strategy.comm.gather(step_seconds(1)))
     number = max(1, min(STEPS, int(SECONDS_FOR_STEPS / ROUNDS / slowest)))
-    return lambda: seconds(number)
+    return lambda: step_seconds(number)
 
 
 def _device_kind() -> str:
     """What this rank computes on: the GPU's model, or CPU."""
     gpus = tf.config.get_visible_devices("GPU")
-    return tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU") if gpus else "CPU"
+    if not gpus:
+        return "CPU"
+    return tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")
 
 
 def _read(folder: Path, measured_for: dict[str, list[Any]]) -> CommSettings | None:

@@ -22,39 +22,53 @@ _PACKAGES = (*host_facts.PACKAGES, "h5py", "pyarrow", "safetensors", "scikit-lea
 
 
 def check_same_run(comm: Comm, config: RunConfig) -> None:
-    """Raises on all ranks if settings (ConfigError), packages or code (RankError) differ, and names the difference."""
+    """Checks that all ranks run the same program with the same settings (every rank).
+
+    Raises on all ranks, and names the difference:
+        ConfigError: settings differ.
+        RankError: versions of packages or code differ.
+    """
     ranks = comm.gather((flatten(to_dict(config)), software(config), comm.topology.host))
     settings, programs, host = ranks[0]
-    for rank, (others, _, _) in enumerate(ranks):
-        if different := _differences(settings, others):
+    # All settings first: a setting may name another package, whose code then differs too.
+    for rank, (other_settings, _, _) in enumerate(ranks):
+        difference = _difference(settings, other_settings)
+        if difference:
             raise ConfigError(
-                f"ranks 0 and {rank} were started with different settings: {different}; "
+                f"ranks 0 and {rank} were started with different settings: {difference}; "
                 "start all ranks with the same command"
             )
-    for rank, (_, others, other_host) in enumerate(ranks):
-        if different := _differences(programs, others):
+    for rank, (_, other_programs, other_host) in enumerate(ranks):
+        difference = _difference(programs, other_programs)
+        if difference:
             raise RankError(
-                f"rank 0 on {host} and rank {rank} on {other_host} run different programs: {different}; "
+                f"rank 0 on {host} and rank {rank} on {other_host} run different programs: {difference}; "
                 "install the same versions and copy the same code to both hosts"
             )
 
 
 def software(config: RunConfig) -> dict[str, str]:
     """Versions of packages, and checksums of the code of hvtrain and of the packages that the settings name."""
-    versions = {"python": platform.python_version(), **host_facts.package_versions(_PACKAGES)}
+    facts = {"version of python": platform.python_version()}
+    for name, version in host_facts.package_versions(_PACKAGES).items():
+        facts[f"version of {name}"] = version or "none"
     targets = [value for key, value in flatten(to_dict(config)).items() if key.endswith("_target_")]
-    packages = dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)])
-    files = {package: host_facts.code_files(package) for package in packages if package != "keras"}
-    sums = {name: hashlib.sha256(repr(found).encode()).hexdigest()[:12] for name, found in files.items() if found}
-    return {
-        **{f"version of {name}": version or "none" for name, version in versions.items()},
-        **{f"code of {name}": sums.get(name, "not found") for name in files},
-    }
+    for package in dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)]):
+        if package == "keras":
+            continue  # Its version says enough.
+        files = host_facts.code_files(package)
+        digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+        facts[f"code of {package}"] = digest if files else "not found"
+    return facts
 
 
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
-    """The data set's manifest. Raises RankError on all ranks if hosts have different copies, or warns."""
+    """Returns the data set's manifest (every rank).
+
+    Raises RankError on all ranks if hosts have different copies, or warns without `refuse`.
+    """
     manifest = comm.all_or_raise(source.manifest)
+    # Digests are enough while all agree; a manifest may list thousands of files.
     digests, hosts = zip(*comm.gather((digest_of(manifest), comm.topology.host)))
     if len(set(digests)) > 1:
         manifests = comm.gather(manifest)
@@ -71,27 +85,30 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
 def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data.Dataset) -> None:
     """Raises DataError on all ranks if a target of a first batch is wrong, or two ranks read the same first batch."""
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
-    faults = comm.gather(task.fault(first[1], source))
-    for rank, fault in enumerate(faults):
+    for rank, fault in enumerate(comm.gather(task.fault(first[1], source))):
         if fault:
-            where = f"example {fault[0]} of the first batch of rank {rank} from {source.name}"
-            raise DataError(f"{where}: {fault[1]}; fix the targets or choose another task")
+            example, problem = fault
+            raise DataError(
+                f"example {example} of the first batch of rank {rank} from {source.name}: {problem}; "
+                "fix the targets or choose another task"
+            )
     if comm.topology.size == 1 or source.same_on_all_ranks:
         return
+
     digest = hashlib.sha256()
     for array in tf.nest.flatten(first):
         digest.update(array.tobytes())
     first_rank: dict[bytes, int] = {}
-    for rank, other in enumerate(comm.gather(digest.digest())):
-        if first_rank.setdefault(other, rank) != rank:
+    for rank, rank_digest in enumerate(comm.gather(digest.digest())):
+        if first_rank.setdefault(rank_digest, rank) != rank:
             raise DataError(
-                f"ranks {first_rank[other]} and {rank} read the same first batch of {source.name}; "
+                f"ranks {first_rank[rank_digest]} and {rank} read the same first batch of {source.name}; "
                 f"{source.equal_batches_advice}"
             )
 
 
-def _differences(first: dict[str, Any], other: dict[str, Any]) -> str:
-    names = [
-        name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))
-    ]  # NaN is not equal to itself.
+def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """Up to five names whose values differ, in words; empty if none does."""
+    # By repr, since NaN is not equal to itself.
+    names = [name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))]
     return "; ".join(f"{name} is {first.get(name)} and {other.get(name)}" for name in names[:5])

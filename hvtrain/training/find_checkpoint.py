@@ -7,7 +7,7 @@ newest checkpoint that it has; the first rank with the newest of all (the root) 
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +19,39 @@ from hvtrain.checkpoint.notes import Note, NoteKeeper, checked_run_id
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core.files import read_file
+from hvtrain.core.run_files import (
+    read_history,
+    read_rank_seconds,
+    read_starts,
+    read_tracked,
+    write_history,
+    write_rank_seconds,
+    write_starts,
+    write_tracked,
+)
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import LOCK_FILE
-from hvtrain.training.resume import ResumePoint, RunState, read_records, send_arrays, write_records
+from hvtrain.training.resume import ResumePoint, RunState, send_arrays
 
 log = logging.getLogger(__name__)
 
 # The meta that a checkpoint needs to be resumed, with its types.
-_NEEDED: Any = {"num_ranks": int, "batch_size": int | list, "batch_sizes": list, "epoch": int, "step_in_epoch": int}
+_NEEDED: dict[str, Any] = {
+    "num_ranks": int,
+    "batch_size": int | list,
+    "batch_sizes": list,
+    "world_size": int,
+    "epoch": int,
+    "step_in_epoch": int,
+}
+# The records of a run's epochs and starts, for a host that continues the run and lacks them.
+_RECORDS: tuple[tuple[Callable[[Path], Any], Callable[[Path, Any], None]], ...] = (
+    (read_history, write_history),
+    (read_rank_seconds, write_rank_seconds),
+    (read_starts, write_starts),
+    (read_tracked, write_tracked),
+)
 
 
 @dataclass(frozen=True)
@@ -240,6 +264,21 @@ class _Search:
                 mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **elsewhere)
 
         self.comm.on_chief(write)
+
+
+def read_records(folder: Path) -> list[Any]:
+    """Reads history.csv, ranks.csv, starts.json and trackers.json; a missing file is empty.
+
+    Raises StorageError if the history is damaged.
+    """
+    return [read(folder) for read, _ in _RECORDS]
+
+
+def write_records(folder: Path, records: list[Any]) -> None:
+    """Writes the records that are not empty to the run folder."""
+    for content, (_, write) in zip(records, _RECORDS):
+        if content:
+            write(folder, content)
 
 
 def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:

@@ -16,13 +16,23 @@ def make_plan(
     batch_sizes: list[int] | None = None,
     uneven: str = "trim",
 ) -> StepPlan:
-    """Plans a run whose ranks hold shard_sizes[rank] training examples and take batch_sizes[rank] per step.
+    """Plans a run. Steps per epoch are equal on all ranks by construction.
 
-    Steps per epoch are equal on all ranks by construction. Examples that do not fill a batch on all ranks are left out
-    of the epoch (uneven="trim"; others each time), trained on in short batches ("pad"), or refused ("error").
-    Raises ConfigError if a rank would have no example, or less than one batch.
+    Args:
+        train: its settings.
+        base_learning_rate: before it is scaled by the number of ranks.
+        shard_sizes: training examples, by rank.
+        dataset_name: for messages.
+        batch_sizes: examples a step, by rank; None: train.batch_size on all.
+        uneven: examples that do not fill a batch on all ranks are left out of the epoch ("trim"; others each time),
+            trained on in short batches ("pad"), or refused ("error").
+
+    Raises:
+        ConfigError: a rank would have no example, or less than one batch.
     """
-    size, total = len(shard_sizes), sum(shard_sizes)
+    size = len(shard_sizes)
+    total = sum(shard_sizes)
+    accumulate = train.accumulate
     batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
     if min(shard_sizes) == 0:
         raise ConfigError(
@@ -36,41 +46,59 @@ def make_plan(
             f"({total} of {dataset_name} over {size} ranks); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
-    full = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
-    times = train.accumulate
-    if full < times:
+    # Full batches of the rank that has the fewest: a rank with more steps would wait for the others forever.
+    steps_per_epoch = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
+    if steps_per_epoch < accumulate:
         raise ConfigError(
-            f"train.accumulate={times} exceeds the {full} batches of a rank in an epoch ({total} examples of "
-            f"{dataset_name} over {size} ranks); lower it to at most {full}, or train.batch_size"
+            f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
+            f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
         )
-    full -= full % times
-    shares = tuple(Share(batch, full) for batch in batch_sizes)
-    left_out = total - full * sum(batch_sizes)
+    # An epoch ends with a change of weights.
+    steps_per_epoch -= steps_per_epoch % accumulate
+    shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
+    left_out = total - steps_per_epoch * sum(batch_sizes)
     if uneven == "error" and left_out:
         raise ConfigError(
             f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
             f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
         )
     if uneven == "pad":
-        steps = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
-        if steps > min(shard_sizes):
+        steps_per_epoch = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
+        # Each step of a rank needs an example, see Share.
+        if steps_per_epoch > min(shard_sizes):
             raise ConfigError(
                 f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
-                f"{steps} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
+                f"{steps_per_epoch} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
             )
-        shares = tuple(Share(batch, steps, examples) for examples, batch in zip(shard_sizes, batch_sizes))
-    steps_per_epoch = shares[0].steps
+        shares = tuple(Share(batch, steps_per_epoch, examples) for examples, batch in zip(shard_sizes, batch_sizes))
+
     if train.steps is None:
         num_steps = train.epochs * steps_per_epoch
+    elif train.divide_steps_by_size:
+        num_steps = max(1, train.steps // size // accumulate) * accumulate
     else:
-        num_steps = max(1, train.steps // size // times) * times if train.divide_steps_by_size else train.steps
+        num_steps = train.steps
+    # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times the rate. The
+    # square root keeps the variance of a step instead, https://arxiv.org/abs/1404.5997.
     joint = size * train.accumulate
-    factor = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}[train.learning_rate_scale]
-    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=times)
+    factors = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}
+    factor = factors[train.learning_rate_scale]
+    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Batch sizes by rank, from one number, one for each rank, or one for each host in rank order; else ConfigError."""
+    """Returns batch sizes by rank.
+
+    Args:
+        batch_size: one number, one for each rank, or one for each host in rank order.
+        hosts: by rank.
+
+    Raises:
+        ConfigError: there are as many numbers as neither ranks nor hosts.
+
+    >>> batch_sizes_by_rank([8, 4], ["s1", "s1", "s2"])
+    [8, 8, 4]
+    """
     if isinstance(batch_size, int):
         return [batch_size] * len(hosts)
     if len(batch_size) == len(hosts):
@@ -87,16 +115,25 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
 def planned_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
     """Batch sizes of the ranks for which the plan is made: those that the run began with, or the current ones.
 
-    The current ranks, on these hosts, get a plan of their own with train.resize=scale, from the end of an epoch on.
-    meta is that of the checkpoint to continue from, if any. Raises CheckpointError if both train.batch_size and the
-    number of ranks have changed.
+    The current ranks get a plan of their own with train.resize=scale, from the end of an epoch on.
+
+    Args:
+        meta: that of the checkpoint to continue from, if any.
+        train: the current settings.
+        hosts: of the current ranks.
+
+    Raises:
+        CheckpointError: both train.batch_size and the number of ranks have changed.
     """
-    if meta is None or (train.resize == "scale" and meta["num_ranks"] != len(hosts) and not meta["step_in_epoch"]):
+    if meta is None:
+        return batch_sizes_by_rank(train.batch_size, hosts)
+    is_resized = meta["num_ranks"] != len(hosts)
+    if train.resize == "scale" and is_resized and not meta["step_in_epoch"]:
         return batch_sizes_by_rank(train.batch_size, hosts)
     before = meta["batch_size"]
     if train.batch_size == before:
         return meta["batch_sizes"]
-    if meta["num_ranks"] != len(hosts):
+    if is_resized:
         raise CheckpointError(
             f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
             f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"

@@ -1,9 +1,13 @@
-"""Resumes a run from a checkpoint: sends it, checks that it fits, restores the model and each rank's own state."""
+"""Resumes a run from a checkpoint: sends it, checks that it fits, restores the model and each rank's own state.
 
+Settings that differ from those of the checkpoint are recorded, or refused where they cannot change.
+"""
+
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,19 +15,8 @@ import numpy as np
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
-from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig, to_dict
+from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.config.validate import flatten
-from hvtrain.core.run_files import (
-    EpochRecord,
-    read_history,
-    read_rank_seconds,
-    read_starts,
-    read_tracked,
-    write_history,
-    write_rank_seconds,
-    write_starts,
-    write_tracked,
-)
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
@@ -32,17 +25,48 @@ from hvtrain.system.run_lock import RunLock
 from hvtrain.trackers.notice import Notice
 
 Arrays = dict[str, np.ndarray]
+
 # A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
+# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
+# the state of those before.
+FIXED = ("seed", "optimizer._target_", "task._target_")
+# They do not change what is learned.
+_IRRELEVANT = (
+    "run.",
+    "resume",
+    "verbose",
+    "tracebacks",
+    "checkpoint.",
+    "guard.",
+    "watchdog.",
+    "profile.",
+    "comm.",
+    "strategy.",
+    "train.max_time",
+    "train.evaluation_batch_size",
+    "train.evaluation_steps",
+    "train.steps_per_execution",
+    "train.remat",
+    "model.weights",
+    "tracker.",
+    "notify",
+)
 
 
 @dataclass
 class RunState:
     """State that survives a restart of the ranks.
 
-    began is time.monotonic() at the beginning of the run, lock that of its folder, and signals are those received.
-    checkpoint is the last commit to memory, in an elastic job; run_id is the same in all checkpoints of the run, over
-    all of its starts; note_keeper notes on this host where the newest checkpoint is; notice is sent at the end.
+    Args:
+        began: time.monotonic() at the beginning of the run.
+        folder: of the run, once it is open.
+        lock: that of the folder.
+        signals: received so far.
+        checkpoint: the last commit to memory, in an elastic job.
+        run_id: the same in all checkpoints of the run, over all of its starts.
+        note_keeper: notes on this host where the newest checkpoint is.
+        notice: sent at the end.
     """
 
     began: float
@@ -71,9 +95,17 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at step 0, or at a checkpoint that num_ranks ranks wrote, with a plan for plan_ranks.
+    """Where a run begins: at step 0, or at a checkpoint.
 
-    rank_state is this rank's own.
+    Args:
+        name: of the checkpoint; None: the run begins.
+        step: steps that are done.
+        ended: a callback of the user's has ended the training; nothing is left to do.
+        num_ranks: ranks that wrote the checkpoint.
+        plan_ranks: ranks for which their plan was made.
+        rank_state: this rank's own, see store.rank_state.
+        callbacks: numbers and best weights of the user's callbacks, by their names.
+        unlogged: results of a validation that no epoch's logs had yet.
     """
 
     name: str | None = None
@@ -84,7 +116,6 @@ class Start:
     rank_state: Arrays = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     unlogged: dict[str, float] = field(default_factory=dict)
-    """Results of a validation that no epoch's logs had yet."""
 
 
 def resume(
@@ -95,41 +126,63 @@ def resume(
     refuse_other_data: bool,
     comm: Comm,
 ) -> Start:
-    """Restores the chief's model, and returns the run's start (every rank). meta is that of the run's checkpoints."""
+    """Restores the chief's model and each rank's own state; returns the run's start (every rank).
+
+    Args:
+        saved: the checkpoint; None: nothing is restored.
+        model: with its optimizer built. The other ranks get the weights by a broadcast after this.
+        plan: on the current ranks.
+        meta: that of the run's checkpoints from now on.
+        refuse_other_data: as guard.data.
+        comm: the collectives.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or was made with other batches.
+        DataError: it was made on another data set, and that is refused.
+    """
 
     def restore() -> tuple[Start, list[Arrays]]:
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * plan.size
-        checkpoint = saved.checkpoint
-        before, other_way = checkpoint.meta.get("data"), ", or choose another run.dir"
-        check_unchanged(saved.name, before, meta["data"], refuse_other_data, other_way)
-        # A plan for another number of ranks is meant to differ.
-        names = ("batch_sizes", "steps_per_epoch") if checkpoint.meta["num_ranks"] == meta["num_ranks"] else ()
-        pairs = {name: (checkpoint.meta.get(name), meta[name]) for name in (*names, "uneven")}
-        different = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
-        if different:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
-                "start with the same numbers, or choose another run.dir"
-            )
-        store.restore(checkpoint, model)
-        ended, plan_ranks = checkpoint.meta.get("ended", False), checkpoint.meta["num_ranks"]
-        num_ranks = checkpoint.meta.get("world_size", plan_ranks)
-        start = Start(
-            saved.name,
-            checkpoint.step,
-            ended,
-            num_ranks,
-            plan_ranks,
-            callbacks=checkpoint.callbacks(),
-            unlogged=checkpoint.unlogged(),
-        )
-        return start, states_on(plan.size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
+        _check_fits(saved.name, saved.checkpoint, meta, refuse_other_data)
+        return _restore(saved.name, saved.checkpoint, model, plan.size)
 
-    start, states = comm.on_chief(restore)
-    start = replace(start, rank_state=states[comm.topology.rank])
+    start, rank_states = comm.on_chief(restore)
+    start = replace(start, rank_state=rank_states[comm.topology.rank])
     store.restore_rank(start.rank_state, model)
     return start
+
+
+def _check_fits(name: str, checkpoint: Checkpoint, meta: dict[str, Any], refuse_other_data: bool) -> None:
+    """Raises DataError or CheckpointError if a run with this meta cannot continue from the checkpoint."""
+    before = checkpoint.meta
+    check_unchanged(name, before.get("data"), meta["data"], refuse_other_data, ", or choose another run.dir")
+    keys = ["uneven"]
+    # A plan for another number of ranks is meant to differ.
+    if before["num_ranks"] == meta["num_ranks"]:
+        keys = ["batch_sizes", "steps_per_epoch", *keys]
+    different = [f"{key} {before.get(key)}, now {meta[key]}" for key in keys if before.get(key) != meta[key]]
+    if different:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
+            "start with the same numbers, or choose another run.dir"
+        )
+
+
+def _restore(name: str, checkpoint: Checkpoint, model: keras.Model, size: int) -> tuple[Start, list[Arrays]]:
+    """Restores the model; returns the start, and the states of so many ranks (chief only)."""
+    store.restore(checkpoint, model)
+    num_ranks = checkpoint.meta["world_size"]
+    start = Start(
+        name,
+        checkpoint.step,
+        ended=checkpoint.meta.get("ended", False),
+        num_ranks=num_ranks,
+        plan_ranks=checkpoint.meta["num_ranks"],
+        callbacks=checkpoint.callbacks(),
+        unlogged=checkpoint.unlogged(),
+    )
+    return start, states_on(size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
 
 def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
@@ -139,76 +192,60 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     no counts, its own seeds, and the chief's learning rate.
     """
     kept = states[:size]
-    for gone in states[size:]:
-        sums = {name: value + gone[name] for name, value in kept[0].items() if name.startswith("metric/")}
+    for lost in states[size:]:
+        sums = {name: value + lost[name] for name, value in kept[0].items() if name.startswith("metric/")}
         kept[0] = {**kept[0], **sums}
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 
 
 def send_arrays(
-    arrays: Arrays | None, root: int, comm: Comm, wanted: bool, message_bytes: int = MESSAGE_BYTES
+    arrays: Arrays | None, root: int, comm: Comm, is_receiver: bool, message_bytes: int = MESSAGE_BYTES
 ) -> Arrays | None:
-    """The root's arrays, on the ranks that want them; None on the others (every rank)."""
+    """Sends the root's arrays to the ranks that receive them; returns None on the others (every rank)."""
     is_root = comm.topology.rank == root
+    # ascontiguousarray makes a vector of a scalar.
     own = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in (arrays or {}).items()}
     layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
     if not is_root:
-        own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()} if wanted else {}
+        own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()} if is_receiver else {}
+
+    # All arrays are one stream of bytes in messages of one size, and each rank counts the messages for itself.
     num_bytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values())
     chunks = _chunks(own, message_bytes)
-    for _ in range(-(-num_bytes // message_bytes)):
+    for _ in range(math.ceil(num_bytes / message_bytes)):
         parts = next(chunks, [])
         message = comm.broadcast(np.concatenate(parts) if is_root else None, root)
         if not is_root:
             end = 0
             for part in parts:
-                begin, end = end, end + part.size
+                begin = end
+                end += part.size
                 part[:] = message[begin:end]
-    return own if wanted else None
+    return own if is_receiver else None
 
 
 def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
     """Views of the arrays' bytes, in lists of chunk_bytes together; the last list is shorter."""
     chunk: list[np.ndarray] = []
-    room = chunk_bytes
+    free_bytes = chunk_bytes
     for array in arrays.values():
-        rest = array.reshape(-1).view(np.uint8)
-        while rest.size:
-            part, rest = rest[:room], rest[room:]
+        unsent = array.reshape(-1).view(np.uint8)
+        while unsent.size:
+            part = unsent[:free_bytes]
+            unsent = unsent[free_bytes:]
             chunk.append(part)
-            room -= part.size
-            if not room:
+            free_bytes -= part.size
+            if not free_bytes:
                 yield chunk
-                chunk, room = [], chunk_bytes
+                chunk = []
+                free_bytes = chunk_bytes
     if chunk:
         yield chunk
 
 
-# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
-# the state of those before.
-FIXED = ("seed", "optimizer._target_", "task._target_")
-# They do not change what is learned.
-_IRRELEVANT = (
-    *(
-        "run.",
-        "resume",
-        "verbose",
-        "tracebacks",
-        "checkpoint.",
-        "guard.",
-        "watchdog.",
-        "profile.",
-        "comm.",
-        "strategy.",
-    ),
-    *("train.max_time", "train.evaluation_batch_size", "train.evaluation_steps", "train.steps_per_execution"),
-    *("train.remat", "model.weights", "tracker.", "notify"),
-)
-
-
 def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
-    """{name: [before, now]} of the settings that differ from those in a checkpoint's meta, if any.
+    """Returns {name: [before, now]} of the settings that differ from those in a checkpoint's meta, if any.
 
     Raises ConfigError where a setting cannot change.
     """
@@ -226,46 +263,27 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
 def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
     """The changes so far, in meta, and that of the start at this step, if any: {"step": ..., "changed": ...}."""
     earlier = meta.get("changes")
-    return [*(earlier if isinstance(earlier, list) else []), *([{"step": step, "changed": changed}] if changed else [])]
+    changes = list(earlier) if isinstance(earlier, list) else []
+    if changed:
+        changes.append({"step": step, "changed": changed})
+    return changes
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """{name: [before, now]} of the settings that differ, without those that do not change what is learned.
+    """Returns {name: [before, now]} of the settings that differ, without those that do not change what is learned.
 
-    >>> changed_settings({"seed": 1, "train": {"epochs": 1}}, {"seed": 1, "train": {"epochs": 2, "new": 3}})
+    >>> changed_settings({"seed": 1, "train": {"epochs": 1}}, {"seed": 1, "train": {"epochs": 2, "max_time": "1h"}})
     {'train.epochs': [1, 2]}
     """
-    old, new = flatten(before), flatten(now)
-    # An earlier version may have had fewer typed settings, or groups.
-    groups = tuple(f"{group}." for group in (*GROUPS, *SEVERAL) if group in before)
-    names = [name for name in {**old, **new} if name in old or name.startswith(groups)]
+    old = flatten(before)
+    new = flatten(now)
     changed = {
         name: [old.get(name), new.get(name)]
-        for name in names
+        for name in {**old, **new}
         if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
     }
-    layers = [list(run.get("augment") or {}) for run in (before, now)]  # They act in this order.
-    return (
-        {**changed, "augment": layers} if layers[0] != layers[1] and sorted(layers[0]) == sorted(layers[1]) else changed
-    )
-
-
-class RunRecords(NamedTuple):
-    """The contents of history.csv, ranks.csv, starts.json and trackers.json; empty if a file is missing."""
-
-    history: list[EpochRecord]
-    rank_seconds: dict[int, list[float]]
-    starts: list[dict[str, Any]]
-    tracked: dict[str, dict[str, Any]]
-
-
-def read_records(folder: Path) -> RunRecords:
-    """Raises StorageError if the history is damaged."""
-    return RunRecords(read_history(folder), read_rank_seconds(folder), read_starts(folder), read_tracked(folder))
-
-
-def write_records(folder: Path, records: RunRecords) -> None:
-    """Writes the records that are not empty to the run folder."""
-    for content, write in zip(records, (write_history, write_rank_seconds, write_starts, write_tracked)):
-        if content:
-            write(folder, content)  # type: ignore[operator]
+    # Layers of augmentation act in their order, which names and values do not show.
+    old_layers, new_layers = (list(tree.get("augment") or {}) for tree in (before, now))
+    if old_layers != new_layers and sorted(old_layers) == sorted(new_layers):
+        changed["augment"] = [old_layers, new_layers]
+    return changed

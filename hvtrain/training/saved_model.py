@@ -23,7 +23,8 @@ from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
 
-MODEL_FILE, BEST_FILE = "model.keras", "best.keras"
+MODEL_FILE = "model.keras"
+BEST_FILE = "best.keras"
 DESCRIPTION_FILE = "model.json"
 NUM_CHECKED = 4
 
@@ -31,7 +32,8 @@ NUM_CHECKED = 4
 def export(model: keras.Model, source: Source, task: Task, topology: Topology, folder: Path) -> None:
     """Writes the trained model with its preprocessing, its inputs and outputs, and the source's files (chief only)."""
     preprocessing = source.preprocessing()
-    if difference := check_preprocessing(preprocessing, source, topology):
+    difference = check_preprocessing(preprocessing, source, topology)
+    if difference:
         log.warning("%s may predict wrongly: %s", MODEL_FILE, difference)
     save(model, task, preprocessing, folder / MODEL_FILE)
     for name, content in source.assets().items():
@@ -60,15 +62,19 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     """The model from raw examples to logits, compiled; its last layer is the trained model."""
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
-    for one in (model, whole):
+    for part in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
         # optimizer that is not built.
-        task.compile(one, keras.optimizers.SGD())
-        one.optimizer.build(one.trainable_variables)
-    if own := sorted(set(own_names(whole.get_compile_config()))):
-        log.info("the saved model is not compiled: a program that loads it may not have your %s", ", ".join(own))
+        task.compile(part, keras.optimizers.SGD())
+        part.optimizer.build(part.trainable_variables)
+    users_names = sorted(set(own_names(whole.get_compile_config())))
+    if users_names:
+        log.info(
+            "the saved model is not compiled: a program that loads it may not have your %s", ", ".join(users_names)
+        )
         # Keras would compile the inner model when it loads the file, even if it is told to compile nothing.
-        model.get_compile_config = whole.get_compile_config = dict
+        model.get_compile_config = dict
+        whole.get_compile_config = dict
     return whole
 
 
@@ -86,7 +92,7 @@ def own_names(config: Any) -> Iterator[str]:
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
     """The contents of model.json: inputs and outputs of the saved model."""
-    shape, facts, raw = task.output_shape(source), source.facts(), preprocessing.shape
+    raw = preprocessing.shape
     if isinstance(raw, tuple):
         inputs = {
             "shape": list(raw),
@@ -95,40 +101,47 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
             "range": list(preprocessing.range) if preprocessing.range else None,
         }
     else:
-        inputs = tf.nest.map_structure(lambda one: {"shape": list(one.shape), "dtype": one.dtype.name}, raw)
+        inputs = tf.nest.map_structure(lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name}, raw)
+    output_shape = task.output_shape(source)
+    facts = source.facts()
     return {
         "dataset": source.name,
         "input": inputs,
-        "output": {"shape": None if shape is None else list(shape), "values": task.output},
+        "output": {"shape": None if output_shape is None else list(output_shape), "values": task.output},
         "num_classes": facts.get("num_classes"),
-        "class_names": list(facts["class_names"]) if facts.get("class_names") else None,
+        "class_names": list(facts.get("class_names", ())) or None,
         "assets": list(source.assets()),
     }
 
 
 def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: Topology) -> str | None:
-    """The difference between preprocessing() and the source's streams on raw examples; None if they agree."""
+    """Compares preprocessing() and the source's streams on some raw examples.
+
+    Returns the difference in words; None if they agree, or cannot be compared.
+    """
     if source.on_error == "skip":
         return None  # The stream may leave out the first examples.
     split = "test" if source.num_examples("test") else "train"
     try:
-        if not (raw := source.raw_examples(split, topology, NUM_CHECKED)):
+        raw = source.raw_examples(split, topology, NUM_CHECKED)
+        if not raw:
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
     except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.
         return None
+
     for number, (example, expected) in enumerate(zip(raw, streamed)):
         batch = tf.nest.map_structure(lambda value: value[np.newaxis], example)
-        batch = (
-            np.asarray(batch, np.float32)
-            if isinstance(batch, np.ndarray)
-            else tf.nest.map_structure(tf.constant, batch)
-        )
+        if isinstance(batch, np.ndarray):
+            batch = np.asarray(batch, np.float32)
+        else:
+            batch = tf.nest.map_structure(tf.constant, batch)
         actual = keras.ops.convert_to_numpy(preprocessing(batch))[0]
         if actual.shape != expected.shape:
             return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
         gap = float(np.max(np.abs(actual - expected), initial=0.0))
-        if not gap <= 1e-5 * max(1.0, float(np.abs(expected).max(initial=0.0))):
+        scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+        if not gap <= 1e-5 * scale:  # Also true for NaN.
             return (
                 f"example {number} ({split}) differs by {gap:.2g} between preprocessing() of {source.name} and its "
                 "stream; make preprocessing() do the same as the stream"

@@ -7,7 +7,15 @@ from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import RunState
 
 # What a checkpoint must say of its run.
-META = {"num_ranks": 1, "batch_size": 8, "batch_sizes": [8], "epoch": 0, "step_in_epoch": 0, "run_id": "0123456789ab"}
+META = {
+    "num_ranks": 1,
+    "batch_size": 8,
+    "batch_sizes": [8],
+    "world_size": 1,
+    "epoch": 0,
+    "step_in_epoch": 0,
+    "run_id": "0123456789ab",
+}
 
 
 class Lines(logging.Handler):

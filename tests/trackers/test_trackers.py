@@ -8,12 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from hvtrain.core.tracked import TRACKERS_FILE, read_tracked, write_tracked
+from hvtrain.core.run_files import TRACKERS_FILE, read_tracked, write_tracked
 from hvtrain.errors import ConfigError
 from hvtrain.trackers.mlflow import MLflow
 from hvtrain.trackers.tracker import TrackedRun
 from hvtrain.trackers.wandb import WeightsAndBiases
-from hvtrain.training.run_records import read_records, write_records
+from hvtrain.training.find_checkpoint import read_records, write_records
 from launching import many_runs
 
 MODULES = ("tensorboard", "mlflow", "sqlalchemy", "alembic", "sqlparse", "wandb")

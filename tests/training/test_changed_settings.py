@@ -37,12 +37,6 @@ def test_what_cannot_change(meta, word, said):
         changed_since(meta, config(word))
 
 
-def test_a_group_that_an_earlier_version_had_not():
-    before = to_dict(config())
-    del before["task"]
-    assert changed_since({"config": before}, config()) == {}
-
-
 def test_the_order_of_layers_of_augmentation():
     before = to_dict(config("augment=[random_flip,mix_up]"))
     now = config("augment=[mix_up,random_flip]", "augment.mix_up.alpha=0.4")

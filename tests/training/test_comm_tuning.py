@@ -43,7 +43,12 @@ def network(width):
 
 def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monkeypatch):
     found, searched = comm_tuning.CommSettings(0.2, 4.0), []
-    monkeypatch.setattr(comm_tuning, "_search", lambda *args: searched.append(1) or (found, found, {found: 0.1}))
+
+    def search(run, build, default, mib):
+        searched.append(mib)
+        return found, {default: 0.2, found: 0.1}
+
+    monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []
     strategy = SimpleNamespace(comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib)))
     run = SimpleNamespace(config=from_dict(compose(["comm.tune=true"])[0]), strategy=strategy, folder=tmp_path)
@@ -65,7 +70,7 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
     kept = json.loads((tmp_path / "comm.json").read_text())
     assert kept["devices"] == ["NVIDIA H100"] and kept["gradient_bytes"] == [48, 12, 24, 8]
     (tmp_path / "comm.json").write_text(json.dumps({name: kept[name] for name in ("comm", "hosts")}))
-    assert searches(3) == 1, "a file of an earlier version"
+    assert searches(3) == 1, "a file without its devices"
 
 
 def test_what_it_does_not_go_with(monkeypatch):

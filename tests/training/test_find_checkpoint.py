@@ -29,7 +29,15 @@ from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import RunState, send_arrays
 from hvtrain.watchdog.ending import resume_advice
 
-META = {"num_ranks": 2, "batch_size": 32, "batch_sizes": [32, 32], "epoch": 1, "step_in_epoch": 2, "metrics": {}}
+META = {
+    "num_ranks": 2,
+    "batch_size": 32,
+    "batch_sizes": [32, 32],
+    "world_size": 2,
+    "epoch": 1,
+    "step_in_epoch": 2,
+    "metrics": {},
+}
 OURS, OTHER = "0123456789ab", "ba9876543210"
 ARRAYS = {
     "model/0000/a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -132,7 +140,8 @@ def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
 def test_a_checkpoint_of_no_run_is_refused(tmp_path):
     writer.write(tmp_path / "checkpoints", 3, ARRAYS, {"epoch": 1})
     with pytest.raises(
-        CheckpointError, match="step-00000003 lacks num_ranks, batch_size, batch_sizes, step_in_epoch, run_id and"
+        CheckpointError,
+        match="step-00000003 lacks num_ranks, batch_size, batch_sizes, world_size, step_in_epoch, run_id and",
     ):
         find_checkpoint(tmp_path, Comm(), RunState(0.0))
 
@@ -340,7 +349,7 @@ def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_pat
 def test_arrays_arrive_as_they_left(message_bytes):
     def action(comm):
         rank = comm.topology.rank
-        return send_arrays(ARRAYS if rank == 1 else None, 1, comm, wanted=rank != 2, message_bytes=message_bytes)
+        return send_arrays(ARRAYS if rank == 1 else None, 1, comm, is_receiver=rank != 2, message_bytes=message_bytes)
 
     first, _, third = on_ranks(["s1", "s2", "s3"], action)
     assert_equal(first, ARRAYS)
