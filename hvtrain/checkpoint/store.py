@@ -123,6 +123,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}; fix that, then start again") from error
+    # Damaged checkpoints that were set aside, and temporary folders, have other names.
     steps = {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
     paths = [folder / folder_name(step) for step in sorted(steps)]
     return [path for path in paths if path.is_dir()]
@@ -137,7 +138,7 @@ def read(path: Path) -> Checkpoint:
     """
     try:
         return _read(path)
-    except MemoryError:
+    except MemoryError:  # It says nothing about the checkpoint.
         raise
     except Exception as error:  # Parsers may raise anything on garbage with matching checksums.
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -227,6 +228,7 @@ def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...]
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
+    # Everything is compared before anything is set.
     for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
         _compare(
             f"checkpoint {checkpoint.path.name} is of another model or optimizer: it",

@@ -101,7 +101,7 @@ def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # safetensors aligns the arrays to 8 bytes.
     yield len(text).to_bytes(8, "little") + text
     for _, array in ordered:
         little_endian = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
@@ -142,6 +142,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
         with suppress(OSError):
             remove(path)
         return None
+    # A checkpoint on another host cannot be looked for here.
     return best if "host" in best or (folder / name).is_dir() else None
 
 
@@ -158,6 +159,7 @@ def prune(folder: Path, keep: int, written_step: int) -> None:
         kept.add(folder_name(best["step"]))
     for path in paths:
         if path.name not in kept:
+            # Renamed first: nothing that is deleted in part has the name of a checkpoint.
             gone = path.with_name(f"{_GONE}{path.name}")
             with suppress(OSError):
                 remove(gone)
@@ -257,6 +259,7 @@ class Writer:
         try:
             write(self._folder, step, arrays, meta)
             value = meta["metrics"].get(self._best, math.nan)
+            # After the write, so that the record of the best names a complete checkpoint.
             if math.isfinite(value) and self._is_best(value):
                 mark_best(self._folder, step, self._best, value)
             prune(self._folder, self._config.keep, step)

@@ -63,6 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(variable_id(var))
 
     def set_model(self, model: keras.Model) -> None:
+        # A list of callbacks may train a second model.
         if model is not self.model:
             self.broadcast_done = False
         super().set_model(model)
@@ -83,6 +84,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # The first step has built the model.
         if not self.broadcast_done:
             self._broadcast()
         if batch == 0 and self._trains_alone():
@@ -151,8 +153,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        logs = {} if logs is None else logs
+        if logs is None:
+            logs = {}
         names = sorted(logs)
+        # Sums are matched by position, so all ranks must have the same names.
         if hvd.size() > 1:
             self._compare(names, epoch)
         with tf.device(self.device or None):
@@ -286,6 +290,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = self._flag is not None and self._flag.is_set()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Callbacks such as EarlyStopping ask here, after the last gradients of the epoch have
+        # travelled.
         requested = self._requested or self.model.stop_training
         (num_requests,) = self._sum_arrays([np.array(float(requested))])
         self.model.stop_training = bool(num_requests > 0)

@@ -17,7 +17,7 @@ from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras import forgotten_broadcast, reduction
 from hvtrain.keras.gradients import compare_structure
-from hvtrain.keras.in_graph import positional_name
+from hvtrain.keras.in_graph import positional_name, tf_variable
 
 # Size of a message of broadcast_variables.
 CHUNK_BYTES = 64 << 20
@@ -128,6 +128,8 @@ def _compare_and_call(
         any_length: the first dimension may differ.
     """
     tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
+    # Horovod's three functions take their process set, and two of them an op, at different
+    # positions.
     arguments = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
     process_set = arguments.get("process_set", hvd.global_process_set)
     if process_set.size() > 1:
@@ -172,8 +174,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """
     variables = list(variables)
     forgotten_broadcast.made_equal()
-    tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables if not _is_seed(v)]
+    tensors = [tf_variable(variable) for variable in variables if not _is_seed(variable)]
     if hvd.size() > 1:
+        # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
         with tf.init_scope():
             if tf.executing_eagerly():
                 _compare_variables([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
@@ -215,11 +218,14 @@ def _broadcast_packed(variables: list[Any], root_rank: int) -> list[Any]:
     """Broadcasts variables of one type in few messages; returns the assignments."""
     dtype = variables[0].dtype
     is_sent_as_bytes = dtype.name not in _BROADCAST_TYPES
-    values = [tf.bitcast(variable, tf.uint8) if is_sent_as_bytes else variable for variable in variables]
+    values = variables
+    if is_sent_as_bytes:
+        values = [tf.bitcast(variable, tf.uint8) for variable in variables]
     lengths = [value.shape.num_elements() for value in values]
-    item_bytes = 1 if is_sent_as_bytes else dtype.size
+    item_bytes = values[0].dtype.size
 
     assigned = []
+    # A variable of CHUNK_BYTES or more travels alone.
     for bucket in in_buckets([length * item_bytes for length in lengths], CHUNK_BYTES, CHUNK_BYTES):
         packed = tf.concat([tf.reshape(values[i], [-1]) for i in bucket], axis=0)
         received = hvd.broadcast(packed, root_rank, name=positional_name("broadcast"), ignore_name_scope=True)

@@ -233,7 +233,9 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     for index in range(count):
         error = error or cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device)
         uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
-    return () if error else tuple(uuids)
+    if error:
+        return ()
+    return tuple(uuids)
 
 
 @cache
@@ -244,7 +246,9 @@ def uuid_in_use() -> str | None:
         return None
     index = tf.config.list_physical_devices("GPU").index(visible[0])
     uuids = gpu_uuids(index + 1)
-    return uuids[index] if uuids else None
+    if not uuids:
+        return None
+    return uuids[index]
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
@@ -256,6 +260,9 @@ def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
     >>> visible_names("3,1", 2), visible_names(None, 2)
     (('3', '1'), ('0', '1'))
     """
-    names = tuple(name.strip() for name in variable.split(",")) if variable else ()
+    numbers = tuple(str(index) for index in range(count))
+    if not variable:
+        return numbers
+    names = tuple(name.strip() for name in variable.split(","))
     # CUDA stops at the first entry that is no GPU, so fewer may be visible than are named.
-    return names[:count] if len(names) >= count else tuple(str(index) for index in range(count))
+    return names[:count] if len(names) >= count else numbers

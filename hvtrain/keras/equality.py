@@ -45,7 +45,7 @@ class WeightCheck:
             self._trained += model.optimizer.variables
         trained_ids = {id(variable) for variable in self._trained}
         self._untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
-        self._fingerprint = tf.function(_fingerprints, reduce_retracing=False)
+        self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting
         self.num_checks = 0
@@ -99,6 +99,7 @@ class WeightCheck:
             largest = hvd.allreduce(tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint")
             if np.array_equal(largest[0], -largest[1]):
                 return {}
+            # Only now do the ranks send the fingerprints of all variables.
             by_rank = hvd.allgather(own[None], name="hvtrain.fingerprints").numpy()
         differs = (by_rank != by_rank[:1]).any(axis=(0, 2))
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
@@ -111,13 +112,15 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     by how much.
     """
     position, fingerprints = next(iter(different.items()))
+    # The value that most ranks have is taken for the right one.
     votes = [row.tobytes() for row in fingerprints]
     usual, _ = Counter(votes).most_common(1)[0]
     reference = votes.index(usual)
 
+    # Of the first variable alone: a whole model would be sent otherwise.
     own = np.asarray(variables[position].numpy(), np.float64)
     expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # The difference of two infinities.
         gap = float(np.max(np.abs(own - expected), initial=0.0))
     scale = np.max(np.abs(expected), initial=0.0)
     gathered = hvd.allgather_object((gap, socket.gethostname()), name="hvtrain.gaps")
@@ -128,7 +131,9 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
     ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong[:MAX_NAMED_RANKS])
     if len(wrong) > MAX_NAMED_RANKS:
         ranks += f" and {len(wrong) - MAX_NAMED_RANKS} more"
-    others = f", and {len(different) - 1} more variables" if len(different) > 1 else ""
+    others = ""
+    if len(different) > 1:
+        others = f", and {len(different) - 1} more variables"
     return (
         f"weights differ {when}: {ranks} against rank {reference} on {hosts[reference]}; first in "
         f"{variables[position].path} by up to {largest:.3g} (values up to {scale:.3g}){others}; "
@@ -146,6 +151,7 @@ def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
 
     They are FarmHash64 of the bytes (tf.fingerprint).
     """
+    # TensorFlow computes fingerprints on the CPU only (fingerprint_op.cc).
     with tf.device("/CPU:0"):
         own = tf.concat([tf.fingerprint(tf.reshape(tensor, [1, -1])) for tensor in tensors], axis=0)
         whole = tf.bitcast(tf.fingerprint(tf.reshape(own, [1, -1]))[0], tf.int64)

@@ -15,6 +15,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.keras.in_graph import tf_variable
+
 log = logging.getLogger(__name__)
 
 STEPS_WITHOUT_BROADCAST = 3
@@ -26,11 +28,12 @@ def digest_of(variables: Sequence[Any]) -> str | None:
     """Returns a digest of this rank's values; None if one of them cannot be read."""
     digest = hashlib.sha256()
     for variable in variables:
-        value = _tf_variable(variable)
+        value = tf_variable(variable)
         if not isinstance(value, tf.Variable):
             return None
         try:
             digest.update(np.ascontiguousarray(value.numpy()).tobytes())
+        # Not initialized yet, or in a graph, where a variable has no value.
         except (tf.errors.OpError, NotImplementedError, AttributeError):
             return None
     return digest.hexdigest()
@@ -64,7 +67,7 @@ def _largest_difference(variables: Sequence[Any], process_set: Any) -> tuple[flo
     """Returns the largest difference between ranks and its variable (every rank of the set)."""
     differences = []
     for index, variable in enumerate(variables):
-        value = tf.cast(_tf_variable(variable), tf.float32)
+        value = tf.cast(tf_variable(variable), tf.float32)
         # The maximum of the values, and of their negations: the sum of the two is maximum -
         # minimum.
         extremes = hvd.allreduce(
@@ -76,10 +79,6 @@ def _largest_difference(variables: Sequence[Any], process_set: Any) -> tuple[flo
         gap = float(tf.reduce_max(extremes[0] + extremes[1])) if value.shape.num_elements() else 0.0
         differences.append((gap, getattr(variable, "path", None) or variable.name))
     return max(differences)
-
-
-def _tf_variable(variable: Any) -> Any:
-    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
 
 
 class _Watch:

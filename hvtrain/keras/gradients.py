@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 from hvtrain.keras import forgotten_broadcast
+from hvtrain.keras.in_graph import tf_variable
 
 _ADVICE = {
     "gradient": "build the same model, loss and optimizers",
@@ -70,10 +71,12 @@ def compare_structure(
         if (reduction, structure) in _compared:
             return
 
+        # The weights' digest travels along, so that it costs no message of its own.
         options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
         weights = forgotten_broadcast.digest_of(variables) if num_steps else None
         structures, all_weights = zip(*hvd.allgather_object((structure, weights), **options))
         if len(set(structures)) > 1:
+            # Only now do the ranks send whole lines, for the message.
             lines_by_rank = hvd.allgather_object(lines, **options)
             ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
             raise RankError(difference(lines_by_rank, ranks, noun))
@@ -159,13 +162,16 @@ class FiniteCheck:
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
         is_fine = tf.logical_or(are_finite(reduced), excused)
+        # The exchange stands in a branch, so it costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)
 
-        def checked(values: tf.Tensor) -> tf.Tensor:
-            return tf.identity(values) if self.waits else tf.where(is_fine, values, tf.zeros_like(values))
+        def zeros_unless_fine(values: tf.Tensor) -> tf.Tensor:
+            return tf.where(is_fine, values, tf.zeros_like(values))
 
-        with tf.control_dependencies([passed] if self.waits else []):
-            return [None if gradient is None else map_values(checked, gradient) for gradient in reduced]
+        if not self.waits:
+            return [map_values(zeros_unless_fine, gradient) for gradient in reduced]
+        with tf.control_dependencies([passed]):
+            return [map_values(tf.identity, gradient) for gradient in reduced]
 
     @property
     def num_processes(self) -> int:
@@ -206,7 +212,9 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
 
 
 def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
-    """Applies a function to a dense gradient, or to the values of IndexedSlices."""
+    """Applies a function to a dense gradient, or to the values of IndexedSlices; None stays None."""
+    if gradient is None:
+        return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
@@ -219,4 +227,4 @@ def overwrites(variable: Any) -> bool:
 
 def variable_id(variable: Any) -> int:
     """Returns the same number for a Keras variable and for the TensorFlow variable inside it."""
-    return id(variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable))
+    return id(tf_variable(variable))

@@ -24,6 +24,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
+from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 @dataclass(eq=False)
@@ -56,16 +57,7 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
     # Past Keras's __setattr__, which would track the counters as state of the optimizer and save
     # them.
     object.__setattr__(optimizer, "_hvtrain", hook)
-    base = type(optimizer)
-    names = {
-        # The base's own names: Keras writes them into saved models, which then load as the plain
-        # class.
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "_hvtrain_wrap": staticmethod(wrap),
-    }
-    optimizer.__class__ = type(base.__name__, (mixin, base), names)
+    optimizer.__class__ = subclass_under_its_name(type(optimizer), mixin, _hvtrain_wrap=staticmethod(wrap))
 
 
 def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,10 @@
 """Names, counters and a flag for operations between ranks inside a graph."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
@@ -51,6 +53,11 @@ def new_counter() -> tf.Variable:
 def is_compiled_by_xla() -> bool:
     """Returns True while a tf.function(jit_compile=True) is traced here."""
     return not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def tf_variable(variable: Any) -> Any:
+    """Returns the TensorFlow variable inside a Keras variable; anything else as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class SharedFlag:

@@ -78,7 +78,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set_rate(self.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
+        if logs is not None:  # As upstream, so that the history shows it.
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
     @property

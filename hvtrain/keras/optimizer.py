@@ -115,6 +115,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
+        # Keras makes its accumulators when it builds the optimizer.
         if inner.built or inner.gradient_accumulation_steps:
             raise ValueError(
                 f"backward_passes_per_step={backward_passes_per_step} needs an optimizer that is not built yet and has "
@@ -150,6 +151,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
+    # It is the inner optimizer that accumulates, so it reduces; a loss scale around it sees each
+    # micro-step.
     if accumulates:
         make_distributed(inner, DistributedAccumulation, hook, wrap)
     if is_scaled:
@@ -204,7 +207,9 @@ def local_weights(local_layers: Any) -> list[Any]:
     Raises:
         ValueError: for anything else, and for a layer that is not built.
     """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    if isinstance(local_layers, keras.layers.Layer):
+        local_layers = [local_layers]
+    layers = list(local_layers or [])
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
             raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")

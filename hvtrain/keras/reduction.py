@@ -205,6 +205,7 @@ class Reducer:
         done = []
         for number, group in enumerate(groups):
             tensors = [reduced[i] for i in group]
+            # One element more in a message that is sent anyway.
             if self.flag and number == 0:
                 tensors.append(self.flag.own(tensors[0].dtype))
             values = self._reduce_group(tensors, f"{self.name}_{number}")
@@ -221,6 +222,7 @@ class Reducer:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
 
         done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
+        # Not counted before the values are there, so that the counter tells what ran.
         if shared:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
@@ -291,6 +293,7 @@ class Reducer:
             sizes = [(gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in last_first]
             parts = [[last_first[position] for position in bucket] for bucket in in_buckets(sizes, self.bucket_bytes)]
 
+        # All tensors of a message have one type.
         num_groups = self.groups if isinstance(self.groups, int) else 1
         groups = []
         for part in parts:
@@ -332,11 +335,16 @@ class Reducer:
             indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
         if self.sums_duplicates:
             values, indices = sum_duplicates(values, indices)
-        factor = self.scale / (self.process_set.size() if self.op == hvd.Average else 1)
+        # The optimizer adds the rows of all ranks to the weights, so the mean is taken of each row.
+        factor = self.scale
+        if self.op == hvd.Average:
+            factor /= self.process_set.size()
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
 
     def _scale_local(self, gradient: Any) -> Any:
-        factor = self.scale / (self.process_set.size() if self.scale_local_gradients else 1)
+        factor = self.scale
+        if self.scale_local_gradients:
+            factor /= self.process_set.size()
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 

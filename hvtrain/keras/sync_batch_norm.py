@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.in_graph import counter, positional_name
+from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class _JointMoments:
@@ -69,15 +70,9 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
     Its class becomes a subclass of the same name, so that its variables stay, in a built model too,
     and a saved model loads as the plain layer.
     """
-    base = type(layer)
-    names = {
-        # The base's own names, which Keras writes into saved models.
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    joint_class = subclass_under_its_name(type(layer), _JointMoments)
     # Past Keras's __setattr__, which tracks what a layer gets.
-    object.__setattr__(layer, "__class__", type(base.__name__, (_JointMoments, base), names))
+    object.__setattr__(layer, "__class__", joint_class)
     layer.supports_jit = False
 
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.keras.gradients import variable_id
-from hvtrain.keras.in_graph import counter, positional_name
+from hvtrain.keras.in_graph import counter, positional_name, tf_variable
 from hvtrain.keras.optimizer import local_weights
 from hvtrain.keras.reduction import Reducer
 
@@ -86,8 +86,8 @@ class _ReducesGradients:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("use_generic_names", None)  # Horovod's; our names never depend on those of variables.
         variables = tf.nest.flatten(sources)
-        tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-        gradients = super().gradient(target, tensors, output_gradients, **kwargs)  # type: ignore[misc]
+        tf_variables = [tf_variable(variable) for variable in variables]
+        gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
         # A reducer for each call: the name counts calls in the graph, so that it is the same on all
         # ranks.

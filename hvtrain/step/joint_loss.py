@@ -58,23 +58,33 @@ def joint_loss(
 
         if not is_taking_gradients():
             return value
+        # The mean over the ranks of these is the sum over all of them.
         if self.reduction == "sum":
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
+        # (own sum / own denominator) x share has the mean (joint sum) / (joint denominator) over
+        # the ranks.
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 
-    members = {
-        # Keras writes these names into saved models, which then load as the plain loss.
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__call__": __call__,
-        "call": call,
-    }
-    joint: Any = object.__new__(type(base.__name__, (base,), members))
+    # Past __init__, whose arguments only the loss's class knows.
+    joint: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
+
+
+def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
+    """Makes a subclass that has the name of its base.
+
+    Keras writes the names of classes into saved models, which then load as the plain class.
+    """
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (*mixins, base), {**names, **members})
 
 
 def _denominator(elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None) -> tf.Tensor | None:
