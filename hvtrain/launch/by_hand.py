@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hvtrain.errors import ConfigError, RankError
+from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
-from hvtrain.launch.job import Roles
+from hvtrain.launch.job import Roles, with_own_python
+from hvtrain.launch.remote_hosts import address_towards
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system import interfaces
@@ -57,7 +58,7 @@ def start(process: OwnProcess, command: Sequence[str], variables: Mapping[str, s
     host, address, port = _parse(process.coordinator)
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
-        own_address = _address_towards(host, address)
+        own_address = address_towards(host)
         print(
             f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {process.coordinator}, "
             f"{process.seconds:g} s at most",
@@ -125,14 +126,6 @@ def _parse(coordinator: str) -> tuple[str, str, int]:
         raise ConfigError(f"--coordinator {coordinator}: {Ssh().trouble(host, 'Could not resolve')}") from None
 
 
-def _address_towards(host: str, address: str) -> str:
-    """This host's address on the route to that address. Raises RankError if there is no route."""
-    try:
-        return interfaces.address_towards(address)
-    except OSError as error:
-        raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
-
-
 def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
     """Starts rank 0's server. Raises ConfigError if it cannot listen there."""
     try:
@@ -161,8 +154,6 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the command and passes signals on to it; its exit code as a shell has it."""
-    program, *arguments = command
-    line = [sys.executable if program == "python" else program, *arguments]
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, *_: object) -> None:
@@ -173,7 +164,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     handle_signals(pass_on)
     child = subprocess.Popen(
-        line,
+        with_own_python(command),
         env=environment,
         # In this terminal's process group it would get a Ctrl-C twice.
         start_new_session=True,

@@ -161,7 +161,9 @@ class Listener:
         if match is None:
             return bool(re.search(_NOISE, message))
 
-        code = 128 + int(match["signal"]) if "signal" in match else int(match.get("code", LOST))
+        code = int(match.get("code", LOST))
+        if "signal" in match:
+            code = 128 + int(match["signal"])
         self.first = self.first or End(match.get("rank", ""), code, match.get("host", ""))
         return True
 
@@ -222,8 +224,11 @@ def judge(
         host = hosts[rank]
     if not end.rank and host in hosts:
         rank = hosts.index(host)
-    who = end.rank if rank is None else label(rank)
-    statement = None if rank is None else verdicts.get(rank)
+    who = end.rank
+    statement = None
+    if rank is not None:
+        who = label(rank)
+        statement = verdicts.get(rank)
 
     if end.code == LOST and (host in lost or not end.rank):
         return Failure(who, host, f"the connection to host {host} was lost; is it up? then {AGAIN}", RESTART_HELPS)

@@ -67,9 +67,9 @@ def main() -> None:
         sys.exit(2)
     except Exception as error:
         message = " ".join(str(error).split())
-        # Horovod raises a RuntimeError for a rank that fails, and for anything else.
-        failed = failed_rank(message) if isinstance(error, RuntimeError) else None
-        if failed is None:
+        # Horovod raises a RuntimeError for a rank that fails, and for other reasons.
+        failed = failed_rank(message)
+        if failed is None or not isinstance(error, RuntimeError):
             sys.exit(f"horovodrun: {message}")
         rank, code = failed
         sys.stderr.write(Verdict(rank or "?", code=code).line())

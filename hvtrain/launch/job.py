@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Roles:
 
         count = self.counts[role]
         if index >= count:
-            indices = f"0 to {count - 1}" if count > 1 else "0"
+            indices = "0" if count == 1 else f"0 to {count - 1}"
             option = "--num-ps" if role == SERVER else "-np"
             raise ConfigError(
                 f"--task-index {index} is out of range: {role} has {indices}; {option} says how many there are"
@@ -245,8 +245,7 @@ def launcher_command(
         network: what joins the hosts; mpirun is told it, horovodrun finds it itself.
         folder: the launch's, as Launch takes it; None: nobody supervises the command from outside.
     """
-    program, *arguments = job.command
-    rank_command = [sys.executable if program == "python" else program, *arguments]
+    rank_command = with_own_python(job.command)
     if options.mpirun:
         line = _mpirun_command(job, options, network)
         if folder:
@@ -273,6 +272,17 @@ def launcher_command(
         if value:
             line += [name, str(value)]
     return [*line, *rank_command]
+
+
+def with_own_python(command: Sequence[str]) -> list[str]:
+    """The command with this process's interpreter in place of its first word, if that is `python`.
+
+    A rank's PATH may lead to another one.
+    """
+    program, *arguments = command
+    if program == "python":
+        program = sys.executable
+    return [program, *arguments]
 
 
 def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | None) -> list[str]:

@@ -37,19 +37,23 @@ def look(address: str) -> dict[str, Any]:
     interface = None
     with suppress(OSError):
         interface = interfaces.interface_of(interfaces.address_towards(address))
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return {"interface": interface, "oom_kills": oom_kills(), "versions": host_facts.versions(), "files": files}
+    return {
+        "interface": interface,
+        "oom_kills": oom_kills(),
+        "versions": host_facts.versions(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
 
 
 def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
     """Sends a signal to the launch's ranks on this host."""
-    ranks = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
+    parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # A process that a rank started has its variables too, and is not asked.
-    first = [process for process, parent in ranks.items() if parent not in ranks]
-    for process in first:
+    ranks = [process for process, parent in parents.items() if parent not in parents]
+    for process in ranks:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-    return {"count": len(first), "oom_kills": oom_kills()}
+    return {"count": len(ranks), "oom_kills": oom_kills()}
 
 
 def begun(mark: str) -> Answer:
@@ -60,24 +64,36 @@ def begun(mark: str) -> Answer:
 def clear(mark: str, job: int | None = None) -> Answer:
     """Kills all that is left of the launch on this host and frees its shared memory.
 
-    Python's trackers of semaphores and shared memory clean up once all others are gone, so they go last.
+    Args:
+        mark: the launch's folder.
+        job: the number of mpirun's own job, if it runs.
     """
-    ended: set[int] = set()
-    wanted = f"{MARK}={mark}".encode()
+    killed: set[int] = set()
     deadline = time.monotonic() + SECONDS_TO_GO
-    while left := [process for process, _ in _processes() if process != os.getpid() and wanted in _variables(process)]:
-        late = time.monotonic() > deadline
+    left = _left(mark)
+    while left:
+        # Python's trackers of semaphores and shared memory clean up once all others are gone, so they go last.
+        is_late = time.monotonic() > deadline
         for process in left:
-            if late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
+            if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
-        ended.update(left)
+        killed.update(left)
         if time.monotonic() > deadline + 1:
             break  # The kernel holds it: a dead disk or GPU.
         time.sleep(0.02)
+        left = _left(mark)
+
     if job is not None:
         _remove_files(job)
-    return {"count": len(ended), "oom_kills": oom_kills()}
+    return {"count": len(killed), "oom_kills": oom_kills()}
+
+
+def _left(mark: str) -> list[int]:
+    """The launch's processes on this host, but not this one."""
+    variable = f"{MARK}={mark}".encode()
+    processes = [process for process, _ in _processes() if process != os.getpid()]
+    return [process for process in processes if variable in _variables(process)]
 
 
 def oom_kills() -> int | None:
@@ -105,8 +121,8 @@ def _processes() -> Iterator[tuple[int, int]]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         # The name in parentheses may hold anything; what follows it is numbers. Or it has just ended.
         with suppress(OSError, IndexError):
-            words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            yield int(stat.parent.name), int(words[1])
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            yield int(stat.parent.name), int(fields[1])
 
 
 def _variables(process: int) -> list[bytes]:

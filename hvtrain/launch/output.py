@@ -119,8 +119,9 @@ class RankOutput:
             self._files[rank].flush()
         except OSError as error:
             self._given_up.add(rank)
-            has_too_many = error.errno in (errno.EMFILE, errno.ENFILE)
-            advice = "raise it with ulimit -n" if has_too_many else "make room there"
+            advice = "make room there"
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
+                advice = "raise it with ulimit -n"
             write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n")
 
 
@@ -207,7 +208,8 @@ class PlainOutput:
     def _filter_error(self, line: Line) -> str:
         if line.rank is None:
             return self.listener.launcher(line.text)
-        return "" if self.listener.rank(line.rank, line.text) else line.text
+        is_verdict = self.listener.rank(line.rank, line.text)
+        return "" if is_verdict else line.text
 
     def _filter_output(self, line: Line) -> str:
         text, picture = drawing.cut(line.text)
@@ -244,31 +246,32 @@ class PlainStream:
         """Returns what was held back, at the end of the stream."""
         shown = ""
         for line in self._marked.end():
-            mark = line.mark if line.rank else ""
-            shown += self._placed(line.rank, mark + line.text[self._shown.get(line.rank, 0) :])
+            shown += self._placed(line, line.text[self._shown.get(line.rank, 0) :])
         return shown
 
     def _show(self, line: Line) -> str:
         begin = self._shown.pop(line.rank, 0)
         if line.is_whole:
-            text = self._read(line)[begin:]
-            mark = line.mark if line.rank and text else ""
-            return self._placed(line.rank, mark + text)
+            return self._placed(line, self._read(line)[begin:])
 
+        # What may still be hidden as a whole line waits for its end, and so do other ranks' lines.
         end = begin
         if not (line.rank or self._shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
         self._shown[line.rank] = end
-        return self._placed(line.rank, line.text[begin:end])
+        return self._placed(line, line.text[begin:end])
 
-    def _placed(self, rank: int | None, text: str) -> str:
-        """Returns the text, on a line of its own where another's line is begun."""
+    def _placed(self, line: Line, text: str) -> str:
+        """Returns the text of a line, on a line of its own where another's is begun; other ranks' with the mark."""
         if not text:
             return ""
-        separator = "" if self._last in (rank, _NOBODY) else "\n"
-        self._last = _NOBODY if text.endswith("\n") else rank
-        return separator + text
+        if line.rank:
+            text = line.mark + text
+        if self._last not in (line.rank, _NOBODY):
+            text = f"\n{text}"
+        self._last = _NOBODY if text.endswith("\n") else line.rank
+        return text
 
 
 def _pieces(stream: IO[str]) -> Iterator[str]:

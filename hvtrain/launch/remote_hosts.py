@@ -165,7 +165,7 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
 
 def _common_interface(others: Sequence[str]) -> str:
     """This host's interface towards all the others. Raises RankError if there are several or none."""
-    names = {interfaces.interface_of(_address_towards(host)) for host in others}
+    names = {interfaces.interface_of(address_towards(host)) for host in others}
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(
@@ -190,8 +190,8 @@ def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
         return {host: why for host, why in zip(hosts, pool.map(reason, hosts)) if why}
 
 
-def _address_towards(host: str) -> str:
-    """This host's address on the route to another host. Raises RankError."""
+def address_towards(host: str) -> str:
+    """This host's address on the route to another host. Raises RankError if there is no route."""
     try:
         return interfaces.address_towards(socket.gethostbyname(host))
     except OSError as error:
@@ -200,7 +200,7 @@ def _address_towards(host: str) -> str:
 
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     """What on_host.look returns on another host. Raises RankError if the host cannot take part."""
-    text = request(ON_HOST, "look", _address_towards(host))
+    text = request(ON_HOST, "look", address_towards(host))
     try:
         done = ssh.run(host, ["sh", "-c", _LOOK, sys.executable, str(Path.cwd()), LOADER], text)
     except subprocess.TimeoutExpired:

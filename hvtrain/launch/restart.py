@@ -137,7 +137,9 @@ def _run_once(job: Job, options: LaunchOptions, logs: Path, signals: Signals) ->
     # horovodrun checks the hosts itself.
     if options.mpirun:
         network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], options.ssh)
-        calls = HostCalls(rank_hosts, network.oom_kills if network else {}, options.ssh)
+        calls = HostCalls(rank_hosts, ssh=options.ssh)
+        if network:
+            calls = replace(calls, remote=network.oom_kills)
 
     output = RankOutput(logs, rank_hosts)
     job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})

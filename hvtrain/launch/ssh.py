@@ -49,7 +49,7 @@ class Ssh:
             "ServerAliveInterval=10",
             "ServerAliveCountMax=3",
         ]
-        options = [word for setting in settings for word in ("-o", setting)]
+        options = [part for setting in settings for part in ("-o", setting)]
         if self.port:
             options += ["-p", str(self.port)]
         if self.identity_file:

@@ -60,7 +60,7 @@ class Cluster:
 
     def command(self, folder: Path) -> list[str]:
         """The command that submits the files in the folder."""
-        return [word.replace("{}", str(folder)) for word in KINDS[self.kind].submit.split()]
+        return [part.replace("{}", str(folder)) for part in KINDS[self.kind].submit.split()]
 
     def submit(self, folder: Path) -> int:
         """Runs the command. Returns its exit code. Raises ConfigError if it is not installed here."""
@@ -145,9 +145,9 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
         raise ConfigError(f"template {frame.filename}, line {frame.lineno}: {message}; fix the template") from error
 
 
-def quote(words: str | Sequence[str]) -> str:
-    """One word, or several, quoted for the shell."""
-    return shlex.quote(words) if isinstance(words, str) else shlex.join(words)
+def quote(value: str | Sequence[str]) -> str:
+    """A text, or the parts of a command line, quoted for the shell."""
+    return shlex.quote(value) if isinstance(value, str) else shlex.join(value)
 
 
 def yaml_text(value: object) -> str:

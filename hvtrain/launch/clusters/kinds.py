@@ -120,7 +120,7 @@ class Slurm(ClusterKind):
             # A training that names no run folder would not find at its next start what it saved.
             "needs_run_folder": trains and not run_folder,
             "run_folder": folder_in_shell,
-            "resumes": is_run and not any(word.startswith("resume=") for word in job.command),
+            "resumes": is_run and not any(argument.startswith("resume=") for argument in job.command),
             "restart_code": RESTART_HELPS,
         }
 
@@ -308,7 +308,7 @@ class Spark(ClusterKind):
 
         if self.deploy_mode == "cluster" and self.master != "yarn":
             raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {self.master}; choose client")
-        if self.deploy_mode == "cluster" and not any(word.startswith("run.dir=/") for word in job.command):
+        if self.deploy_mode == "cluster" and not any(argument.startswith("run.dir=/") for argument in job.command):
             raise ConfigError(
                 "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
             )
