@@ -11,15 +11,16 @@ from hvtrain.errors import ConfigError
 from hvtrain.models.applications import body, clone
 from hvtrain.models.networks import check_rate, image_input
 
+# Backbones by name, and their layers that give low-level features, of a quarter of the image's size, and high ones.
 ENDS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
     # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280 channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
-"""Backbones by name, and their layers that give low-level features, of a quarter of the image's size, and high ones."""
 STRIDES = (8, 16, 32)
-LOW_FILTERS = 48  # Of the low-level features, so few that they do not outweigh the others.
+# Filters of the low-level features, so few that they do not outweigh the others.
+LOW_FILTERS = 48
 
 
 def deeplabv3plus(
@@ -37,14 +38,17 @@ def deeplabv3plus(
 
     The backbone's layers keep the names and the weights' shapes of keras.applications. Where its features would become
     coarser than output_stride, strides are left out, and what follows is dilated as much: the same kernels see the same
-    pixels, at more places.
+    pixels, at more positions.
 
     Args:
+        image_shape: (height, width, channels).
+        num_outputs: classes; logits of a pixel.
+        backbone: one of ENDS.
         output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer than 16 and costs
             more memory and time; 32 leaves the backbone as it is.
         filters: of the pyramid and the decoder.
         atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice that at 8. Small
-            images need smaller ones: at a rate from the features' sides on, a kernel sees but its own place.
+            images need smaller ones: at a rate as large as the features, a kernel sees nothing but its center.
         dropout: fraction dropped between the pyramid and the decoder.
         norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some hundred steps too.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
@@ -54,12 +58,14 @@ def deeplabv3plus(
     image = image_input(image_shape, num_outputs, network="deeplabv3plus")
     trunk = body(image_shape, backbone, **options)
     changes = dilated(trunk, output_stride)
-    norms = [layer.name for layer in trunk.layers if isinstance(layer, layers.BatchNormalization)]
-    changes |= {name: {"momentum": norm_momentum} for name in norms}
+    for layer in trunk.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            changes[layer.name] = {"momentum": norm_momentum}
     trunk = clone(trunk, image, changes)
     low, high = (trunk.get_layer(name).output for name in ENDS[backbone])
 
-    rates = atrous_rates or [96 // output_stride * times for times in (1, 2, 3)]
+    # The paper's rates at a stride of 16 are 6, 12 and 18.
+    rates = atrous_rates or [96 // output_stride * factor for factor in (1, 2, 3)]
     x = _pyramid(high, filters, rates, norm_momentum)
     if dropout:
         x = layers.Dropout(dropout, name="aspp_dropout")(x)
@@ -72,23 +78,24 @@ def deeplabv3plus(
 
 
 def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
-    """Settings of those of the trunk's layers that change, so that no feature is coarser than output_stride.
+    """Returns new settings of those layers that change so that no feature is coarser than output_stride, by layer.
 
-    A layer behind strides that are left out has to skip as many places as they did (the algorithm à trous).
+    A layer behind strides that are left out has to skip as many positions as they did (the algorithm à trous).
     """
     stride: dict[str, int] = {}  # Of each layer's output, as Keras has built the network.
     changes: dict[str, dict[str, Any]] = {}
     for layer in trunk.layers:
         parents = [node.operation for node in layer._inbound_nodes[0].parent_nodes]
-        before = max((stride[parent.name] for parent in parents), default=1)
-        own = getattr(layer, "strides", (1, 1))[0]
-        stride[layer.name] = before * own
+        input_stride = max((stride[parent.name] for parent in parents), default=1)
+        stride[layer.name] = input_stride * getattr(layer, "strides", (1, 1))[0]
         if stride[layer.name] <= output_stride or not isinstance(layer, layers.Conv2D | layers.DepthwiseConv2D):
             continue
-        size, rate = layer.kernel_size[0], max(1, before // output_stride)
+
+        size = layer.kernel_size[0]
         if size == 1:
             changes[layer.name] = {"strides": 1}
             continue
+        rate = max(1, input_stride // output_stride)
         changes[layer.name] = {"strides": 1, "dilation_rate": rate}
         if layer.padding == "valid":  # A layer before it pads, unevenly for a stride of 2 on an even side.
             (padding,) = parents
@@ -97,22 +104,24 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
 
 
 def _check(
-    backbone: str, output_stride: int, filters: int, atrous_rates: Sequence[int] | None, norm_momentum: float
+    backbone: str,
+    output_stride: int,
+    filters: int,
+    atrous_rates: Sequence[int] | None,
+    norm_momentum: float,
 ) -> None:
     if backbone not in ENDS:
-        near = difflib.get_close_matches(str(backbone), ENDS, n=1, cutoff=0.4)
-        hint = f"the nearest is {near[0]}" if near else "choose one of these"
+        nearest = difflib.get_close_matches(str(backbone), ENDS, n=1, cutoff=0.4)
+        hint = f"the nearest is {nearest[0]}" if nearest else "choose one of these"
         raise ConfigError(f"deeplabv3plus was given backbone={backbone}; it knows {', '.join(ENDS)}: {hint}")
     if output_stride not in STRIDES:
         raise ConfigError(f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32")
     if not isinstance(filters, int) or filters < 1:
         raise ConfigError(f"deeplabv3plus was given filters={filters}; it needs a whole number from 1, such as 256")
-    if atrous_rates is not None and (
-        len(atrous_rates) != 3 or any(not isinstance(rate, int) or rate < 1 for rate in atrous_rates)
-    ):
+    rates = [6, 12, 18] if atrous_rates is None else list(atrous_rates)
+    if len(rates) != 3 or any(not isinstance(rate, int) or rate < 1 for rate in rates):
         raise ConfigError(
-            f"deeplabv3plus was given atrous_rates={list(atrous_rates)}; it needs three whole numbers from 1, such as "
-            "[6, 12, 18]"
+            f"deeplabv3plus was given atrous_rates={rates}; it needs three whole numbers from 1, such as [6, 12, 18]"
         )
     if not 0 < norm_momentum < 1:
         raise ConfigError(f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9")
@@ -121,7 +130,8 @@ def _check(
 def _pyramid(features: Any, filters: int, rates: Sequence[int], momentum: float) -> Any:
     """Atrous spatial pyramid pooling: the same features seen at several scales, and as a whole."""
     branches = [_pointwise(features, filters, "aspp_point", momentum)]
-    branches += [_separable(features, filters, rate, f"aspp_rate{n}", momentum) for n, rate in enumerate(rates, 1)]
+    for number, rate in enumerate(rates, start=1):
+        branches.append(_separable(features, filters, rate, f"aspp_rate{number}", momentum))
     whole = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
     whole = _pointwise(whole, filters, "aspp_whole", momentum)
     branches.append(_resize(whole, features.shape))
@@ -134,7 +144,7 @@ def _pointwise(x: Any, filters: int, name: str, momentum: float) -> Any:
 
 
 def _separable(x: Any, filters: int, rate: int, name: str, momentum: float) -> Any:
-    """A separable 3x3 convolution, normalized after both of its parts, as in the paper."""
+    """Separable 3x3 convolution, normalized after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise)(x)
     return _pointwise(_normalized(x, depthwise, momentum), filters, name, momentum)
@@ -146,7 +156,7 @@ def _normalized(x: Any, name: str, momentum: float) -> Any:
 
 
 def _resize(x: Any, shape: Sequence[int | None]) -> Any:
-    """To height and width of [batch, height, width, ...], bilinear.
+    """Resizes to the height and width of a shape [batch, height, width, ...], bilinear.
 
     Not by keras.layers.Resizing: its call has training=True as a default, which batch normalization behind it takes
     over wherever a model is called without that argument.

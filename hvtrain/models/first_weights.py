@@ -1,6 +1,6 @@
 """model.weights: a new run begins with the weights of another one, or of a file (rank 0 reads; the broadcast follows).
 
-Variables are matched by the place of their layer and their order in it. A head, the last layer with weights or what
+Variables are matched by the path of their layer and their order in it. A head, the last layer with weights or what
 comes after a backbone of keras-hub, may be another one than the source's; whatever else differs is refused, unless
 model.weights_except names it.
 """
@@ -17,18 +17,24 @@ import numpy as np
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
-from hvtrain.models.parts import Part, find, head_of, parts
+from hvtrain.models.parts import Part, find_variables, head_of, parts
 
 log = logging.getLogger(__name__)
 
+# Models in a run folder, the preferred one first; see training/saved_model.py.
 RUN_FILES = ("best.keras", "best.weights.h5", "model.keras", "model.weights.h5")
-"""Models in a run folder, the preferred one first; see training/saved_model.py."""
-KINDS = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
+SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
+
+# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables, or the variable's path in a checkpoint.
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A variable of the model: its place, by name, and the key of its value in each kind of source."""
+    """A variable of a model, and where its value is in a source.
+
+    layer: its layer's path. index: its number among the layer's own variables.
+    """
 
     layer: str
     name: str
@@ -36,99 +42,134 @@ class Slot:
     variable: Any
 
     @property
-    def place(self) -> str:
+    def path(self) -> str:
         return f"{self.layer}/{self.name}".lstrip("/")
 
     @property
     def key(self) -> str:
         return f"{self.layer}/{self.index}"
 
-    def find(self, arrays: dict[str, np.ndarray]) -> str:
-        """The key of its value: the variable's path in a checkpoint, else its layer and its order there."""
+    def key_in(self, arrays: Arrays) -> str:
+        """Returns the key of its value: the variable's path in a checkpoint, else its layer and its order there."""
         return self.variable.path if self.variable.path in arrays else self.key
+
+    def fits(self, arrays: Arrays) -> bool:
+        """Returns True if the source has its value, in its shape."""
+        array = arrays.get(self.key_in(arrays))
+        return array is not None and array.shape == tuple(self.variable.shape)
 
 
 def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) -> None:
     """Sets the weights of a built model to those of the source (chief only).
 
-    excepted: patterns (see parts) of what stays new; the source may then have anything else too, which is left out.
-    Raises ConfigError if the source cannot be read, or names the first variable that differs.
+    Args:
+        model: built.
+        source: path of a file or folder, one of SOURCES.
+        excepted: patterns (see parts) of what stays new; the source may then have anything else too, which is left out.
+
+    Raises:
+        ConfigError: the source cannot be read, or differs; names the first variable that differs.
     """
     path, arrays = _read(Path(source), model)
-    new = {id(variable) for pattern in excepted for variable in find(model, pattern, "model.weights_except")}
-    slots = [slot for slot in _slots(parts(model)) if id(slot.variable) not in new]
-    places = {part.place for part in head_of(model)}
-    head = [slot for slot in slots if slot.layer in places]
-    keys = {slot.place: slot.find(arrays) for slot in slots}
-    fits = {slot.place: arrays.get(keys[slot.place], np.empty(0)).shape == tuple(slot.variable.shape) for slot in slots}
-    new_head = [] if all(fits[slot.place] for slot in head) else head
-    kept = [slot for slot in slots if slot not in new_head]
-    for slot in kept:
-        if not fits[slot.place]:
-            raise _difference(source, slot.place, arrays.get(keys[slot.place]), slot.variable)
-    rest = arrays.keys() - keys.values()
-    # The source has a head of its own, by another name.
-    if rest and not excepted and not (new_head and len({key.rpartition("/")[0] for key in rest}) == 1):
-        key = min(rest)
+    excepted_ids = {
+        id(variable) for pattern in excepted for variable in find_variables(model, pattern, "model.weights_except")
+    }
+    slots = [slot for slot in _slots(parts(model)) if id(slot.variable) not in excepted_ids]
+
+    # The head is taken as a whole, or stays new as a whole.
+    head_layers = {part.path for part in head_of(model)}
+    head = [slot for slot in slots if slot.layer in head_layers]
+    new_head = [] if all(slot.fits(arrays) for slot in head) else head
+    taken = [slot for slot in slots if not new_head or slot.layer not in head_layers]
+    for slot in taken:
+        if not slot.fits(arrays):
+            raise _difference(source, slot.path, arrays.get(slot.key_in(arrays)), slot.variable)
+
+    unused = arrays.keys() - {slot.key_in(arrays) for slot in slots}
+    unused_layers = sorted({key.rpartition("/")[0] for key in unused})
+    # If the head is new, the source may have one of its own, by another name.
+    is_other_head = bool(new_head) and len(unused_layers) == 1
+    if unused and not excepted and not is_other_head:
+        key = min(unused)
         raise _difference(source, key, arrays[key], None)
-    for slot in kept:
-        slot.variable.assign(arrays[keys[slot.place]])
-    number = sum(int(np.prod(slot.variable.shape)) for slot in kept)
-    left = ", ".join([*(f"{slot.place} {tuple(slot.variable.shape)}" for slot in new_head), *excepted])
-    log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {left}" if left else "")
-    if rest and excepted:
-        layers = sorted({key.rpartition("/")[0] for key in rest})
-        log.info("               not taken from there: %s", f"{', '.join(layers[:5])}{' ...' * (len(layers) > 5)}")
+
+    for slot in taken:
+        slot.variable.assign(arrays[slot.key_in(arrays)])
+    _log_taken(path, taken, new_head, excepted)
+    if unused and excepted:
+        ellipsis = " ..." * (len(unused_layers) > 5)
+        log.info("               not taken from there: %s%s", ", ".join(unused_layers[:5]), ellipsis)
 
 
-def _slots(some: Sequence[Part]) -> Iterator[Slot]:
-    for part in some:
-        own = [variable for variable in part.own if not variable.name.startswith("lora_")]
-        for index, variable in enumerate(own):
-            yield Slot(part.place, variable.name, index, variable)
+def _log_taken(path: Path, taken: Sequence[Slot], new_head: Sequence[Slot], excepted: Sequence[str]) -> None:
+    number = sum(int(np.prod(slot.variable.shape)) for slot in taken)
+    new = ", ".join([*(f"{slot.path} {tuple(slot.variable.shape)}" for slot in new_head), *excepted])
+    log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {new}" if new else "")
 
 
-def _difference(source: str, place: str, theirs: np.ndarray | None, ours: Any) -> ConfigError:
-    came, needed = ("nothing" if one is None else f"shape {tuple(one.shape)}" for one in (theirs, ours))
+def _slots(model_parts: Sequence[Part]) -> Iterator[Slot]:
+    for part in model_parts:
+        # A source has the matrices of model.lora_rank added to the kernels.
+        variables = [variable for variable in part.variables if not variable.name.startswith("lora_")]
+        for index, variable in enumerate(variables):
+            yield Slot(part.path, variable.name, index, variable)
+
+
+def _difference(source: str, path: str, array: np.ndarray | None, variable: Any) -> ConfigError:
+    def describe(value: Any) -> str:
+        return "nothing" if value is None else f"shape {tuple(value.shape)}"
+
     return ConfigError(
-        f"model.weights={source} is of another model: it has {came} where {place} of this one has {needed}; "
-        "choose the model that it was made with, or name in model.weights_except what stays new"
+        f"model.weights={source} is of another model: it has {describe(array)} where {path} of this one has "
+        f"{describe(variable)}; choose the model that it was made with, or name in model.weights_except what stays new"
     )
 
 
-def _read(path: Path, model: keras.Model) -> tuple[Path, dict[str, np.ndarray]]:
-    """The file or checkpoint that is read, and its weights: by LAYER/ORDER, or those of a checkpoint by their paths."""
+def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+    """Returns the file or checkpoint that is read, and its weights. Raises ConfigError."""
     if (path / CONFIG_FILE).is_file():
-        return path, _of_preset(path, model)
+        return path, _read_preset(path, model)
     if path.is_dir():
-        if files := [path / name for name in RUN_FILES if (path / name).is_file()]:
-            return _read(files[0], model)
-        for folder in reversed(store.list_checkpoints(path / "checkpoints")):
-            try:
-                return folder, _of_checkpoint(store.read(folder).arrays)
-            except CheckpointError as error:
-                log.warning("%s", error)
-        raise ConfigError(f"model.weights={path} is a folder without a model or a whole checkpoint; choose {KINDS}")
+        return _read_run_folder(path, model)
     if not path.is_file():
-        raise ConfigError(f"model.weights={path} is not there; choose {KINDS}")
-    read = next((read for ending, read in _READERS.items() if path.name.endswith(ending)), None)
-    if read is None:
-        raise ConfigError(f"model.weights={path} is of another kind; choose {KINDS}")
+        raise ConfigError(f"model.weights={path} is not there; choose {SOURCES}")
     try:
-        return path, read(path, model)
+        if path.name.endswith(".keras"):
+            return path, _read_keras(path, model)
+        if path.name.endswith(".weights.h5"):
+            return path, _read_h5(path)
     except Exception as error:
-        raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {KINDS}") from error
+        raise _unreadable(path, error) from error
+    raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
 
 
-def _of_keras(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}")
+
+
+def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+    """Reads the preferred model of a run folder, or its newest whole checkpoint."""
+    for name in RUN_FILES:
+        if (path / name).is_file():
+            return _read(path / name, model)
+    for folder in reversed(store.list_checkpoints(path / "checkpoints")):
+        try:
+            return folder, _of_checkpoint(store.read(folder).arrays)
+        except CheckpointError as error:
+            log.warning("%s", error)
+    raise ConfigError(f"model.weights={path} is a folder without a model or a whole checkpoint; choose {SOURCES}")
+
+
+def _read_keras(path: Path, model: keras.Model) -> Arrays:
     loaded = keras.models.load_model(path, compile=False)
+    # A run saves its model with the preprocessing around the trained one.
     if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], keras.Model):
-        loaded = loaded.layers[-1]  # What a run saves has the preprocessing around the trained model.
+        loaded = loaded.layers[-1]
     return _of_model(loaded, model)
 
 
-def _of_preset(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
-    """The weights in a preset, those of its task too if the model is of the same class."""
+def _read_preset(path: Path, model: keras.Model) -> Arrays:
+    """Reads the weights in a preset, those of its task too if the model is of the same class."""
     if backbone_of(model) is None:
         raise ConfigError(
             f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its backbones; choose "
@@ -140,63 +181,68 @@ def _of_preset(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
     task = task_of(model)
     try:
         if task is not None and task_config(folder, type(task)):
-            return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
-        return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
+            loaded = type(task).from_preset(folder, preprocessor=None, dtype="float32")
+        else:
+            loaded = keras_hub.models.Backbone.from_preset(folder, dtype="float32")
+        return _of_model(loaded, model)
     except Exception as error:
-        raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {KINDS}") from error
+        raise _unreadable(path, error) from error
 
 
-def _of_model(theirs: keras.Model, model: keras.Model) -> dict[str, np.ndarray]:
-    """The weights of a loaded model by their places.
+def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
+    """Returns the weights of a loaded model by the keys of this one.
 
     Backbones of keras-hub are matched wherever they are in the two models, and heads if they have the same variables.
     """
-    ours, backbone = backbone_of(model), backbone_of(theirs)
-    if ours is None or backbone is None:
-        return {slot.key: slot.variable.numpy() for slot in _slots(parts(theirs))}
-    place_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
+    backbone = backbone_of(model)
+    source_backbone = backbone_of(source)
+    if backbone is None or source_backbone is None:
+        return {slot.key: slot.variable.numpy() for slot in _slots(parts(source))}
 
-    def renamed(mine: Sequence[Part], others: Sequence[Part]) -> dict[str, np.ndarray]:
-        names = {slot.key: place_of[id(slot.variable)] for slot in _slots(mine)}
-        return {names.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
+    key_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
 
-    found = renamed(parts(ours), parts(backbone))
-    head = renamed(*(head_of(task_of(one) or one) for one in (model, theirs)))
-    return found | head if head.keys() <= set(place_of.values()) else found
+    def with_keys_of(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
+        keys = {slot.key: key_of[id(slot.variable)] for slot in _slots(own)}
+        return {keys.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
+
+    arrays = with_keys_of(parts(backbone), parts(source_backbone))
+    head = with_keys_of(head_of(task_of(model) or model), head_of(task_of(source) or source))
+    return arrays | head if head.keys() <= set(key_of.values()) else arrays
 
 
-def _of_checkpoint(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The model's weights in a checkpoint, those of model.lora_rank added to what they belong to."""
+def _of_checkpoint(arrays: Arrays) -> Arrays:
+    """Returns the model's weights in a checkpoint, those of model.lora_rank added to what they belong to."""
     weights = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")}
     for path in [path for path in weights if path.endswith("_a") and "/lora_" in path]:
-        first, second = weights.pop(path), weights.pop(f"{path[:-1]}b")
+        # lora_kernel_a and lora_kernel_b belong to kernel.
+        first = weights.pop(path)
+        second = weights.pop(f"{path.removesuffix('_a')}_b")
         base = path.removesuffix("_a").replace("/lora_", "/")
         weights[base] = weights[base] + np.matmul(first, second)
     return weights
 
 
-def _of_h5(path: Path, model: keras.Model) -> dict[str, np.ndarray]:
-    """The weights in Keras's file, in which each layer's group `vars` has its name."""
+def _read_h5(path: Path) -> Arrays:
+    """Reads the weights in Keras's file, in which each layer's group `vars` has its name.
+
+    Raises ValueError for two layers of one name in a layer, whose order the file does not keep.
+    """
     import h5py
 
-    found: dict[str, np.ndarray] = {}
+    arrays: Arrays = {}
 
-    def walk(group: Any, place: str) -> None:
-        if "vars" in group:
-            own = group["vars"]
-            for index in own:
-                if f"{place}/{index}" in found:
-                    raise ValueError(f"two layers have the name {place}, which a .keras file could tell apart")
-                found[f"{place}/{index}"] = np.asarray(own[index])
+    def walk(group: Any, layer: str) -> None:
         for key in group:
             inner = group[key]
-            if key != "vars" and isinstance(inner, h5py.Group):
-                named = inner["vars"].attrs.get("name", key) if "vars" in inner else ""
-                walk(inner, f"{place}/{named}".strip("/"))
+            if key == "vars":
+                for index in inner:
+                    if f"{layer}/{index}" in arrays:
+                        raise ValueError(f"two layers have the name {layer}, which a .keras file could tell apart")
+                    arrays[f"{layer}/{index}"] = np.asarray(inner[index])
+            elif isinstance(inner, h5py.Group):
+                name = inner["vars"].attrs.get("name", key) if "vars" in inner else ""
+                walk(inner, f"{layer}/{name}".strip("/"))
 
     with h5py.File(path) as file:
         walk(file, "")
-    return found
-
-
-_READERS = {".keras": _of_keras, ".weights.h5": _of_h5}
+    return arrays

@@ -1,6 +1,10 @@
-"""Small networks for small images: mlp and cnn for first runs, resnet20, and a separable CNN (docs/separable.md)."""
+"""Small networks for small images: mlp and cnn for first runs, resnet20, and a separable CNN (docs/separable.md).
 
-from collections.abc import Callable, Sequence
+Also the checks and layers that all builders share.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -8,31 +12,40 @@ from keras import layers
 
 from hvtrain.errors import ConfigError
 
-STAGES = (16, 32, 64)  # Filters of resnet20; the second and the third stage begin with a stride of 2.
-BLOCKS = ((128,), (256, 256), (512, 512))  # Filters of separable_cnn's convolutions; a pooling ends each block.
-KERNEL = 3  # Pixels on a side, in every convolution of separable_cnn.
+# Filters of resnet20; the second and the third stage begin with a stride of 2.
+STAGES = (16, 32, 64)
+# Filters of separable_cnn's convolutions; a pooling ends each block.
+BLOCKS = ((128,), (256, 256), (512, 512))
+# Pixels on a side, in every convolution of separable_cnn.
+KERNEL = 3
 
 
 def image_input(image_shape: Sequence[int], num_outputs: int, *, network: str, min_side: int = 1) -> Any:
-    """Input layer for images of shape (height, width, channels), of min_side pixels at least; else ConfigError."""
+    """Makes the input layer for images of shape (height, width, channels).
+
+    Args:
+        image_shape: of an image.
+        num_outputs: of the network; must be 1 or more.
+        network: its name in messages.
+        min_side: pixels that height and width need at least.
+
+    Raises:
+        ConfigError: the network cannot take such images.
+    """
     shape = tuple(image_shape)
     if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
         raise ConfigError(
             f"{network} was given image_shape {shape}; it needs (height, width, channels), each at least 1: "
             "add the channel axis to grey images"
         )
-    if min(shape[:2]) < min_side:
+    height, width, _ = shape
+    if min(height, width) < min_side:
         raise ConfigError(
-            f"{network} was given images of {shape[0]}x{shape[1]}; it needs {min_side}x{min_side} or more, "
+            f"{network} was given images of {height}x{width}; it needs {min_side}x{min_side} or more, "
             "because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge the images"
         )
     check_outputs(network, num_outputs)
     return keras.Input(shape, name="image")
-
-
-def check_outputs(network: str, num_outputs: int) -> None:
-    if num_outputs < 1:
-        raise ConfigError(f"{network} was given num_outputs={num_outputs}; it needs at least 1")
 
 
 def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
@@ -40,21 +53,36 @@ def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform")
     return layers.Dense(num_outputs, kernel_initializer=initializer, dtype="float32", name="logits")(features)
 
 
+def check_outputs(network: str, num_outputs: int) -> None:
+    if num_outputs < 1:
+        raise ConfigError(f"{network} was given num_outputs={num_outputs}; it needs at least 1")
+
+
 def check_rate(network: str, rate: float) -> None:
     if not 0 <= rate < 1:
         raise ConfigError(f"{network} was given dropout={rate}; it needs a fraction in [0, 1), such as 0.5")
 
 
+def _check_activation(network: str, name: str) -> None:
+    _check_name(network, "activation", name, keras.activations.get, "relu, selu, gelu or tanh")
+
+
 def _check_name(network: str, option: str, name: str, get: Callable[[str], Any], examples: str) -> None:
-    """Raises ConfigError unless Keras has an activation or initializer of that name: get(name) finds it."""
+    """Raises ConfigError unless Keras has an activation or initializer of that name, which `get` looks up."""
     try:
         get(name)
     except ValueError:
         raise ConfigError(f"{network} was given {option}={name}; it needs a Keras name, such as {examples}") from None
 
 
-def _check_activation(network: str, name: str) -> None:
-    _check_name(network, "activation", name, keras.activations.get, "relu, selu, gelu or tanh")
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """Returns up to four known names that are like this one, whatever the case.
+
+    >>> nearest_names("resnet50", ["ResNet50", "ResNet101", "VGG16"])
+    ['ResNet50', 'ResNet101']
+    """
+    by_lower_case = {key.lower(): key for key in known}
+    return [by_lower_case[key] for key in difflib.get_close_matches(str(name).lower(), by_lower_case, n=4)]
 
 
 def mlp(
@@ -64,15 +92,21 @@ def mlp(
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Dense layers of the sizes in `hidden`, each followed by dropout if that is not 0, for images or rows of numbers.
+    """Dense layers, each followed by dropout if that is not 0, for images or rows of numbers.
 
-    Without hidden layers it is linear or logistic regression.
+    Args:
+        input_shape: of an example, any number of axes.
+        num_outputs: logits of an example.
+        hidden: units of each hidden layer; without any it is linear or logistic regression.
+        activation: of the hidden layers, a Keras name.
+        dropout: fraction dropped after each hidden layer.
     """
     if any(not isinstance(units, int) or units < 1 for units in hidden):
         raise ConfigError(f"mlp was given hidden={list(hidden)}; it needs whole numbers from 1, such as [128, 64]")
     _check_activation("mlp", activation)
     check_rate("mlp", dropout)
     check_outputs("mlp", num_outputs)
+
     inputs = keras.Input(tuple(input_shape), name="image" if len(input_shape) == 3 else "inputs")
     x = layers.Flatten(name="flatten")(inputs)
     for i, units in enumerate(hidden, start=1):
@@ -85,12 +119,16 @@ def mlp(
 def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> keras.Model:
     """The classic Keras MNIST network: 1,199,882 parameters on 28x28x1 with 10 classes; images from 6x6.
 
-    dropout: the fractions dropped after the pooling and after the dense layer.
+    Args:
+        image_shape: (height, width, channels).
+        num_outputs: logits of an image.
+        dropout: the fractions dropped after the pooling and after the dense layer.
     """
     if len(dropout) != 2:
         raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]")
     for rate in dropout:
         check_rate("cnn", rate)
+
     image = image_input(image_shape, num_outputs, network="cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -105,29 +143,38 @@ def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] =
 def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> keras.Model:
     """Three stages of residual blocks, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2).
 
-    Depth 6 n + 2 for n blocks per stage, so 3 gives ResNet-20, 9 ResNet-56. 272,474 trainable parameters on 32x32x3
-    with 10 classes (Keras counts 1,568 more, the moving means and variances). If a stage changes the shape, the
-    shortcut is a 1x1 convolution: the paper's option B, as in most code. The paper's own CIFAR runs used option A, zero
-    padding, with 2,752 fewer parameters.
+    272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving means and variances).
+    If a stage changes the shape, the shortcut is a 1x1 convolution: the paper's option B, as in most code. The paper's
+    own CIFAR runs used option A, zero padding, with 2,752 fewer parameters.
+
+    Args:
+        image_shape: (height, width, channels).
+        num_outputs: logits of an image.
+        blocks_per_stage: n gives a depth of 6 n + 2, so 3 is ResNet-20 and 9 is ResNet-56.
     """
     if blocks_per_stage < 1:
         raise ConfigError(f"resnet20 was given blocks_per_stage={blocks_per_stage}; it needs at least 1 (3 is usual)")
     image = image_input(image_shape, num_outputs, network="resnet20")
     x = layers.ReLU(name="relu")(_convolve(image, STAGES[0], strides=1, name="conv"))
-    for s, filters in enumerate(STAGES, start=1):
-        for b in range(1, blocks_per_stage + 1):
-            shortcut, name, strides = x, f"stage{s}_block{b}", 2 if s > 1 and b == 1 else 1
-            if strides > 1:
-                shortcut = _convolve(x, filters, strides, name=f"{name}_shortcut", size=1)
-            x = layers.ReLU(name=f"{name}_relu1")(_convolve(x, filters, strides, name=f"{name}_conv1"))
-            x = _convolve(x, filters, strides=1, name=f"{name}_conv2")
-            x = layers.ReLU(name=f"{name}_relu2")(layers.Add(name=f"{name}_add")([x, shortcut]))
+    for stage, filters in enumerate(STAGES, start=1):
+        for block in range(1, blocks_per_stage + 1):
+            strides = 2 if stage > 1 and block == 1 else 1
+            x = _residual_block(x, filters, strides, name=f"stage{stage}_block{block}")
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     return keras.Model(image, logits(x, num_outputs, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}")
 
 
+def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
+    shortcut = x
+    if strides > 1:
+        shortcut = _convolve(x, filters, strides, name=f"{name}_shortcut", size=1)
+    x = layers.ReLU(name=f"{name}_relu1")(_convolve(x, filters, strides, name=f"{name}_conv1"))
+    x = _convolve(x, filters, strides=1, name=f"{name}_conv2")
+    return layers.ReLU(name=f"{name}_relu2")(layers.Add(name=f"{name}_add")([x, shortcut]))
+
+
 def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
-    """A convolution without a bias, since the batch normalization that follows has its own."""
+    """Convolution without a bias, since the batch normalization that follows has its own."""
     options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
     x = layers.Conv2D(filters, size, strides=strides, name=name, **options)(x)
     # Keras's default momentum, 0.99, is slow for runs of a few hundred steps; 0.9 is usual.
@@ -145,32 +192,45 @@ def separable_cnn(
 
     2,887,306 parameters on 28x28x1 with 10 classes; images from 8x8.
 
-    initializer: of the plain, pointwise and dense kernels, a Keras name.
-    depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees KERNEL**2 = 9
-        inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under lecun, he and glorot the
-        variance of the signal falls by a factor near C in each such layer (keras issue 11773), and after
-        five of them nothing is left to train on. "unit_gain" draws from a normal distribution with
-        variance 1/9, so that a sum of 9 inputs keeps their variance.
+    Args:
+        image_shape: (height, width, channels).
+        num_outputs: logits of an image.
+        activation: of all hidden layers, a Keras name.
+        initializer: of the plain, pointwise and dense kernels, a Keras name.
+        depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees KERNEL**2 = 9
+            inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under lecun, he and glorot the variance
+            of the signal falls by a factor near C in each such layer (keras issue 11773), and after five of them
+            nothing is left to train on. "unit_gain" draws from a normal distribution with variance 1/9, so that a sum
+            of 9 inputs keeps their variance.
     """
-    _check_activation("separable_cnn", activation)
     examples = "lecun_normal, glorot_uniform or he_normal"
+    with_unit_gain = f"{examples}; or unit_gain"
+    _check_activation("separable_cnn", activation)
     _check_name("separable_cnn", "initializer", initializer, keras.initializers.get, examples)
-    examples += "; or unit_gain"
-    _check_name("separable_cnn", "depthwise_initializer", depthwise_initializer, _depthwise, examples)
+    _check_name("separable_cnn", "depthwise_initializer", depthwise_initializer, _depthwise, with_unit_gain)
+
     image = image_input(image_shape, num_outputs, network="separable_cnn", min_side=2 ** len(BLOCKS))
     dense: Any = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
-    options = {"padding": "same", "activation": activation, "pointwise_initializer": initializer}
-    for b, block in enumerate(BLOCKS, start=1):
-        for i, filters in enumerate(block, start=1):
-            depthwise, name = _depthwise(depthwise_initializer), f"separable{b}_{i}"
-            x = layers.SeparableConv2D(filters, KERNEL, depthwise_initializer=depthwise, name=name, **options)(x)
-        x = layers.MaxPooling2D(2, name=f"pool{b}")(x)
+    for block, block_filters in enumerate(BLOCKS, start=1):
+        for number, filters in enumerate(block_filters, start=1):
+            x = layers.SeparableConv2D(
+                filters,
+                KERNEL,
+                padding="same",
+                activation=activation,
+                depthwise_initializer=_depthwise(depthwise_initializer),
+                pointwise_initializer=initializer,
+                name=f"separable{block}_{number}",
+            )(x)
+        x = layers.MaxPooling2D(2, name=f"pool{block}")(x)
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(512, name="dense", **dense)(x)
     return keras.Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    """A new initializer for each layer, since one object draws the same numbers every time it is called."""
-    return keras.initializers.RandomNormal(stddev=1 / KERNEL) if name == "unit_gain" else keras.initializers.get(name)
+    """Makes a new initializer for each layer, since one object draws the same numbers every time it is called."""
+    if name == "unit_gain":
+        return keras.initializers.RandomNormal(stddev=1 / KERNEL)
+    return keras.initializers.get(name)

@@ -1,4 +1,9 @@
-"""train.rates: parts of the model that learn at another rate."""
+"""train.rates and train.ema: parts of a model that learn at another rate, and a moving average of the weights.
+
+The average is validated and saved while training goes on without it. Keras's optimizers keep it among their variables
+(use_ema), so checkpoints have it; at the end of the training it becomes the weights. Moving statistics are averages
+already.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,107 +14,120 @@ import keras
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.parts import find
+from hvtrain.models.parts import find_variables
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
-    """The factor of each trainable variable; of several patterns that match it the last one counts.
+    """Returns the factor of each trainable variable; of several patterns that match it the last one counts.
 
     Raises ConfigError for a pattern that matches none.
     """
-    factors = {
-        id(variable): float(factor)
-        for pattern, factor in (rates or {}).items()
-        for variable in find(model, pattern, "train.rates")
-    }
+    factors = {}
+    for pattern, factor in (rates or {}).items():
+        for variable in find_variables(model, pattern, "train.rates"):
+            factors[id(variable)] = float(factor)
     return [factors.get(id(variable), 1.0) for variable in model.trainable_variables]
 
 
-def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], by: Sequence[float]) -> None:
+def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], factors: Sequence[float]) -> None:
     """Multiplies the learning rate of each variable by its factor, in place.
 
     A step of a Keras optimizer updates one variable after the other, each by the learning rate that it is given. So the
     rate is another one, which a factor on the gradient would not be: Adam's updates do not depend on it. Weight decay,
-    which Keras multiplies by the learning rate too, follows. Raises ConfigError for an optimizer that steps otherwise.
+    which Keras multiplies by the learning rate too, follows.
+
+    Raises:
+        ConfigError: the optimizer steps in another way.
     """
-    if all(factor == 1 for factor in by):
+    if all(factor == 1 for factor in factors):
         return
-    inner = inner_of(optimizer)
-    kind, names = overridden_steps(inner)
-    if names:
+    inner = _inner(optimizer)
+    kind, overridden = _overridden_steps(inner)
+    if overridden:
         raise ConfigError(
-            f"train.rates and {kind}, which overrides {names}, exclude each other; choose an optimizer that updates "
-            "each variable in update_step"
+            f"train.rates and {kind}, which overrides {overridden}, exclude each other; choose an optimizer that "
+            "updates each variable in update_step"
         )
-    index = inner._get_variable_index  # Not by the variable itself: parameter servers hold another one.
-    factors = {index(variable): factor for variable, factor in zip(variables, by)}
-    update_step, apply_weight_decay = inner.update_step, inner._apply_weight_decay
+
+    # Not by the variable itself: parameter servers hold another one.
+    index_of = inner._get_variable_index
+    factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
+    update_step = inner.update_step
+    apply_weight_decay = inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factors.get(index(variable), 1.0))
+        return update_step(gradient, variable, learning_rate * factor_of.get(index_of(variable), 1.0))
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
         for variable in variables:
-            groups[factors.get(index(variable), 1.0)].append(variable)
-        whole = inner.weight_decay
+            groups[factor_of.get(index_of(variable), 1.0)].append(variable)
+        weight_decay = inner.weight_decay
         for factor, group in groups.items():
-            inner.weight_decay = whole if whole is None else whole * factor
+            inner.weight_decay = None if weight_decay is None else weight_decay * factor
             apply_weight_decay(group)
-        inner.weight_decay = whole
+        inner.weight_decay = weight_decay
 
-    inner.update_step, inner._apply_weight_decay = update, decay
+    inner.update_step = update
+    inner._apply_weight_decay = decay
 
 
 def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None) -> None:
-    """Makes an optimizer that is not built yet average the weights, which keep `momentum` of the average a step.
+    """Makes an optimizer that is not built yet keep a moving average of the weights.
 
-    None changes nothing. A step is one that changes weights: Keras by itself would average after each of the steps that
-    only accumulate too. Raises ConfigError.
+    Args:
+        momentum: the average keeps this share of itself in each step that changes weights; None changes nothing.
+
+    Raises:
+        ConfigError: the optimizer averages already, or steps in a way of its own.
     """
     if momentum is None:
         return
-    inner = inner_of(optimizer)
+    inner = _inner(optimizer)
     if inner.use_ema:
         raise ConfigError(
             f"train.ema={momentum} and optimizer.use_ema exclude each other; leave optimizer.use_ema out: train.ema "
             "also validates the average"
         )
-    kind, names = overridden_steps(inner)
-    if names:
+    kind, overridden = _overridden_steps(inner)
+    if overridden:
         raise ConfigError(
-            f"train.ema={momentum} and {kind}, which overrides {names} and may not average; leave one out"
+            f"train.ema={momentum} and {kind}, which overrides {overridden} and may not average; leave one out"
         )
-    inner.use_ema, inner.ema_momentum = True, momentum
-    if number := inner.gradient_accumulation_steps:
+    inner.use_ema = True
+    inner.ema_momentum = momentum
+
+    # Keras by itself would average after each of the steps that only accumulate too.
+    accumulate = inner.gradient_accumulation_steps
+    if accumulate:
         average = inner._update_model_variables_moving_average
 
         def average_after_steps(variables: Any) -> None:
-            is_step = (inner._iterations + 1) % number == 0
-            keras.ops.cond(is_step, lambda: average(variables), lambda: None)
+            changes_weights = (inner._iterations + 1) % accumulate == 0
+            keras.ops.cond(changes_weights, lambda: average(variables), lambda: None)
 
         inner._update_model_variables_moving_average = average_after_steps
 
 
 @contextmanager
 def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
-    """While it lasts, the model's weights are their averages; then they have the same bits as before.
+    """Sets the model's weights to their averages for the block; afterwards they have the same bits as before.
 
     Without a momentum, and before the first step, nothing changes.
     """
-    inner = inner_of(model.optimizer)
+    inner = _inner(model.optimizer)
     if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
-    raw = [tf.identity(variable) for variable in variables]
+    weights = [tf.identity(variable) for variable in variables]
     for variable, average in zip(variables, inner._model_variables_moving_average):
         variable.assign(average)
     try:
         yield
     finally:
-        for variable, value in zip(variables, raw):
-            variable.assign(value)
+        for variable, weight in zip(variables, weights):
+            variable.assign(weight)
 
 
 def take_averages(model: keras.Model) -> None:
@@ -117,17 +135,18 @@ def take_averages(model: keras.Model) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def inner_of(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer, or itself."""
+def _inner(optimizer: Any) -> Any:
+    """Returns the optimizer inside a LossScaleOptimizer, or itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def overridden_steps(optimizer: Any) -> tuple[str, str]:
-    """The name of its class, and the methods of Keras's step that this overrides, in words; empty for none.
+def _overridden_steps(optimizer: Any) -> tuple[str, str]:
+    """Returns the name of the optimizer's class, and the methods of Keras's step that it overrides, joined.
 
-    Of a distributed optimizer that is the class that the user chose: the mixin comes first, see keras/hooks.py.
+    Like overridden_steps in keras/hooks.py, which imports Horovod; plans are made without it.
     """
+    # A distributed optimizer has a mixin before the class that the user chose.
     kind = type(optimizer).__bases__[1] if hasattr(optimizer, "_hvtrain") else type(optimizer)
-    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     base = keras.optimizers.Optimizer
+    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     return kind.__name__, ", ".join(name for name in steps if getattr(kind, name) is not getattr(base, name))

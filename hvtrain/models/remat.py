@@ -18,7 +18,11 @@ from hvtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Segment:
-    """Calls of layers one after the other, and the tensors that they take from earlier ones and give to later ones."""
+    """Calls of layers one after the other.
+
+    nodes: of Keras, each a call of a layer. takes: tensors of earlier segments that these calls use. gives: tensors
+    that later segments use.
+    """
 
     nodes: Sequence[Any]
     takes: Sequence[Any]
@@ -30,7 +34,10 @@ def recompute(model: keras.Model) -> None:
 
     With n layers of like size there are about sqrt(n) segments, and activations of 2 sqrt(n) layers in memory. Each is
     computed once more, with the same random numbers, and changes no state then. The values are the same. Of nested
-    models the one with the most layers is divided. Raises ConfigError for a model whose layers Keras does not know.
+    models the one with the most layers is divided.
+
+    Raises:
+        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its layers.
     """
     graphs = [getattr(layer, "_functional", None) or layer for layer in model._flatten_layers()]
     graphs = [graph for graph in graphs if hasattr(graph, "_nodes_by_depth")]
@@ -39,23 +46,27 @@ def recompute(model: keras.Model) -> None:
             f"train.remat=true needs a Functional or Sequential model, and {model.name} is a "
             f"{type(model).__name__}; call its blocks through keras.remat, or leave the setting out"
         )
-    graph: Any = max(graphs, key=lambda one: len(one._nodes))
+    graph: Any = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
-    states = [variable for variable in model.variables if all(variable is not one for one in model.weights)]
+    weight_ids = {id(variable) for variable in model.weights}
+    states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
     def run(inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None) -> Any:
-        flat = keras.tree.flatten(inputs)
-        if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in flat):
+        tensors = keras.tree.flatten(inputs)
+        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is computed.
+        if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
-        known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, flat)}
+
+        known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, tensors)}
         for segment in segments:
             # The last one would be computed again at once; and without a gradient there is no second time.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
                 _run(segment, known, operation_fn)
             else:
                 _run_twice(segment, known, operation_fn, states)
-        return keras.tree.pack_sequence_as(graph._outputs_struct, [known[id(symbol)] for symbol in graph.outputs])
+        outputs = [known[id(symbol)] for symbol in graph.outputs]
+        return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
     graph._run_through_graph = run
 
@@ -64,22 +75,28 @@ def divide(graph: Any) -> list[Segment]:
     """Divides the calls of a Functional model into about sqrt(n) segments of like size, where little is in use."""
     nodes = [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
     nodes = [node for node in nodes if node.operation and not node.is_input]
-    last_use = {id(tensor): at for at, node in enumerate(nodes) for tensor in node.input_tensors}
+    last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
     last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
+
+    # After each call: the elements that later calls still use, and the elements of all outputs so far.
+    in_use: list[int] = []
+    totals = [0]
     live: dict[int, Any] = {id(tensor): tensor for tensor in graph.inputs}
-    in_use, total = [], [0]
-    for at, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         live.update({id(tensor): tensor for tensor in node.outputs})
-        live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > at}
+        live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > index}
         in_use.append(sum(map(_elements, live.values())))
-        total.append(total[-1] + sum(map(_elements, node.outputs)))
+        totals.append(totals[-1] + sum(map(_elements, node.outputs)))
+
+    # Each cut is near its share of the total, within half a segment, where the least is in use.
     number = math.isqrt(len(nodes))
     cuts = {0, len(nodes)}
-    for target in (total[-1] * part / number for part in range(1, number)):
-        near = [at for at in range(1, len(nodes)) if abs(total[at] - target) <= total[-1] / number / 2]
-        cuts |= {min(near, key=lambda at: (in_use[at - 1], abs(total[at] - target)))} if near else set()
-    edges = sorted(cuts)
-    return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(edges)]
+    for part in range(1, number):
+        distance = [abs(total - totals[-1] * part / number) for total in totals]
+        near = [index for index in range(1, len(nodes)) if distance[index] <= totals[-1] / number / 2]
+        if near:
+            cuts.add(min(near, key=lambda index: (in_use[index - 1], distance[index])))
+    return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(sorted(cuts))]
 
 
 def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
@@ -105,26 +122,37 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
         known.update({id(symbol): tensor for symbol, tensor in zip(node.outputs, keras.tree.flatten(outputs))})
 
 
-def _run_twice(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any], states: list[Any]) -> None:
-    """Like _run, but its gradient runs the segment again, without effects, from the states of the first time."""
+def _run_twice(
+    segment: Segment,
+    known: dict[int, Any],
+    operation_fn: Callable[[Any], Any],
+    states: list[Any],
+) -> None:
+    """Like _run, but its gradient runs the segment again, without effects, from the states of the first time.
+
+    Args:
+        states: variables that are no weights, such as the seeds of dropout, which the second time must read as the
+            first did.
+    """
     before = [(state, tf.identity(state.value)) for state in states]
     # Others, such as masks and indices, have no gradient, and are kept.
-    takes, gives = ([one for one in ends if _is_floating(one)] for ends in (segment.takes, segment.gives))
+    takes = list(filter(_is_floating, segment.takes))
+    gives = list(filter(_is_floating, segment.gives))
     is_again = False
 
     def forward(*tensors: Any) -> Any:
         nonlocal is_again
-        inside = {id(symbol): known[id(symbol)] for symbol in segment.takes}
-        inside.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
+        local = {id(symbol): known[id(symbol)] for symbol in segment.takes}
+        local.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
         if is_again:
             with keras.StatelessScope(state_mapping=before):
-                _run(segment, inside, operation_fn)
+                _run(segment, local, operation_fn)
         else:
-            _run(segment, inside, operation_fn)
+            _run(segment, local, operation_fn)
             _refuse_losses(segment)
-            known.update({id(symbol): inside[id(symbol)] for symbol in segment.gives})
+            known.update({id(symbol): local[id(symbol)] for symbol in segment.gives})
         is_again = True
-        return tuple(inside[id(symbol)] for symbol in gives)
+        return tuple(local[id(symbol)] for symbol in gives)
 
     results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
     known.update({id(symbol): tensor for symbol, tensor in zip(gives, results)})
@@ -133,9 +161,9 @@ def _run_twice(segment: Segment, known: dict[int, Any], operation_fn: Callable[[
 def _refuse_losses(segment: Segment) -> None:
     """Raises ConfigError for losses on activations, whose gradients would be lost."""
     for node in segment.nodes:
-        layer = node.operation
-        if isinstance(layer, keras.layers.Layer) and any(one._losses for one in layer._flatten_layers()):
+        operation = node.operation
+        if isinstance(operation, keras.layers.Layer) and any(layer._losses for layer in operation._flatten_layers()):
             raise ConfigError(
-                f"train.remat=true and a loss on activations of the layer {layer.name} (activity_regularizer or "
+                f"train.remat=true and a loss on activations of the layer {operation.name} (activity_regularizer or "
                 "add_loss) exclude each other; leave one out"
             )

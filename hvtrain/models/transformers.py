@@ -9,7 +9,8 @@ from keras import layers, ops
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import check_rate
 
-STDDEV = 0.02  # Of first weights, as in GPT-2 and BERT.
+# Standard deviation of the first weights, as in GPT-2 and BERT.
+STDDEV = 0.02
 
 
 def transformer(
@@ -29,16 +30,21 @@ def transformer(
     and a vocabulary of 2,048.
 
     Args:
-        causal: each place sees itself and earlier places; False: all. A fact of dataset=text.
-        blocks, width, heads: how many, units of each place, and attention heads, which share the width.
+        input_spec: one example: a row of tokens, int, of one length.
+        vocabulary_size: of the data set's tokenizer.
+        causal: each position sees itself and earlier ones; False: all. A fact of dataset=text.
+        blocks: how many.
+        width: units of each position.
+        heads: attention heads, which share the width.
         mlp_ratio: units of the MLP's inner layer, relative to the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
-        mask_zero: token 0 is padding, which no place sees; give it the weight 0 as a target.
+        mask_zero: token 0 is padding, which no position sees; give it the weight 0 as a target.
     """
-    _check(input_spec, {"blocks": blocks, "width": width, "heads": heads, "mlp_ratio": mlp_ratio})
+    _check(input_spec, blocks=blocks, width=width, heads=heads, mlp_ratio=mlp_ratio)
     check_rate("transformer", dropout)
     (length,) = input_spec.shape
     tokens = keras.Input((length,), dtype="int32", name="tokens")
+
     # In float32 whatever the policy, as the head is it too: losses of logits in bfloat16 lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
@@ -47,39 +53,41 @@ def transformer(
         dtype="float32",
         name="token_embedding",
     )
-    places = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
-    place_embedding = layers.Embedding(length, width, embeddings_initializer=_normal(), name="place_embedding")
-    x = layers.Add(name="embedding")([embedding(tokens), place_embedding(places)])
+    positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    position_embedding = layers.Embedding(length, width, embeddings_initializer=_normal(), name="place_embedding")
+    x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
+
     # Not as Keras's mask, which a sum of two embeddings drops.
-    seen = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
+    mask = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
     for number in range(1, blocks + 1):
-        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, seen)
+        x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True), name="transformer")
 
 
-def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, seen: Any) -> Any:
-    """Attention over the places that are seen, or all, then an MLP at each place; both add to x."""
+def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask: Any) -> Any:
+    """Attention over the positions of the mask, or all, then an MLP at each position; both add to x."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention")
-    inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
-    inside = attention(inside, inside, use_causal_mask=causal, attention_mask=seen)
-    inside = layers.Dropout(dropout, name=f"{name}_dropout1")(inside)
-    x = layers.Add(name=f"{name}_add1")([x, inside])
-    inside = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
-    inside = layers.Dense(mlp_ratio * width, "gelu", kernel_initializer=_normal(), name=f"{name}_mlp1")(inside)
-    inside = layers.Dense(width, kernel_initializer=_normal(), name=f"{name}_mlp2")(inside)
-    inside = layers.Dropout(dropout, name=f"{name}_dropout2")(inside)
-    return layers.Add(name=f"{name}_add2")([x, inside])
+    hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
+    hidden = attention(hidden, hidden, use_causal_mask=causal, attention_mask=mask)
+    hidden = layers.Dropout(dropout, name=f"{name}_dropout1")(hidden)
+    x = layers.Add(name=f"{name}_add1")([x, hidden])
+
+    hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
+    hidden = layers.Dense(mlp_ratio * width, "gelu", kernel_initializer=_normal(), name=f"{name}_mlp1")(hidden)
+    hidden = layers.Dense(width, kernel_initializer=_normal(), name=f"{name}_mlp2")(hidden)
+    hidden = layers.Dropout(dropout, name=f"{name}_dropout2")(hidden)
+    return layers.Add(name=f"{name}_add2")([x, hidden])
 
 
 def _normal() -> keras.initializers.Initializer:
-    """A new initializer for each layer, since one object draws the same numbers every time it is called."""
+    """Makes a new initializer for each layer, since one object draws the same numbers every time it is called."""
     return keras.initializers.RandomNormal(stddev=STDDEV)
 
 
-def _check(input_spec: Any, counts: dict[str, int]) -> None:
+def _check(input_spec: Any, **counts: int) -> None:
     shape = tuple(getattr(input_spec, "shape", ()))
     if len(shape) != 1 or not shape[0] or not input_spec.dtype.is_integer:
         raise ConfigError(
@@ -89,7 +97,7 @@ def _check(input_spec: Any, counts: dict[str, int]) -> None:
     for option, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"transformer was given {option}={count}; it needs a whole number from 1")
-    if counts["width"] % counts["heads"]:
-        raise ConfigError(
-            "transformer was given width={width} and heads={heads}; the heads share the width evenly".format(**counts)
-        )
+    width = counts["width"]
+    heads = counts["heads"]
+    if width % heads:
+        raise ConfigError(f"transformer was given width={width} and heads={heads}; the heads share the width evenly")

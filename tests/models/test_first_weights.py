@@ -126,7 +126,7 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
     path = tmp_path / f"backbone{ending}"
     (source.save if ending == ".keras" else source.save_weights)(path)
     model = deeplabv3plus((64, 64, 3), 3, "MobileNetV2", alpha=0.35, filters=8)
-    before = {part.place: [variable.numpy() for variable in part.own] for part in parts(model)}
+    before = {part.path: [variable.numpy() for variable in part.variables] for part in parts(model)}
     with pytest.raises(ConfigError, match=r"model.weights_except"):
         begin_with(model, str(path))
     with pytest.raises(ConfigError, match=r"model.weights_except names asp\*x, which matches nothing"):
@@ -135,13 +135,14 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
         begin_with(model, str(path), ["aspp*", "decoder*"])
     assert "not taken from there: Conv_1, Conv_1_bn" in caplog.text
     for part in parts(model):
-        new = part.place.startswith(("aspp", "decoder", "logits"))
-        expected = before[part.place] if new else [v.numpy() for v in parts_by_place(source)[part.place].own]
-        assert all(np.array_equal(one, variable.numpy()) for one, variable in zip(expected, part.own, strict=True))
+        new = part.path.startswith(("aspp", "decoder", "logits"))
+        expected = before[part.path] if new else [v.numpy() for v in parts_by_path(source)[part.path].variables]
+        pairs = zip(expected, part.variables, strict=True)
+        assert all(np.array_equal(array, variable.numpy()) for array, variable in pairs)
 
 
-def parts_by_place(model):
-    return {part.place: part for part in parts(model)}
+def parts_by_path(model):
+    return {part.path: part for part in parts(model)}
 
 
 @pytest.mark.parametrize(

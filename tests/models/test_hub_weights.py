@@ -65,7 +65,7 @@ def test_a_head_that_is_another_is_new_and_named(preset, name, shape, caplog):
     with caplog.at_level(logging.INFO):
         begin_with(model, folder)
     assert same(inside(model), task.backbone)
-    assert all(part.place in caplog.text for part in head_of(model)) and "; new: " in caplog.text
+    assert all(part.path in caplog.text for part in head_of(model)) and "; new: " in caplog.text
 
 
 def test_a_saved_model_of_another_task_gives_its_backbone(tmp_path, caplog):
@@ -111,7 +111,7 @@ def test_lora_trains_matrices_and_the_head_and_is_added_to_what_is_saved(name, s
     model = build(name, shape)
     before = model.count_params()
     add_lora(model, 2)
-    head = {id(variable) for part in head_of(model) for variable in part.own}
+    head = {id(variable) for part in head_of(model) for variable in part.variables}
     assert all("lora" in variable.name or id(variable) in head for variable in model.trainable_variables)
     for variable in model.trainable_variables:
         variable.assign(np.random.default_rng(len(variable.path)).normal(size=variable.shape, scale=0.1))

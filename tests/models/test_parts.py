@@ -7,7 +7,7 @@ from keras import layers
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import application
-from hvtrain.models.parts import add_lora, find, freeze, parts, trained_in_words
+from hvtrain.models.parts import add_lora, describe_trainable, find_variables, freeze, parts
 
 X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
 Y = X[:, :2]
@@ -29,17 +29,17 @@ def trained(model):
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     model.fit(X, Y, epochs=2, verbose=0)
-    places = [f"{part.place}/{variable.name}" for part in parts(model) for variable in part.own]
+    places = [f"{part.path}/{variable.name}" for part in parts(model) for variable in part.variables]
     return {place for place, old, new in zip(places, before, model.get_weights()) if not np.array_equal(old, new)}
 
 
 def test_places_are_in_the_order_of_weights_and_the_same_in_a_loaded_model(tmp_path):
     model = network()
-    assert [id(v) for part in parts(model) for v in part.own] == [id(v) for v in model.weights]
+    assert [id(v) for part in parts(model) for v in part.variables] == [id(v) for v in model.weights]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert [part.place for part in parts(loaded)] == [part.place for part in parts(model)]
-    assert parts(model)[0].place == "stem/dense" and parts(model)[-1].place == "logits"
+    assert [part.path for part in parts(loaded)] == [part.path for part in parts(model)]
+    assert parts(model)[0].path == "stem/dense" and parts(model)[-1].path == "logits"
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_frozen_parts_keep_every_bit_and_their_moving_statistics(patterns, chang
     found = trained(model)
     # Neither softmax nor the mean square see the keys' bias.
     assert {place for place in found if "key/bias" not in place} == {
-        f"{part.place}/{variable.name}"
+        f"{part.path}/{variable.name}"
         for part in parts(network())
-        for variable in part.own
-        if part.place.startswith(tuple(changed)) and (part.place, variable.name) != ("attention/key", "bias")
+        for variable in part.variables
+        if part.path.startswith(tuple(changed)) and (part.path, variable.name) != ("attention/key", "bias")
     }
     assert len(model.optimizer._trainable_variables) == len(model.trainable_variables), "nothing else is reduced"
 
@@ -75,10 +75,10 @@ def test_single_variables_are_frozen_by_their_place():
 
 def test_how_much_trains_is_said():
     model = network()
-    assert trained_in_words(model) == ""
+    assert describe_trainable(model) == ""
     freeze(model, ["stem", "attention"])
     middle, head = 4 * 4 + 4, 4 * 2 + 2
-    assert trained_in_words(model) == f"{middle + head} of {28 + 8 + 43 + middle + head} parameters, in 4 variables"
+    assert describe_trainable(model) == f"{middle + head} of {28 + 8 + 43 + middle + head} parameters, in 4 variables"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_networks_of_keras_are_frozen_by_block():
         for path in {v.path.split("/")[0] for v in model.weights}
         if not path.startswith(("expanded_conv_", "conv"))
     }
-    assert find(model, "logits", "x") == [v for v in model.weights if v.path.startswith("logits/")]
+    assert find_variables(model, "logits", "x") == [v for v in model.weights if v.path.startswith("logits/")]
 
 
 def test_lora_trains_the_matrices_and_the_head_alone_and_is_saved_as_a_plain_model(tmp_path):
