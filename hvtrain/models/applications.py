@@ -11,7 +11,8 @@ from keras import layers
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import check_rate, image_input, logits, nearest_names
 
-# Options that this builder sets itself; a network's others (alpha, minimalistic ...) are up to the user.
+# Options that this builder sets itself; a network's others (alpha, minimalistic ...) are up to the
+# user.
 OURS = {
     "classes",
     "classifier_activation",
@@ -37,9 +38,10 @@ def application(
     """keras.applications.<name> with random weights, global average pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
-    - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...) begin, are removed,
-      because the images are normalized already;
-    - layers that Keras named itself get the names that a new process would give them (see _fresh_names).
+    - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...)
+      begin, are removed, because the images are normalized already;
+    - layers that Keras named itself get the names that a new process would give them (see
+      _fresh_names).
 
     Args:
         image_shape: (height, width, channels).
@@ -49,7 +51,8 @@ def application(
         options: passed on to the network, such as alpha=0.5 for MobileNet.
 
     Raises:
-        ConfigError: no such network, an image smaller than the network takes (usually 32x32), unknown options.
+        ConfigError: no such network, an image smaller than the network takes (usually 32x32),
+            unknown options.
     """
     check_rate(name, dropout)
     image = image_input(image_shape, num_outputs, network=name)
@@ -72,8 +75,8 @@ def body(image_shape: Sequence[int], name: str, pooling: str | None = None, **op
     unknown_options = sorted(set(options) - set(known_options))
     if unknown_options:
         raise ConfigError(
-            f"{name} was given the options {', '.join(unknown_options)}; those that can be set are: "
-            f"{', '.join(known_options) or 'none'}"
+            f"{name} was given the options {', '.join(unknown_options)}; those that can be set "
+            f"are: {', '.join(known_options) or 'none'}"
         )
 
     try:
@@ -86,8 +89,9 @@ def body(image_shape: Sequence[int], name: str, pooling: str | None = None, **op
         )
     except ValueError as error:
         raise ConfigError(
-            f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options {options}, "
-            f"and answered: {error}; enlarge the images, fix the option or choose a smaller model (resnet20, cnn)"
+            f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options "
+            f"{options}, and answered: {error}; enlarge the images, fix the option or choose a "
+            "smaller model (resnet20, cnn)"
         ) from error
 
 
@@ -97,7 +101,8 @@ def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] 
     Args:
         trunk: of keras.applications.
         image: the new input.
-        changes: settings of layers, by the name that they have in the trunk, to build them with others.
+        changes: settings of layers, by the name that they have in the trunk, to build them with
+            others.
     """
     names = _fresh_names(trunk)
     changes = changes or {}
@@ -115,8 +120,8 @@ def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] 
 def _fresh_names(model: keras.Model) -> dict[str, str]:
     """Returns new names of the layers that Keras named itself, by class name and a number counted in the process.
 
-    A second InceptionV3 in one process begins at conv2d_94 instead of conv2d, so it could not load a checkpoint of the
-    first. Counting within the model gives both the same names.
+    A second InceptionV3 in one process begins at conv2d_94 instead of conv2d, so it could not load
+    a checkpoint of the first. Counting within the model gives both the same names.
     """
     numbered: dict[str, list[tuple[int, str]]] = {}
     for layer in model.layers:

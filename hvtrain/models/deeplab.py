@@ -11,11 +11,13 @@ from hvtrain.errors import ConfigError
 from hvtrain.models.applications import body, clone
 from hvtrain.models.networks import check_rate, image_input
 
-# Backbones by name, and their layers that give low-level features, of a quarter of the image's size, and high ones.
+# Backbones by name, and their layers that give low-level features, of a quarter of the image's
+# size, and high ones.
 ENDS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
-    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280 channels.
+    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280
+    # channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 STRIDES = (8, 16, 32)
@@ -36,21 +38,23 @@ def deeplabv3plus(
 ) -> keras.Model:
     """A logit for each class at each pixel: backbone, atrous spatial pyramid pooling, decoder, bilinear upsampling.
 
-    The backbone's layers keep the names and the weights' shapes of keras.applications. Where its features would become
-    coarser than output_stride, strides are left out, and what follows is dilated as much: the same kernels see the same
-    pixels, at more positions.
+    The backbone's layers keep the names and the weights' shapes of keras.applications. Where its
+    features would become coarser than output_stride, strides are left out, and what follows is
+    dilated as much: the same kernels see the same pixels, at more positions.
 
     Args:
         image_shape: (height, width, channels).
         num_outputs: classes; logits of a pixel.
         backbone: one of ENDS.
-        output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer than 16 and costs
-            more memory and time; 32 leaves the backbone as it is.
+        output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer
+            than 16 and costs more memory and time; 32 leaves the backbone as it is.
         filters: of the pyramid and the decoder.
-        atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice that at 8. Small
-            images need smaller ones: at a rate as large as the features, a kernel sees nothing but its center.
+        atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice
+            that at 8. Small images need smaller ones: at a rate as large as the features, a kernel
+            sees nothing but its center.
         dropout: fraction dropped between the pyramid and the decoder.
-        norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some hundred steps too.
+        norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some
+            hundred steps too.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
     """
     _check(backbone, output_stride, filters, atrous_rates, norm_momentum)
@@ -80,7 +84,8 @@ def deeplabv3plus(
 def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
     """Returns new settings of those layers that change so that no feature is coarser than output_stride, by layer.
 
-    A layer behind strides that are left out has to skip as many positions as they did (the algorithm à trous).
+    A layer behind strides that are left out has to skip as many positions as they did (the
+    algorithm à trous).
     """
     stride: dict[str, int] = {}  # Of each layer's output, as Keras has built the network.
     changes: dict[str, dict[str, Any]] = {}
@@ -158,7 +163,7 @@ def _normalized(x: Any, name: str, momentum: float) -> Any:
 def _resize(x: Any, shape: Sequence[int | None]) -> Any:
     """Resizes to the height and width of a shape [batch, height, width, ...], bilinear.
 
-    Not by keras.layers.Resizing: its call has training=True as a default, which batch normalization behind it takes
-    over wherever a model is called without that argument.
+    Not by keras.layers.Resizing: its call has training=True as a default, which batch normalization
+    behind it takes over wherever a model is called without that argument.
     """
     return keras.ops.image.resize(x, shape[1:3], data_format="channels_last")

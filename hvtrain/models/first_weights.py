@@ -1,8 +1,8 @@
 """model.weights: a new run begins with the weights of another one, or of a file (rank 0 reads; the broadcast follows).
 
-Variables are matched by the path of their layer and their order in it. A head, the last layer with weights or what
-comes after a backbone of keras-hub, may be another one than the source's; whatever else differs is refused, unless
-model.weights_except names it.
+Variables are matched by the path of their layer and their order in it. A head, the last layer with
+weights or what comes after a backbone of keras-hub, may be another one than the source's; whatever
+else differs is refused, unless model.weights_except names it.
 """
 
 import logging
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 RUN_FILES = ("best.keras", "best.weights.h5", "model.keras", "model.weights.h5")
 SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
 
-# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables, or the variable's path in a checkpoint.
+# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables, or the variable's path
+# in a checkpoint.
 Arrays = dict[str, np.ndarray]
 
 
@@ -65,7 +66,8 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     Args:
         model: built.
         source: path of a file or folder, one of SOURCES.
-        excepted: patterns (see parts) of what stays new; the source may then have anything else too, which is left out.
+        excepted: patterns (see parts) of what stays new; the source may then have anything else
+            too, which is left out.
 
     Raises:
         ConfigError: the source cannot be read, or differs; names the first variable that differs.
@@ -104,7 +106,12 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
 def _log_taken(path: Path, taken: Sequence[Slot], new_head: Sequence[Slot], excepted: Sequence[str]) -> None:
     number = sum(int(np.prod(slot.variable.shape)) for slot in taken)
     new = ", ".join([*(f"{slot.path} {tuple(slot.variable.shape)}" for slot in new_head), *excepted])
-    log.info("weights        %s parameters from %s%s", f"{number:,}", path, f"; new: {new}" if new else "")
+    log.info(
+        "weights        %s parameters from %s%s",
+        f"{number:,}",
+        path,
+        f"; new: {new}" if new else "",
+    )
 
 
 def _slots(model_parts: Sequence[Part]) -> Iterator[Slot]:
@@ -120,8 +127,9 @@ def _difference(source: str, path: str, array: np.ndarray | None, variable: Any)
         return "nothing" if value is None else f"shape {tuple(value.shape)}"
 
     return ConfigError(
-        f"model.weights={source} is of another model: it has {describe(array)} where {path} of this one has "
-        f"{describe(variable)}; choose the model that it was made with, or name in model.weights_except what stays new"
+        f"model.weights={source} is of another model: it has {describe(array)} where {path} of "
+        f"this one has {describe(variable)}; choose the model that it was made with, or name in "
+        "model.weights_except what stays new"
     )
 
 
@@ -172,8 +180,8 @@ def _read_preset(path: Path, model: keras.Model) -> Arrays:
     """Reads the weights in a preset, those of its task too if the model is of the same class."""
     if backbone_of(model) is None:
         raise ConfigError(
-            f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its backbones; choose "
-            "model=keras_hub"
+            f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
+            "backbones; choose model=keras_hub"
         )
     import keras_hub
 
@@ -192,7 +200,8 @@ def _read_preset(path: Path, model: keras.Model) -> Arrays:
 def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     """Returns the weights of a loaded model by the keys of this one.
 
-    Backbones of keras-hub are matched wherever they are in the two models, and heads if they have the same variables.
+    Backbones of keras-hub are matched wherever they are in the two models, and heads if they have
+    the same variables.
     """
     backbone = backbone_of(model)
     source_backbone = backbone_of(source)

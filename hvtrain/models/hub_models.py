@@ -1,7 +1,8 @@
 """Any backbone or task model of keras-hub by its name, untrained, or with the architecture of a preset on disk.
 
-Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape that the task needs.
-Also reads presets (folders that save_to_preset of keras-hub wrote), and finds keras-hub's backbone or task in a model.
+Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
+that the task needs. Also reads presets (folders that save_to_preset of keras-hub wrote), and finds
+keras-hub's backbone or task in a model.
 """
 
 import inspect
@@ -21,7 +22,17 @@ from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import check_rate, logits, nearest_names
 
 # Arguments of keras-hub's constructors that are not up to the user.
-OURS = {"self", "args", "kwargs", "backbone", "preprocessor", "activation", "name", "compile", "dtype"}
+OURS = {
+    "self",
+    "args",
+    "kwargs",
+    "backbone",
+    "preprocessor",
+    "activation",
+    "name",
+    "compile",
+    "dtype",
+}
 # In every preset, and in no run folder.
 CONFIG_FILE = "config.json"
 # Inputs of keras-hub's text models.
@@ -45,8 +56,8 @@ def hub_model(
 ) -> keras.Model:
     """keras_hub.models.<name> without its preprocessor, with float32 logits of the shape that the run's task needs.
 
-    It is a plain keras.Model around that of keras-hub, which has a fit of its own. A backbone by itself gets a dense
-    layer, on pooled features unless the task needs an output at each position.
+    It is a plain keras.Model around that of keras-hub, which has a fit of its own. A backbone by
+    itself gets a dense layer, on pooled features unless the task needs an output at each position.
 
     Args:
         input_spec: tf.TensorSpec of one example, or a mapping of them by name.
@@ -55,14 +66,15 @@ def hub_model(
         output_shape: of an example; None, as of task=custom: the outputs stay as they are.
         image_shape: (height, width, channels), for models of images.
         vocabulary_size: of the data set's tokenizer, for models of texts.
-        preset: a folder that save_to_preset of keras-hub wrote. It gives the architecture; model.weights, the same
-            folder unless it is set, gives the weights.
+        preset: a folder that save_to_preset of keras-hub wrote. It gives the architecture;
+            model.weights, the same folder unless it is set, gives the weights.
         padding_token: fills up short texts, and is not attended to; None: all tokens are.
         backbone: options of the backbone's constructor, before what data set and preset say.
         options: of the task's constructor; of a backbone `dropout`, before the dense layer.
 
     Raises:
-        ConfigError: keras-hub is not installed, no such class, a preset that is no folder, impossible options.
+        ConfigError: keras-hub is not installed, no such class, a preset that is no folder,
+            impossible options.
     """
     hub = _import_keras_hub()
     chosen = _find_class(hub, name)
@@ -99,8 +111,8 @@ def hub_model(
         raise
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change model.backbone, other options of "
-            "model, or the shape of the examples"
+            f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
+            "model.backbone, other options of model, or the shape of the examples"
         ) from error
     return keras.Model(inputs, outputs, name=kind.__name__)
 
@@ -110,8 +122,8 @@ def _import_keras_hub() -> ModuleType:
         import keras_hub
     except ImportError as error:
         raise ConfigError(
-            f"model=keras_hub needs keras-hub ({in_one_line(error)}); install it: ./scripts/run uv pip install "
-            "--no-deps -r scripts/lock/keras-hub.txt"
+            f"model=keras_hub needs keras-hub ({in_one_line(error)}); install it: ./scripts/run uv "
+            "pip install --no-deps -r scripts/lock/keras-hub.txt"
         ) from error
     return keras_hub
 
@@ -142,8 +154,8 @@ def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
     matches = [chosen] if chosen in suitable else [value for value in suitable if issubclass(value, chosen)]
     if len(matches) != 1:
         raise ConfigError(
-            f"model.name={chosen.__name__} does not go with model.preset, which has a {backbone.__name__}; choose "
-            f"{', '.join(sorted(value.__name__ for value in suitable))}"
+            f"model.name={chosen.__name__} does not go with model.preset, which has a "
+            f"{backbone.__name__}; choose {', '.join(sorted(value.__name__ for value in suitable))}"
         )
     return matches[0]
 
@@ -161,8 +173,8 @@ def _new_backbone(hub: ModuleType, chosen: Any, options: dict[str, Any], facts: 
         subclasses = [value for value in _classes(hub).values() if issubclass(value, chosen) and value is not chosen]
         examples = sorted({value.__name__ for value in subclasses})[:4]
         raise ConfigError(
-            f"model.name={chosen.__name__} is a kind of models; choose one, such as {', '.join(examples)}, or give "
-            "model.preset"
+            f"model.name={chosen.__name__} is a kind of models; choose one, such as "
+            f"{', '.join(examples)}, or give model.preset"
         )
 
     parameters = _user_parameters(kind)
@@ -213,11 +225,10 @@ def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
 
 
 def _check_options(name: str, setting: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    unknown = sorted(set(options) - set(known))
+    unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
-            f"{name} was given {', '.join(f'{setting}.{key}' for key in unknown)}; options that it takes there: "
-            f"{', '.join(known) or 'none'}"
+            f"{name} was given {', '.join(unknown)}; options that it takes there: {', '.join(known) or 'none'}"
         )
 
 
@@ -228,16 +239,17 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
         needed = facts[fact]
         if size is not None and needed is not None and needed > size:
             raise ConfigError(
-                f"{type(backbone).__name__} has {fact}={size}, and the data set needs {needed} {unit}; choose "
-                f"another preset, or +model.backbone.{fact}={needed}"
+                f"{type(backbone).__name__} has {fact}={size}, and the data set needs {needed} "
+                f"{unit}; choose another preset, or +model.backbone.{fact}={needed}"
             )
 
 
 def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
     """Makes inputs of these tf.TensorSpecs, and of them what the network takes; returns both.
 
-    A single array is the tokens or the image. What a text model takes besides is derived from the tokens if it is
-    missing: the mask of those that are not padding, one segment, and all positions as those whose tokens are predicted.
+    A single array is the tokens or the image. What a text model takes besides is derived from the
+    tokens if it is missing: the mask of those that are not padding, one segment, and all positions
+    as those whose tokens are predicted.
 
     Raises:
         ConfigError: the inputs have other names, or other numbers of axes.
@@ -258,8 +270,8 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
 
     if named.keys() != expected.keys() or any(len(named[name].shape) != len(expected[name].shape) for name in expected):
         raise ConfigError(
-            f"{type(network).__name__} takes {_shapes(expected)}, and the data set gives {_shapes(given_inputs)}; "
-            "give it such inputs"
+            f"{type(network).__name__} takes {_shapes(expected)}, and the data set gives "
+            f"{_shapes(given_inputs)}; give it such inputs"
         )
     return inputs, named if has_names else named["image"]
 

@@ -35,14 +35,15 @@ def image_input(image_shape: Sequence[int], num_outputs: int, *, network: str, m
     shape = tuple(image_shape)
     if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
         raise ConfigError(
-            f"{network} was given image_shape {shape}; it needs (height, width, channels), each at least 1: "
-            "add the channel axis to grey images"
+            f"{network} was given image_shape {shape}; it needs (height, width, channels), each at "
+            "least 1: add the channel axis to grey images"
         )
     height, width, _ = shape
     if min(height, width) < min_side:
         raise ConfigError(
-            f"{network} was given images of {height}x{width}; it needs {min_side}x{min_side} or more, "
-            "because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge the images"
+            f"{network} was given images of {height}x{width}; it needs {min_side}x{min_side} or "
+            "more, because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge "
+            "the images"
         )
     check_outputs(network, num_outputs)
     return keras.Input(shape, name="image")
@@ -143,9 +144,10 @@ def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] =
 def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> keras.Model:
     """Three stages of residual blocks, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2).
 
-    272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving means and variances).
-    If a stage changes the shape, the shortcut is a 1x1 convolution: the paper's option B, as in most code. The paper's
-    own CIFAR runs used option A, zero padding, with 2,752 fewer parameters.
+    272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving
+    means and variances). If a stage changes the shape, the shortcut is a 1x1 convolution: the
+    paper's option B, as in most code. The paper's own CIFAR runs used option A, zero padding, with
+    2,752 fewer parameters.
 
     Args:
         image_shape: (height, width, channels).
@@ -197,11 +199,12 @@ def separable_cnn(
         num_outputs: logits of an image.
         activation: of all hidden layers, a Keras name.
         initializer: of the plain, pointwise and dense kernels, a Keras name.
-        depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees KERNEL**2 = 9
-            inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under lecun, he and glorot the variance
-            of the signal falls by a factor near C in each such layer (keras issue 11773), and after five of them
-            nothing is left to train on. "unit_gain" draws from a normal distribution with variance 1/9, so that a sum
-            of 9 inputs keeps their variance.
+        depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
+            KERNEL**2 = 9 inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under
+            lecun, he and glorot the variance of the signal falls by a factor near C in each such
+            layer (keras issue 11773), and after five of them nothing is left to train on.
+            "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
+            inputs keeps their variance.
     """
     examples = "lecun_normal, glorot_uniform or he_normal"
     with_unit_gain = f"{examples}; or unit_gain"

@@ -1,7 +1,8 @@
 """Parts of a model by name, and the settings that change them: model.freeze, model.lora_rank, train.sync_batch_norm.
 
-A part is named by a pattern of fnmatch, in which * stands for anything, slashes too. It matches a layer's name, its
-path (the names of the layers that it is in, then its own) or the path of a variable: conv1, block2/*, */bias.
+A part is named by a pattern of fnmatch, in which * stands for anything, slashes too. It matches a
+layer's name, its path (the names of the layers that it is in, then its own) or the path of a
+variable: conv1, block2/*, */bias.
 """
 
 import difflib
@@ -27,7 +28,8 @@ LORA_LAYERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedd
 class Part:
     """A layer that holds variables itself.
 
-    path: its place in the model, without the model's own name. variables: its own, without those of layers inside.
+    path: its place in the model, without the model's own name. variables: its own, without those of
+    layers inside.
     """
 
     layer: keras.layers.Layer
@@ -44,8 +46,9 @@ class Part:
 def parts(model: keras.Model) -> list[Part]:
     """Returns all layers that hold variables themselves, in the order of model.weights, each once.
 
-    Paths do not depend on how Keras was brought to build the layers, as those of variables do: a nested Sequential is
-    in a variable's path if it was built by its first call, and not if it was loaded.
+    Paths do not depend on how Keras was brought to build the layers, as those of variables do: a
+    nested Sequential is in a variable's path if it was built by its first call, and not if it was
+    loaded.
     """
     seen: set[int] = set()
     num_uses = Counter[str]()
@@ -158,8 +161,9 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
 def add_lora(model: keras.Model, rank: int) -> None:
     """Freezes a built model, apart from its head, and trains two small matrices in place of each large one.
 
-    Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see head_of, trains as a
-    whole, since it may be new. A saved model has the matrices added to the kernels, and is a plain one.
+    Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see
+    head_of, trains as a whole, since it may be new. A saved model has the matrices added to the
+    kernels, and is a plain one.
 
     Args:
         model: built.
@@ -173,8 +177,9 @@ def add_lora(model: keras.Model, rank: int) -> None:
     adapted = [part.layer for part in body if isinstance(part.layer, LORA_LAYERS) and not _constraint(part.layer)]
     if not adapted:
         raise ConfigError(
-            f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding layer before its head "
-            f"{', '.join(head_paths.values())}; freeze layers instead (model.freeze)"
+            f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding "
+            f"layer before its head {', '.join(head_paths.values())}; freeze layers instead "
+            "(model.freeze)"
         )
 
     for part in body:
@@ -216,7 +221,7 @@ def _synchronize(model: keras.Model, size: int) -> None:
             continue
         if type(layer) is not keras.layers.BatchNormalization or layer.synchronized:
             raise ConfigError(
-                f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} that may normalize "
-                "in its own way; make it a plain keras.layers.BatchNormalization"
+                f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} "
+                "that may normalize in its own way; make it a plain keras.layers.BatchNormalization"
             )
         synchronize(layer)

@@ -1,8 +1,8 @@
 """train.rates and train.ema: parts of a model that learn at another rate, and a moving average of the weights.
 
-The average is validated and saved while training goes on without it. Keras's optimizers keep it among their variables
-(use_ema), so checkpoints have it; at the end of the training it becomes the weights. Moving statistics are averages
-already.
+The average is validated and saved while training goes on without it. Keras's optimizers keep it
+among their variables (use_ema), so checkpoints have it; at the end of the training it becomes the
+weights. Moving statistics are averages already.
 """
 
 from collections import defaultdict
@@ -32,9 +32,10 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
 def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], factors: Sequence[float]) -> None:
     """Multiplies the learning rate of each variable by its factor, in place.
 
-    A step of a Keras optimizer updates one variable after the other, each by the learning rate that it is given. So the
-    rate is another one, which a factor on the gradient would not be: Adam's updates do not depend on it. Weight decay,
-    which Keras multiplies by the learning rate too, follows.
+    A step of a Keras optimizer updates one variable after the other, each by the learning rate that
+    it is given. So the rate is another one, which a factor on the gradient would not be: Adam's
+    updates do not depend on it. Weight decay, which Keras multiplies by the learning rate too,
+    follows.
 
     Raises:
         ConfigError: the optimizer steps in another way.
@@ -45,8 +46,8 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
     kind, overridden = _overridden_steps(inner)
     if overridden:
         raise ConfigError(
-            f"train.rates and {kind}, which overrides {overridden}, exclude each other; choose an optimizer that "
-            "updates each variable in update_step"
+            f"train.rates and {kind}, which overrides {overridden}, exclude each other; choose an "
+            "optimizer that updates each variable in update_step"
         )
 
     # Not by the variable itself: parameter servers hold another one.
@@ -76,7 +77,8 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
     """Makes an optimizer that is not built yet keep a moving average of the weights.
 
     Args:
-        momentum: the average keeps this share of itself in each step that changes weights; None changes nothing.
+        momentum: the average keeps this share of itself in each step that changes weights; None
+            changes nothing.
 
     Raises:
         ConfigError: the optimizer averages already, or steps in a way of its own.
@@ -86,8 +88,8 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
     inner = _inner(optimizer)
     if inner.use_ema:
         raise ConfigError(
-            f"train.ema={momentum} and optimizer.use_ema exclude each other; leave optimizer.use_ema out: train.ema "
-            "also validates the average"
+            f"train.ema={momentum} and optimizer.use_ema exclude each other; leave "
+            "optimizer.use_ema out: train.ema also validates the average"
         )
     kind, overridden = _overridden_steps(inner)
     if overridden:

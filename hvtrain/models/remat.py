@@ -1,7 +1,8 @@
 """train.remat: the backward pass computes activations again, which are not kept (Chen et al. 2016, arXiv:1604.06174).
 
-Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer with state, such as
-dropout or batch normalization, would change it twice. It also keeps what goes from each layer to the next.
+Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
+with state, such as dropout or batch normalization, would change it twice. It also keeps what goes
+from each layer to the next.
 """
 
 import math
@@ -20,8 +21,8 @@ from hvtrain.errors import ConfigError
 class Segment:
     """Calls of layers one after the other.
 
-    nodes: of Keras, each a call of a layer. takes: tensors of earlier segments that these calls use. gives: tensors
-    that later segments use.
+    nodes: of Keras, each a call of a layer. takes: tensors of earlier segments that these calls
+    use. gives: tensors that later segments use.
     """
 
     nodes: Sequence[Any]
@@ -32,12 +33,13 @@ class Segment:
 def recompute(model: keras.Model) -> None:
     """Makes a built model keep only what goes from one segment of its layers to the next, and recompute the rest.
 
-    With n layers of like size there are about sqrt(n) segments, and activations of 2 sqrt(n) layers in memory. Each is
-    computed once more, with the same random numbers, and changes no state then. The values are the same. Of nested
-    models the one with the most layers is divided.
+    With n layers of like size there are about sqrt(n) segments, and activations of 2 sqrt(n) layers
+    in memory. Each is computed once more, with the same random numbers, and changes no state then.
+    The values are the same. Of nested models the one with the most layers is divided.
 
     Raises:
-        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its layers.
+        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its
+            layers.
     """
     graphs = [getattr(layer, "_functional", None) or layer for layer in model._flatten_layers()]
     graphs = [graph for graph in graphs if hasattr(graph, "_nodes_by_depth")]
@@ -54,13 +56,15 @@ def recompute(model: keras.Model) -> None:
 
     def run(inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None) -> Any:
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is computed.
+        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is
+        # computed.
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, tensors)}
         for segment in segments:
-            # The last one would be computed again at once; and without a gradient there is no second time.
+            # The last one would be computed again at once; and without a gradient there is no
+            # second time.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
                 _run(segment, known, operation_fn)
             else:
@@ -78,7 +82,8 @@ def divide(graph: Any) -> list[Segment]:
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
     last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
 
-    # After each call: the elements that later calls still use, and the elements of all outputs so far.
+    # After each call: the elements that later calls still use, and the elements of all outputs so
+    # far.
     in_use: list[int] = []
     totals = [0]
     live: dict[int, Any] = {id(tensor): tensor for tensor in graph.inputs}
@@ -131,8 +136,8 @@ def _run_twice(
     """Like _run, but its gradient runs the segment again, without effects, from the states of the first time.
 
     Args:
-        states: variables that are no weights, such as the seeds of dropout, which the second time must read as the
-            first did.
+        states: variables that are no weights, such as the seeds of dropout, which the second time
+            must read as the first did.
     """
     before = [(state, tf.identity(state.value)) for state in states]
     # Others, such as masks and indices, have no gradient, and are kept.
@@ -164,6 +169,6 @@ def _refuse_losses(segment: Segment) -> None:
         operation = node.operation
         if isinstance(operation, keras.layers.Layer) and any(layer._losses for layer in operation._flatten_layers()):
             raise ConfigError(
-                f"train.remat=true and a loss on activations of the layer {operation.name} (activity_regularizer or "
-                "add_loss) exclude each other; leave one out"
+                f"train.remat=true and a loss on activations of the layer {operation.name} "
+                "(activity_regularizer or add_loss) exclude each other; leave one out"
             )

@@ -26,8 +26,8 @@ def transformer(
 ) -> keras.Model:
     """Pre-norm blocks of attention and MLP over learned positions (Radford et al. 2019), from tokens to logits.
 
-    The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the defaults, 128 tokens
-    and a vocabulary of 2,048.
+    The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
+    defaults, 128 tokens and a vocabulary of 2,048.
 
     Args:
         input_spec: one example: a row of tokens, int, of one length.
@@ -45,7 +45,8 @@ def transformer(
     (length,) = input_spec.shape
     tokens = keras.Input((length,), dtype="int32", name="tokens")
 
-    # In float32 whatever the policy, as the head is it too: losses of logits in bfloat16 lose digits.
+    # In float32 whatever the policy, as the head is it too: losses of logits in bfloat16 lose
+    # digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -91,8 +92,8 @@ def _check(input_spec: Any, **counts: int) -> None:
     shape = tuple(getattr(input_spec, "shape", ()))
     if len(shape) != 1 or not shape[0] or not input_spec.dtype.is_integer:
         raise ConfigError(
-            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole numbers, of one length: "
-            "dataset=text gives them"
+            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
+            "numbers, of one length: dataset=text gives them"
         )
     for option, count in counts.items():
         if not isinstance(count, int) or count < 1:

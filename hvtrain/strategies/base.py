@@ -1,7 +1,7 @@
 """Interface of strategies, and the single process, which is its null object: nobody asks which strategy a run has.
 
-A strategy has parts: comm (collectives), timeline, membership (ranks that leave and join) and watchdog. The base class
-of each part does for one process what the others do for many.
+A strategy has parts: comm (collectives), timeline, membership (ranks that leave and join) and
+watchdog. The base class of each part does for one process what the others do for many.
 """
 
 import threading
@@ -20,7 +20,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.loop import CallSteps, train
+from hvtrain.strategies.loop import CallSteps, build_metrics, train
 from hvtrain.system import console
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.judge import StopReason
@@ -35,7 +35,8 @@ STOP_SECONDS = 2.0
 class Comm:
     """`strategy.comm`: collectives on Python values, arrays and models. Every rank must enter each of them.
 
-    The watchdog is told while this rank waits in one, so that it does not blame the rank for the wait.
+    The watchdog is told while this rank waits in one, so that it does not blame the rank for the
+    wait.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -68,7 +69,8 @@ class Comm:
             with self.watchdog.phase(CHECKPOINT):
                 outcome = _attempt(action)
 
-        # The error travels as a value: a root that raised before the broadcast would leave the others waiting in it.
+        # The error travels as a value: a root that raised before the broadcast would leave the
+        # others waiting in it.
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is None:
             return value
@@ -84,7 +86,8 @@ class Comm:
         if first is None:
             return value
 
-        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names none.
+        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names
+        # none.
         first_error, host = failures[first]
         if all(failures):
             raise type(first_error)(str(first_error)) from error
@@ -125,19 +128,22 @@ class Membership:
 class Strategy:
     """One process on its own, without communication.
 
-    Main methods, in the order of calls: start, scope, distribute, fit, evaluate, stop. A method is collective (every
-    rank) unless its docstring says otherwise.
+    Main methods, in the order of calls: start, scope, distribute, fit, evaluate, stop. A method is
+    collective (every rank) unless its docstring says otherwise.
     """
 
     # Counts and times of this process's steps. Created by start.
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # Ranks of the plan whose batches this process takes in each step, as one joint batch. Known after start.
+    # Ranks of the plan whose batches this process takes in each step, as one joint batch. Known
+    # after start.
     num_replicas: int = 1
-    # How a run under this strategy differs from the same run under others, for the summary and the record.
+    # How a run under this strategy differs from the same run under others, for the summary and the
+    # record.
     differences: Sequence[str] = ()
-    # For each worker of parameter servers, how many of this start's steps took a gradient of it; empty without them.
+    # For each worker of parameter servers, how many of this start's steps took a gradient of it;
+    # empty without them.
     steps_by_worker: Sequence[int] = ()
 
     def __init__(self) -> None:
@@ -170,7 +176,9 @@ class Strategy:
         self.marks = StepMarks()
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
-            from hvtrain.keras.devices import use_only  # It imports Horovod, which hvtrain.plan works without.
+            from hvtrain.keras.devices import (
+                use_only,
+            )  # It imports Horovod, which hvtrain.plan works without.
 
             use_only(gpus[0])
         return self.topology
@@ -182,7 +190,8 @@ class Strategy:
     def start_watchdog(self, abort_seconds: float) -> None:
         """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none.
 
-        Raises ConfigError if there are ranks that this strategy cannot watch, since each would train alone.
+        Raises ConfigError if there are ranks that this strategy cannot watch, since each would
+        train alone.
         """
         # Not in start, which hvtrain.load() calls too, in scripts that a launcher may have started.
         refuse_several_processes("single", "horovod")
@@ -202,8 +211,8 @@ class Strategy:
         Args:
             optimizer: not built yet.
             check_finite: a non-finite gradient on any rank fails the step on all ranks.
-            divide_losses: the train step calls the optimizer's scale_loss, so the division by the number of ranks may
-                be done there.
+            divide_losses: the train step calls the optimizer's scale_loss, so the division by the
+                number of ranks may be done there.
         """
         return optimizer
 
@@ -230,7 +239,8 @@ class Strategy:
 
         Args:
             model: compiled, with an optimizer that distribute returned.
-            batches_from: batches_from(step) is this rank's endless stream of batches, from that step of the run on.
+            batches_from: batches_from(step) is this rank's endless stream of batches, from that
+                step of the run on.
             plan: the steps of the run.
             start_step: steps already done.
             callbacks: all of them, in the order of calls.
@@ -253,9 +263,9 @@ class Strategy:
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.
 
-        The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their sums over the
-        ranks are the state of one process on all the data, so the result is exact even if shards differ in size:
-        sum of values over sum of counts, never a mean of means.
+        The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their
+        sums over the ranks are the state of one process on all the data, so the result is exact
+        even if shards differ in size: sum of values over sum of counts, never a mean of means.
         """
         local_state = _values(model.metrics_variables)
         _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
@@ -274,12 +284,15 @@ class Strategy:
         The training metrics of an unfinished epoch keep their state.
         """
         training_state = _values(model.metrics_variables)
+        # A rank without examples still takes part in the sum, for which its metrics must have their
+        # variables.
         if int(dataset.cardinality().numpy()) == 0:
             names = build_metrics(model, dataset.element_spec)
         else:
             names = self._evaluate_shard(model, dataset, callbacks)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
+        # Without metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
 
     def _evaluate_shard(
@@ -289,6 +302,8 @@ class Strategy:
         callbacks: Sequence[keras.callbacks.Callback],
     ) -> Collection[str]:
         progress = self.watchdog.progress
+        # Each batch is progress for the watchdog, which would else take a long validation for a
+        # hang.
         beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
         with self.watchdog.phase(VALIDATION), warnings.catch_warnings():
             # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
@@ -338,7 +353,8 @@ def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | 
     try:
         yield
     except BaseException as error:
-        # The launcher signals all ranks once one has ended, and this one has yet to say why it fails.
+        # The launcher signals all ranks once one has ended, and this one has yet to say why it
+        # fails.
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
         if note:
@@ -349,45 +365,28 @@ def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | 
         raise
 
 
-def error_of(verdict: StopReason, watchdog: Watchdog) -> UserError:
+def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     """Returns the error that this rank raises for the failure or loss of another one."""
-    kind = FailedRankError if verdict.is_failure else LostRankError
-    error = kind(f"stopped because {verdict.text}")
-    error.exit_code = verdict.code
-    error.culprit = verdict.rank
+    kind = FailedRankError if reason.is_failure else LostRankError
+    error = kind(f"stopped because {reason.text}")
+    error.exit_code = reason.code
+    error.culprit = reason.rank
     error.spokesman = watchdog.spokesman
     return error
 
 
 def refuse_several_processes(strategy: str, instead: str) -> None:
     """Raises ConfigError if a launcher started several processes, each of which would train alone."""
-    from hvtrain.keras.process import launched_size  # It imports Horovod, which hvtrain.plan works without.
+    from hvtrain.keras.process import (
+        launched_size,
+    )  # It imports Horovod, which hvtrain.plan works without.
 
     size = launched_size() or 1
     if size > 1:
         raise ConfigError(
-            f"strategy={strategy} is one process, and the launcher started {size}; start it with python -m hvtrain, or "
-            f"choose strategy={instead}"
+            f"strategy={strategy} is one process, and the launcher started {size}; start it with "
+            f"python -m hvtrain, or choose strategy={instead}"
         )
-
-
-def batched(spec: Any) -> Any:
-    """Returns the spec of batches of elements of that spec."""
-    return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
-
-
-def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
-    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
-    Returns the names of an evaluation's metrics.
-    """
-
-    def blank(part: tf.TensorSpec) -> tf.Tensor:
-        return tf.zeros([1, *(extent or 1 for extent in part.shape[1:])], part.dtype)
-
-    batch = tf.nest.map_structure(blank, batch_spec)
-    names = model.evaluate(tf.data.Dataset.from_tensors(batch), verbose=0, return_dict=True)
-    model.reset_metrics()
-    return names
 
 
 def _values(variables: list[keras.Variable]) -> list[np.ndarray]:

@@ -70,7 +70,8 @@ class HorovodStrategy(Strategy):
     Args:
         compression: "none" or "fp16", the type of gradients on the wire.
         share_gpus: let several ranks of a host use one GPU (for experiments).
-        bucket_mib: size of the messages in which gradients are reduced while others are computed; 0: all in one.
+        bucket_mib: size of the messages in which gradients are reduced while others are computed;
+            0: all in one.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
@@ -96,13 +97,14 @@ class HorovodStrategy(Strategy):
         self.timeline = HorovodTimeline()
 
     def start(self) -> Topology:
-        # Horovod must not end stalled ranks by itself: the watchdog does, and names the rank that holds up the others.
+        # Horovod must not end stalled ranks by itself: the watchdog does, and names the rank that
+        # holds up the others.
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         self.before_devices()
-        self.marks = StepMarks()
+        self.marks = StepMarks()  # Has variables, whose creation initializes TensorFlow's devices.
         return self.topology
 
     def before_devices(self) -> None:
@@ -173,9 +175,9 @@ class HorovodStrategy(Strategy):
         return is_lost_rank_error(error)
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if self.is_lost_rank(error) else None
-        if verdict:
-            return error_of(verdict, self.watchdog)
+        reason = self.watchdog.cause() if self.is_lost_rank(error) else None
+        if reason:
+            return error_of(reason, self.watchdog)
 
         nccl_error = _NCCL_FAILED.search(str(error))
         if nccl_error is None:
@@ -208,12 +210,14 @@ class ElasticMembership(Resets, Membership):
 class ElasticStrategy(HorovodStrategy):
     """Horovod with ranks that leave and join during a run.
 
-    For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a launcher. Every rank commits
-    the state to memory periodically. After a loss the first remaining rank restores its last commit, or a newer
-    checkpoint, and the run continues like one resumed on another number of ranks.
+    For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a
+    launcher. Every rank commits the state to memory periodically. After a loss the first remaining
+    rank restores its last commit, or a newer checkpoint, and the run continues like one resumed on
+    another number of ranks.
 
     Args:
-        commit_steps: steps between commits, besides those at the end of each epoch; a loss costs fewer steps than that.
+        commit_steps: steps between commits, besides those at the end of each epoch; a loss costs
+            fewer steps than that.
         horovod: the arguments of HorovodStrategy.
     """
 
@@ -227,8 +231,9 @@ class ElasticStrategy(HorovodStrategy):
         topology = super().start()
         if topology.size > 1 and not hvd.is_elastic():
             raise ConfigError(
-                "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo --min-np N "
-                "--host-discovery-script FILE, or leave strategy=elastic out"
+                "strategy=elastic needs an elastic job and this one is not; start it with "
+                "horovodrun --gloo --min-np N --host-discovery-script FILE, or leave "
+                "strategy=elastic out"
             )
         return topology
 

@@ -1,11 +1,12 @@
 """The training loop: Keras's train step and callbacks, with several steps in one call of the graph.
 
-Keras's own fit can do several steps in a call too, but always the same number, so that calls cross the end of an epoch,
-checkpoints and other intervals; and a call costs it more time than a small step takes.
+Keras's own fit can do several steps in a call too, but always the same number, so that calls cross
+the end of an epoch, checkpoints and other intervals; and a call costs it more time than a small
+step takes.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,8 @@ import tensorflow as tf
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
 
-# Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks, signals and progress.
+# Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks,
+# signals and progress.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
 # Before the first timed step the graph is traced, and the data pipeline fills.
@@ -27,7 +29,8 @@ class CallSteps:
     """Chooses the number of steps in the next call of the graph, the same on all ranks.
 
     Args:
-        steps: at most so many; None: as many as take CALL_SECONDS, which the first calls, of one step each, measure.
+        steps: at most so many; None: as many as take CALL_SECONDS, which the first calls, of one
+            step each, measure.
         intervals: of steps, such as those between checkpoints, that a call must not cross.
         broadcast: returns the chief's value on all ranks.
     """
@@ -53,6 +56,7 @@ class CallSteps:
             return
         self._timed.append(seconds)
         if len(self._timed) == FIRST_TIMED_STEP + TIMED_STEPS:
+            # The median, so that a single slow call does not count.
             steps = CALL_SECONDS / max(median(self._timed[FIRST_TIMED_STEP:]), 1e-6)
             self._steps = self._broadcast(int(min(max(steps, 1), MAX_CALL_STEPS)))
             self._timed = None
@@ -71,8 +75,8 @@ def train(
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
-    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution. The arguments that
-    Strategy.fit has too are explained there.
+    Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
+    The arguments that Strategy.fit has too are explained there.
 
     Args:
         marks: counts and times the steps.
@@ -116,14 +120,35 @@ def train(
             step += number
             callback_list.on_train_batch_end(step - begin - 1, logs)
 
-        # As in Keras's fit: the metrics if the step returns just those, else what the last step returned.
+        # As in Keras's fit: the metrics if the step returns just those, else what the last step
+        # returned.
         metrics = model.get_metrics_result()
         logs = dict(metrics if set(metrics) == set(logs) else logs)
         callback_list.on_epoch_end(epoch, logs)
 
-    # Not after each epoch: it overwrites weights with their moving average, if the optimizer keeps one.
+    # Not after each epoch: it overwrites weights with their moving average, if the optimizer keeps
+    # one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
+
+
+def batched(spec: Any) -> Any:
+    """Returns the spec of batches of elements of that spec."""
+    return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
+
+
+def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
+    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
+    Returns the names of an evaluation's metrics.
+    """
+
+    def blank(part: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([1, *(extent or 1 for extent in part.shape[1:])], part.dtype)
+
+    batch = tf.nest.map_structure(blank, batch_spec)
+    names = model.evaluate(tf.data.Dataset.from_tensors(batch), verbose=0, return_dict=True)
+    model.reset_metrics()
+    return names
 
 
 def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
@@ -145,17 +170,24 @@ def make_steps(
     def blank_output(output: Any) -> tf.Tensor:
         return tf.zeros([extent or 0 for extent in output.shape], output.dtype)
 
+    # Stands in for the result before the first step, which a loop in the graph needs; its values
+    # are not read.
     blank = tf.nest.map_structure(blank_output, outputs)
 
     def step(iterator: Any, previous: Any) -> Any:
-        # The end of the previous step is marked here, not there, where a GPU would run dry while the host waits for it.
+        # The end of the previous step is marked here, not there, where a GPU would run dry while
+        # the host waits for it.
         began = marks.ended(previous)
         with tf.control_dependencies([began] if marks.host_only else []):
             data = iterator.get_next()
         result = traced_step(marks.arrived(data, began))
+        # That operation is the call of the whole step, so its update is done too before the results
+        # go on.
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
+    # AutoGraph would only cost time: nothing here depends on values but the loop, which is spelled
+    # out.
     @tf.function(autograph=False)
     def several(iterator: Any, number: tf.Tensor) -> Any:
         # One at a time: a rank can run only one reduction of each name at once.
@@ -174,8 +206,8 @@ def make_steps(
         traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
-    # On GPUs each step is a call, since a loop in the graph goes on only after all that an iteration did, and so waits
-    # for the GPU. A call returns while the GPU is still at the update.
+    # On GPUs each step is a call, since a loop in the graph goes on only after all that an
+    # iteration did, and so waits for the GPU. A call returns while the GPU is still at the update.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
@@ -193,8 +225,8 @@ def make_steps(
 def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     """Makes a train step whose forward and backward pass XLA compiles together.
 
-    The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590): while the compiled
-    function is traced, a stand-in for optimizer.apply catches the gradients.
+    The optimizer's step stays outside, because XLA cannot compile a reduction (horovod#2590): while
+    the compiled function is traced, a stand-in for optimizer.apply catches the gradients.
     """
     optimizer = model.optimizer
 

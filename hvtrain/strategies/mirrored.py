@@ -33,7 +33,8 @@ class MirroredStrategy(Strategy):
     """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
-        num_replicas: how many, each on a GPU of its own; None: one per GPU. Without GPUs: on the CPU; None: one.
+        num_replicas: how many, each on a GPU of its own; None: one per GPU. Without GPUs: on the
+            CPU; None: one.
     """
 
     def __init__(self, num_replicas: int | None = None) -> None:
@@ -43,6 +44,7 @@ class MirroredStrategy(Strategy):
         self._requested_replicas = num_replicas
 
     def start(self) -> Topology:
+        # Each of them would train on its own, with all GPUs of its host.
         refuse_several_processes(NAME, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
@@ -66,6 +68,7 @@ class MirroredStrategy(Strategy):
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         """Creates the model's moving statistics so that each step sets them to their mean over the replicas."""
+        # Weights that no gradient touches, and for which Keras has asked no aggregation.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
@@ -88,8 +91,8 @@ class MirroredStrategy(Strategy):
     def _mean(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas. While the step is traced, their threads take turns here.
 
-        The threads share the layers, which keep the losses that they add. So each replica puts its own losses back
-        before Keras adds them up.
+        The threads share the layers, which keep the losses that they add. So each replica puts its
+        own losses back before Keras adds them up.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
@@ -105,8 +108,9 @@ class MirroredStrategy(Strategy):
         number = self.num_replicas
         if not plan.is_full or plan.global_batch % number:
             raise ConfigError(
-                f"strategy={NAME} splits the batch of each step into {number} equal parts, and steps of this run have "
-                f"{plan.global_batch} examples or fewer; choose data.uneven=trim and a batch size that {number} divides"
+                f"strategy={NAME} splits the batch of each step into {number} equal parts, and "
+                f"steps of this run have {plan.global_batch} examples or fewer; choose "
+                f"data.uneven=trim and a batch size that {number} divides"
             )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
@@ -152,8 +156,9 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and (num_replicas or 0) > len(gpus):
         raise ConfigError(
-            f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); lower it, make more "
-            "visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the CPU"
+            f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); lower "
+            "it, make more visible, or hide all of them (CUDA_VISIBLE_DEVICES=-1) to train on the "
+            "CPU"
         )
     number = num_replicas or max(1, len(gpus))
     with initializing_devices(NAME):

@@ -66,7 +66,8 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
-        # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
+        # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1
+        # ms.
         os.environ.setdefault(CYCLE_TIME, "20")
         return super().start()
 
@@ -149,8 +150,8 @@ def refuse_own_cluster(strategy: str) -> None:
 def cluster_addresses(rank: int, strategy: str) -> list[str]:
     """Returns each rank's address and a free port, by rank, such as 10.0.0.1:41234 (every rank).
 
-    The ranks exchange them through Horovod, so any launcher will do. Call it before TensorFlow has initialized a
-    device.
+    The ranks exchange them through Horovod, so any launcher will do. Call it before TensorFlow has
+    initialized a device.
 
     Raises:
         RankError: the ranks do not reach rank 0.

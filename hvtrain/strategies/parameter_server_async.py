@@ -11,8 +11,8 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, build_metrics, error_of
-from hvtrain.strategies.loop import CallSteps, train
+from hvtrain.strategies.base import Strategy, error_of
+from hvtrain.strategies.loop import CallSteps, build_metrics, train
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
 from hvtrain.strategies.replica_step import refuse_tuning
@@ -23,8 +23,9 @@ from hvtrain.watchdog.progress import EXCHANGE
 class Steps:
     """Does steps on the workers. A call with the iterator of batches returns the function that loop.train needs.
 
-    After a step for which is_due is true, no worker is busy and the coordinator's model is that of the servers. After
-    other steps, workers go on while callbacks act, and the coordinator's weights stay as they were.
+    After a step for which is_due is true, no worker is busy and the coordinator's model is that of
+    the servers. After other steps, workers go on while callbacks act, and the coordinator's weights
+    stay as they were.
 
     Args:
         strategy: counts the steps of each worker.
@@ -147,6 +148,7 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
         self.num_ps = num_ps
         self.share_gpus = share_gpus
+        # Set by distribute; the workers check before they send a gradient.
         self.check_finite = False
         self.steps_by_worker = []
 
@@ -209,8 +211,8 @@ class ParameterServerStrategy(Strategy):
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full or plan.global_batch % self.num_replicas or len(set(plan.batch_sizes)) > 1:
             raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim and one number "
-                "as train.batch_size"
+                f"strategy={self.name} needs batches of one size in all steps; choose "
+                "data.uneven=trim and one number as train.batch_size"
             )
 
     def fit(
@@ -238,11 +240,20 @@ class ParameterServerStrategy(Strategy):
         steps = self.steps_class(self, model, state, workers, start_step, is_due)
         # An epoch that a callback stops ends at a step that is not due.
         settle = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.settle())
-        train(model, batches_from, plan, start_step, [settle, *callbacks], call_steps, self.marks, make=steps)
+        train(
+            model,
+            batches_from,
+            plan,
+            start_step,
+            [settle, *callbacks],
+            call_steps,
+            self.marks,
+            make=steps,
+        )
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        verdict = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None
-        return error_of(verdict, self.watchdog) if verdict else None
+        reason = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None
+        return error_of(reason, self.watchdog) if reason else None
 
     def expect_restart(self) -> None:
         refuse_tuning(self.name)
@@ -254,6 +265,6 @@ class ParameterServerStrategy(Strategy):
     def description(self) -> str:
         num_workers = self.cluster.num_workers
         return (
-            f"coordinator of {self.num_ps} ps and {num_workers} worker{'s' * (num_workers > 1)}, {self.mode}; "
-            f"started by Horovod on {self.cluster.launcher}"
+            f"coordinator of {self.num_ps} ps and {num_workers} worker{'s' * (num_workers > 1)}, "
+            f"{self.mode}; started by Horovod on {self.cluster.launcher}"
         )

@@ -1,7 +1,7 @@
 """TensorFlow's parameter servers, synchronous: a step averages the workers' gradients, and drops late ones.
 
-With backup workers, a step waits for the first gradients only (Chen et al. 2016, "Revisiting Distributed Synchronous
-SGD", arXiv:1604.00981).
+With backup workers, a step waits for the first gradients only (Chen et al. 2016, "Revisiting
+Distributed Synchronous SGD", arXiv:1604.00981).
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from hvtrain.watchdog.progress import EXCHANGE
 class SyncSteps(Steps):
     """Each worker writes its results into its own row beside each variable, and the step reads these rows.
 
-    So a step uses the same workers for all variables, adds in the order of the workers, and has no late gradient in it.
+    So a step uses the same workers for all variables, adds in the order of the workers, and has no
+    late gradient in it.
     """
 
     strategy: "SyncParameterServerStrategy"
@@ -128,8 +129,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     """Each worker takes the batches of one rank of the plan; the servers step on the mean of their gradients.
 
     Args:
-        replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With fewer, the others are
-            backups: a gradient that arrives after its step is dropped.
+        replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With
+            fewer, the others are backups: a gradient that arrives after its step is dropped.
         servers: the arguments of ParameterServerStrategy.
     """
 
@@ -167,8 +168,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         needed = self._replicas_to_aggregate
         if needed is not None and (type(needed) is not int or not 1 <= needed <= number):
             raise ConfigError(
-                f"strategy.replicas_to_aggregate={needed} is not a whole number from 1 to the {number} "
-                f"worker{'s' * (number > 1)} of this run, nor null"
+                f"strategy.replicas_to_aggregate={needed} is not a whole number from 1 to the "
+                f"{number} worker{'s' * (number > 1)} of this run, nor null"
             )
         self.num_replicas = number
 
@@ -184,6 +185,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         if self.num_replicas == 1:
             return number
         raise ConfigError(
-            f"strategy={self.name} averages the workers' gradients, and this loss divides by what a batch holds (a "
-            "mask, ignored labels, or weights), which would make the mean wrong; choose strategy=horovod"
+            f"strategy={self.name} averages the workers' gradients, and this loss divides by what "
+            "a batch holds (a mask, ignored labels, or weights), which would make the mean wrong; "
+            "choose strategy=horovod"
         )

@@ -1,8 +1,8 @@
 """Joins the processes of a run with parameter servers into a TensorFlow cluster, and ends them.
 
-Horovod's launchers start the processes, so each has a rank, which determines its role. They exchange addresses through
-Horovod, start the watchdog and leave Horovod. From then on they communicate through TensorFlow's servers, and the
-watchdog ends them.
+Horovod's launchers start the processes, so each has a rank, which determines its role. They
+exchange addresses through Horovod, start the watchdog and leave Horovod. From then on they
+communicate through TensorFlow's servers, and the watchdog ends them.
 """
 
 import os
@@ -33,7 +33,8 @@ CHIEF = "chief"
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
+# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends
+# it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -96,9 +97,9 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
     """
     if size < num_ps + 2:
         raise ConfigError(
-            f"strategy={strategy} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps and a worker), and "
-            f"the launcher started {size}; start it with horovodrun -np {num_ps + 3} for two workers, or "
-            f"python -m hvtrain launch -np 2 --num-ps {num_ps}"
+            f"strategy={strategy} needs {num_ps + 2} processes or more (a coordinator, {num_ps} ps "
+            f"and a worker), and the launcher started {size}; start it with horovodrun -np "
+            f"{num_ps + 3} for two workers, or python -m hvtrain launch -np 2 --num-ps {num_ps}"
         )
     return Roles(num_workers=size - num_ps - 1, num_ps=num_ps)
 
@@ -125,7 +126,8 @@ def join_cluster(num_ps: int, strategy: str, share_gpus: bool, check_workers: Ca
         num_ps: parameter servers.
         strategy: its name in messages.
         share_gpus: let several workers of a host use one GPU.
-        check_workers: is called with the number of workers, and raises ConfigError if it does not fit.
+        check_workers: is called with the number of workers, and raises ConfigError if it does not
+            fit.
 
     Raises:
         ConfigError: too few processes, or TF_CONFIG is set.
@@ -170,8 +172,8 @@ def _join(roles: Roles, strategy: str, share_gpus: bool) -> Cluster:
 def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int | None]]:
     """Returns the host and the GPU of each rank (every process).
 
-    Coordinator and parameter servers get no GPU. The workers of a host count among themselves: the first one there gets
-    the first GPU, whatever its rank.
+    Coordinator and parameter servers get no GPU. The workers of a host count among themselves: the
+    first one there gets the first GPU, whatever its rank.
     """
     num_visible = len(tf.config.list_physical_devices("GPU"))
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), num_visible)
@@ -207,16 +209,17 @@ def serve(cluster: Cluster) -> None:
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
     with watchdog.phase(EXCHANGE):  # It only serves, so it never counts as the one that others wait for.
-        verdict = watchdog.wait()
+        reason = watchdog.wait()
 
-    if verdict is None:
-        ending.end(0)  # Python would take seconds to tear down what this process has nothing left to do with.
-    elif verdict.rank == 0 and verdict.is_failure:
+    if reason is None:
+        # Python would take seconds to tear down what this process has nothing left to do with.
+        ending.end(0)
+    elif reason.rank == 0 and reason.is_failure:
         # The coordinator says why, and the launcher sees it end first.
         signalled.wait(console.SECONDS_FOR_ANOTHER_RANK)
-        ending.end(verdict.code or 1)
+        ending.end(reason.code or 1)
     else:
-        raise error_of(verdict, watchdog)
+        raise error_of(reason, watchdog)
 
 
 def _allow_threads() -> None:

@@ -1,8 +1,9 @@
 """The step of one replica under tf.distribute, with the results of a rank of Horovod; for TensorFlow's strategies.
 
-Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has clipped its own
-gradients and checked its own for an overflow. Here gradients are summed when the optimizer's step begins, and Keras's
-sum is turned off. Keras divides losses by the number of replicas, so the sum of their gradients is the mean.
+Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has
+clipped its own gradients and checked its own for an overflow. Here gradients are summed when the
+optimizer's step begins, and Keras's sum is turned off. Keras divides losses by the number of
+replicas, so the sum of their gradients is the mean.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,8 @@ class ReplicaReducer(Reducer):
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
 
-        # The flag comes first, in the type of the first gradient, so that it needs no message of its own.
+        # The flag comes first, in the type of the first gradient, so that it needs no message of
+        # its own.
         flags = [self.flag.own(sent[0].dtype)] if self.flag else []
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
@@ -117,8 +119,9 @@ def reduce_first(
     """
     if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
         raise ConfigError(
-            f"strategy={reducer.strategy} and train.accumulate exclude each other, since Keras accumulates in a branch "
-            "of the graph, where tf.distribute cannot update weights; leave one of them out"
+            f"strategy={reducer.strategy} and train.accumulate exclude each other, since Keras "
+            "accumulates in a branch of the graph, where tf.distribute cannot update weights; "
+            "leave one of them out"
         )
     distributed = DistributedOptimizer(optimizer)
     hook: Any = hook_of(distributed)
@@ -126,7 +129,8 @@ def reduce_first(
     if check_finite:
         hook.finite_check = FiniteCheck() if reducer.compares else ReplicaFiniteCheck()
 
-    # Keras would sum the summed gradients again, in the optimizer itself or in those that a MultiOptimizer combines.
+    # Keras would sum the summed gradients again, in the optimizer itself or in those that a
+    # MultiOptimizer combines.
     inner = getattr(distributed, "inner_optimizer", distributed)
     for part in (inner, *(getattr(inner, "optimizers", None) or ())):
         part._all_reduce_sum_gradients = list
@@ -148,7 +152,8 @@ def replica_loss(
 ) -> keras.losses.Loss:
     """Returns the loss, changed so that the sum of all replicas' gradients is the joint batch's.
 
-    Keras divides means by the number of replicas, but neither sums nor a loss that its class returns as one number.
+    Keras divides means by the number of replicas, but neither sums nor a loss that its class
+    returns as one number.
 
     Args:
         mean: the mean of a float32 scalar over all replicas.
@@ -178,8 +183,8 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
     """Creates variables that need no copy per replica as plain ones, which the replicas of this process change in turn.
 
     For tf.variable_creator_scope. These are:
-    - the state of metrics: tf.distribute would sum its copies when they are read, which over several processes is a
-      collective, and hangs if only one of them reads;
+    - the state of metrics: tf.distribute would sum its copies when they are read, which over
+      several processes is a collective, and hangs if only one of them reads;
     - the seeds of dropout, whose copies would drop the same units on all replicas;
     - counters and flags, which are neither weights nor slots.
     """
@@ -208,15 +213,17 @@ def prepare_model(model: keras.Model, strategy: str) -> None:
         strategy: its name in messages.
 
     Raises:
-        ConfigError: Keras does not divide the model's loss by the replicas, or XLA is to compile the model.
+        ConfigError: Keras does not divide the model's loss by the replicas, or XLA is to compile
+            the model.
     """
     overridden = [
         name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     if overridden:
         raise ConfigError(
-            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the loss by the number "
-            f"of replicas, and {type(model).__name__} has its own {' and '.join(overridden)}; choose strategy=horovod"
+            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the "
+            f"loss by the number of replicas, and {type(model).__name__} has its own "
+            f"{' and '.join(overridden)}; choose strategy=horovod"
         )
     if model.jit_compile:
         raise ConfigError(f"strategy={strategy} and train.jit_compile exclude each other; leave one of them out")
@@ -238,6 +245,6 @@ def initializing_devices(strategy: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankError(
-            f"strategy={strategy} must start before TensorFlow has initialized its devices ({error}); "
-            "import no module that creates a tensor or a model"
+            f"strategy={strategy} must start before TensorFlow has initialized its devices "
+            f"({error}); import no module that creates a tensor or a model"
         ) from error

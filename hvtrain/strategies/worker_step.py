@@ -1,7 +1,7 @@
 """Training steps on the workers of parameter servers.
 
-`compute` calls the model's train step without its side effects, so that a worker can run it. `ServerState` holds the
-variables on the servers. `Workers` keeps track of the workers' calls.
+`compute` calls the model's train step without its side effects, so that a worker can run it.
+`ServerState` holds the variables on the servers. `Workers` keeps track of the workers' calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,16 @@ from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite
 from hvtrain.step.step_timing import StepMarks
 
+# Distinguishes an attribute that is not there from one that is None.
 _MISSING = object()
 
 
 class Computed(NamedTuple):
     """The results of the model's train step on a batch.
 
-    gradients: of the variables. counts: what to add to the state of each metric. statistics: new values of weights that
-    no gradient touches, such as moving averages. result: what the step returns.
+    gradients: of the variables. counts: what to add to the state of each metric. statistics: new
+    values of weights that no gradient touches, such as moving averages. result: what the step
+    returns.
     """
 
     gradients: list[Any]
@@ -60,12 +62,17 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
-    with replaced(model.optimizer, "apply", take), keras.StatelessScope(state_mapping=start) as scope:
+    # The step's own assignments go into the scope; its optimizer hands over the gradients instead
+    # of stepping.
+    with (
+        replaced(model.optimizer, "apply", take),
+        keras.StatelessScope(state_mapping=start) as scope,
+    ):
         result = model.train_step(batch)
     if len(steps) != 1:
         raise ConfigError(
-            f"{type(model).__name__}.train_step steps {len(steps)} times with the model's optimizer, and parameter "
-            "servers need one step for each batch; choose strategy=horovod"
+            f"{type(model).__name__}.train_step steps {len(steps)} times with the model's "
+            "optimizer, and parameter servers need one step for each batch; choose strategy=horovod"
         )
 
     gradients, variables = steps[0]
@@ -145,6 +152,7 @@ class Workers:
                 output = function(*arguments)
             return output.numpy()  # Waits for the worker; an error of its step is raised here.
 
+        # A thread for each worker, since TensorFlow's call of a remote function blocks its thread.
         self._calls[self._pool.submit(run)] = worker, step
 
     def finished(self) -> list[tuple[int, int, Any]]:
@@ -160,9 +168,10 @@ class Workers:
             if NOT_FINITE not in str(error):
                 raise
             raise TrainingError(
-                f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank {self._ranks[worker]}); "
-                "nothing of it reached the weights; the last checkpoint is from before; lower "
-                "optimizer.learning_rate, clip gradients (+optimizer.global_clipnorm=1), or look at that data"
+                f"the gradient of step {step + 1:,} is not finite on worker {worker} (rank "
+                f"{self._ranks[worker]}); nothing of it reached the weights; the last checkpoint "
+                "is from before; lower optimizer.learning_rate, clip gradients "
+                "(+optimizer.global_clipnorm=1), or look at that data"
             ) from error
 
     def join(self) -> list[tuple[int, int, Any]]:
@@ -176,8 +185,9 @@ class Workers:
 class ServerState:
     """Variables on the parameter servers for all that a step reads or changes.
 
-    TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and `pull` copy between the
-    two, so that callbacks, checkpoints and evaluation deal with an ordinary model.
+    TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and
+    `pull` copy between the two, so that callbacks, checkpoints and evaluation deal with an ordinary
+    model.
 
     Args:
         model: built and compiled, with all metrics built.
@@ -242,7 +252,8 @@ class ServerState:
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
             stack.enter_context(replaced(optimizer, "update_step", on_its_server(optimizer.update_step)))
 
-            # Keras reads the counter and writes it back, and increments of other workers in between would be lost.
+            # Keras reads the counter and writes it back, and increments of other workers in between
+            # would be lost.
             counter = optimizer._iterations
             stack.enter_context(replaced(counter, "assign_add", lambda by: counter.value.assign_add(by)))
             yield
