@@ -1,1 +1,1 @@
-"""The parts of a training run: setup, checks between ranks, callbacks, tuning, and what is written at the end."""
+"""The parts of a run: setup, resume, checks between ranks, callbacks, tuning, and its end."""

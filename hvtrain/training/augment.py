@@ -1,4 +1,4 @@
-"""Opens the layers of `augment`: builds them for the images of the data set, and gives them to its training streams."""
+"""Builds the layers of `augment` for a data set's images, and gives them to its streams."""
 
 import math
 from collections.abc import Iterator
@@ -17,17 +17,23 @@ from hvtrain.tasks import Task
 BYTES = (0.0, 255.0)
 
 
-def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized: bool = False) -> None:
-    """Sets source.augmentation. Raises ConfigError for layers that do not fit the images or the targets.
+def open_augmentation(
+    config: RunConfig,
+    source: Source,
+    task: Task,
+    is_resized: bool = False,
+) -> None:
+    """Builds the layers of augment, and sets source.augmentation.
 
-    Keras's names and random numbers are to be reset afterwards, as they are for a model without augmentation.
+    Raises ConfigError for layers that do not fit the images or the targets. Keras's names and
+    random numbers are to be reset afterwards, as they are for a model without augmentation.
 
     Args:
         config: whose augment and data.augment_on are read.
         source: of images.
         task: which tells how targets are mixed.
-        is_resized: the run goes on with another number of ranks. Layers on the device then move to the input pipeline,
-            where batches are still those of the ranks before.
+        is_resized: the run goes on with another number of ranks. Layers on the device then move to
+            the input pipeline, where batches are still those of the ranks before.
     """
     inputs, targets, *weights = source.element_spec
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
@@ -52,11 +58,22 @@ def open_augmentation(config: RunConfig, source: Source, task: Task, is_resized:
     keeps_integers = source.value_range() == BYTES or inputs.dtype.is_integer
     target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
     shape = tuple(inputs.shape)
-    source.augmentation = Augmentation(layers, shape, target_kind, keeps_integers, in_step and not is_resized)
+    source.augmentation = Augmentation(
+        layers,
+        shape,
+        target_kind,
+        keeps_integers,
+        in_step and not is_resized,
+    )
     source.raw_batches = True
 
 
-def _target_kind(source: Source, task: Task, spec: tf.TensorSpec, has_weights: bool) -> Labels | Masks:
+def _target_kind(
+    source: Source,
+    task: Task,
+    spec: tf.TensorSpec,
+    has_weights: bool,
+) -> Labels | Masks:
     """How layers see the targets: masks move with the images, labels are mixed as numbers."""
     if task.targets_are_masks:
         ignored_label = getattr(task, "ignored_label", None)

@@ -1,9 +1,10 @@
 """comm.tune=true: finds the reduction settings with which this model trains fastest on these ranks.
 
-Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training. This one times some
-steps of a copy of the model before the training, and keeps the result in the run folder for resumed runs on the same
-hosts and kinds of device, with gradients of the same sizes. It leaves Horovod's fusion buffer alone: buckets set the
-size of messages, and Horovod 0.28.1 crashes when it is restarted with both a fusion threshold and a cycle time.
+Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training.
+This one times some steps of a copy of the model before the training, and keeps the result in the
+run folder for resumed runs on the same hosts and kinds of device, with gradients of the same sizes.
+It leaves Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.28.1
+crashes when it is restarted with both a fusion threshold and a cycle time.
 """
 
 import json
@@ -93,8 +94,16 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     if default.bucket_mib >= mib:
         default = replace(default, bucket_mib=0.0)  # One bucket holds all gradients; 0 means that.
     best, seconds = _search(run, build, default, mib)
-    gain = "the default" if best == default else f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
-    log.info("comm.tune: %s, %s (%d tried in %.0f s)\n", best, gain, len(seconds), time.monotonic() - began)
+    gain = "the default"
+    if best != default:
+        gain = f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
+    log.info(
+        "comm.tune: %s, %s (%d tried in %.0f s)\n",
+        best,
+        gain,
+        len(seconds),
+        time.monotonic() - began,
+    )
     tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
     content = json.dumps({"comm": asdict(best), **measured_for, "tried": tried}, indent=1)
     comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
@@ -102,9 +111,12 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
 
 
 def _search(
-    run: Run, build: Callable[[], keras.Model], default: CommSettings, mib: float
+    run: Run,
+    build: Callable[[], keras.Model],
+    default: CommSettings,
+    mib: float,
 ) -> tuple[CommSettings, dict[CommSettings, float]]:
-    """Finds the fastest settings for gradients of so many MiB; returns them, and the step seconds of all.
+    """Returns the fastest settings for gradients of so many MiB, and the step seconds of all.
 
     The times are those of the slowest rank, so that all ranks choose alike.
     """
@@ -115,19 +127,24 @@ def _search(
     best = default
     # One setting after the other, each starting from the best so far: half as many as all pairs.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
-        candidates = list(dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]))
-        trials: dict[float, Callable[[], float]] = {}  # Settings with the same buckets share a model.
+        candidates = list(
+            dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]),
+        )
+        # Settings with the same buckets share a model.
+        trials: dict[float, Callable[[], float]] = {}
         for settings in candidates:
             if settings.bucket_mib not in trials:
                 settings.apply(strategy)
                 trials[settings.bucket_mib] = _trial(build(), strategy, batches)
 
         rounds: dict[CommSettings, list[float]] = {settings: [] for settings in candidates}
-        for number in range(ROUNDS):
-            # There and back, so that a machine that slows down is no one setting's fault.
-            for settings in candidates if number % 2 == 0 else reversed(candidates):
+        order = candidates
+        for _ in range(ROUNDS):
+            for settings in order:
                 settings.apply(strategy)
                 rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
+            # There and back, so that a machine that slows down is no one setting's fault.
+            order = order[::-1]
 
         seconds |= {settings: median(times) for settings, times in rounds.items()}
         fastest = min(candidates, key=lambda settings: seconds[settings])
@@ -161,7 +178,10 @@ def _device_kind() -> str:
 
 
 def _read(folder: Path, measured_for: dict[str, list[Any]]) -> CommSettings | None:
-    """The earlier result for the same; None if there is none, or the file is damaged (chief only)."""
+    """Reads the earlier result for the same hosts, devices and gradients (chief only).
+
+    Returns None if there is none, or the file is damaged.
+    """
     with suppress(OSError, ValueError, TypeError, KeyError):
         earlier = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if all(earlier[name] == value for name, value in measured_for.items()):

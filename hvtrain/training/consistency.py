@@ -18,7 +18,14 @@ from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = (*host_facts.PACKAGES, "h5py", "pyarrow", "safetensors", "scikit-learn", "sentencepiece")
+_PACKAGES = (
+    *host_facts.PACKAGES,
+    "h5py",
+    "pyarrow",
+    "safetensors",
+    "scikit-learn",
+    "sentencepiece",
+)
 
 
 def check_same_run(comm: Comm, config: RunConfig) -> None:
@@ -48,7 +55,10 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
 
 
 def software(config: RunConfig) -> dict[str, str]:
-    """Versions of packages, and checksums of the code of hvtrain and of the packages that the settings name."""
+    """Versions of packages, and checksums of code.
+
+    The code is that of hvtrain and of the packages that the settings name.
+    """
     facts = {"version of python": platform.python_version()}
     for name, version in host_facts.package_versions(_PACKAGES).items():
         facts[f"version of {name}"] = version or "none"
@@ -83,7 +93,10 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
 
 
 def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data.Dataset) -> None:
-    """Raises DataError on all ranks if a target of a first batch is wrong, or two ranks read the same first batch."""
+    """Checks the first batch of each rank (every rank).
+
+    Raises DataError on all ranks if a target is wrong, or two ranks have read the same batch.
+    """
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
     for rank, fault in enumerate(comm.gather(task.fault(first[1], source))):
         if fault:

@@ -1,7 +1,8 @@
-"""Finds the checkpoint to resume from: the newest one of this run, on whichever host, that can be read.
+"""Finds the checkpoint to resume from: the newest readable one of this run, on any host.
 
-Without a shared disk each host has its own, and rank 0 may be on another host than before. Each rank reports the
-newest checkpoint that it has; the first rank with the newest of all (the root) reads it and sends it to rank 0.
+Without a shared disk each host has its own, and rank 0 may be on another host than before. Each
+rank reports the newest checkpoint that it has; the first rank with the newest of all (the root)
+reads it and sends it to rank 0.
 """
 
 import logging
@@ -58,8 +59,8 @@ _RECORDS: tuple[tuple[Callable[[Path], Any], Callable[[Path, Any], None]], ...] 
 class Candidate:
     """The newest checkpoint of a rank, in memory (path None) or on its disk.
 
-    run_id is None if no checkpoint on its disk says of which run it is, as when all are damaged. seen_step is the
-    newest step on its disk, damaged or not.
+    run_id is None if no checkpoint on its disk says of which run it is, as when all are damaged.
+    seen_step is the newest step on its disk, damaged or not.
     """
 
     rank: int
@@ -75,19 +76,25 @@ class Candidate:
 
 
 def find_checkpoint(
-    folder: Path, comm: Comm, run_state: RunState, resume: str = "auto", on_all_ranks: bool = False
+    folder: Path,
+    comm: Comm,
+    run_state: RunState,
+    resume: str = "auto",
+    on_all_ranks: bool = False,
 ) -> ResumePoint | None:
-    """Finds the newest readable checkpoint of this run, in memory or on the disk of any host (every rank).
+    """Finds the newest readable checkpoint of this run, in memory or on any host (every rank).
 
     Args:
         folder: of the run, the same path on all hosts.
         comm: the collectives.
-        run_state: gets the run's identifier, this host's note, and with on_all_ranks the checkpoint.
+        run_state: gets the run's identifier, this host's note, and with on_all_ranks the
+            checkpoint.
         resume: the setting of that name.
         on_all_ranks: all ranks get the checkpoint's arrays, not the chief alone.
 
     Raises:
-        CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host, or all are damaged.
+        CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host,
+            or all are damaged.
         ConfigError: resume=never, and another host than rank 0's has a checkpoint.
     """
     search = _Search(folder, comm, run_state, on_all_ranks)
@@ -106,19 +113,27 @@ def find_checkpoint(
             all_notes = [note for rank_notes in comm.gather(own_notes) for note in rank_notes if note]
             _check_notes(all_notes, hosts, search.candidates, folder)
 
-    checkpoint = search.send(saved) if saved else None
-    saved_run_id = saved.meta["run_id"] if saved else None
-    run_state.run_id = saved_run_id or search.run_id or comm.broadcast(uuid.uuid4().hex[:12])
+    checkpoint = None
+    run_id = search.run_id
+    if saved:
+        checkpoint = search.send(saved)
+        run_id = saved.meta["run_id"]
+    run_state.run_id = run_id or comm.broadcast(uuid.uuid4().hex[:12])
+
     run_state.note_keeper = NoteKeeper()
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
-        # The first rank of each host with its own disk keeps the note; rank 0's host has the checkpoints themselves.
-        notes.forget(folder, None if resume == "available" else run_state.run_id)
+        # The first rank of each host with its own disk keeps the note; rank 0's host has the
+        # checkpoints themselves. resume=available also forgets this run's own note: that its newest
+        # checkpoint is away has been accepted.
+        notes.forget(folder, run_state.run_id if resume != "available" else None)
         if saved and saved.host not in ("", hosts[rank]):
             NoteKeeper(folder, saved.host, run_state.run_id).note(saved.step)
         run_state.note_keeper = NoteKeeper(folder if rank else None, hosts[0], run_state.run_id)
-    if on_all_ranks and checkpoint:
+    if saved is None:
+        return None
+    if on_all_ranks:
         run_state.checkpoint = checkpoint
-    return replace(saved, checkpoint=checkpoint) if saved else None
+    return replace(saved, checkpoint=checkpoint)
 
 
 class _Search:
@@ -147,7 +162,10 @@ class _Search:
         saved = None
         while saved is None:
             candidates = self.comm.gather(self.comm.all_or_raise(self._candidate))
-            self.candidates = _of_run([candidate for candidate in candidates if candidate], self.run_id)
+            self.candidates = _of_run(
+                [candidate for candidate in candidates if candidate],
+                self.run_id,
+            )
             if not self.candidates:
                 break
             # The first rank with it, so that rank 0 need not be sent what it has itself.
@@ -167,7 +185,10 @@ class _Search:
         return saved
 
     def send(self, saved: ResumePoint) -> Checkpoint | None:
-        """Sends the checkpoint to the ranks that need it; returns None on the others (every rank)."""
+        """Sends the checkpoint to the ranks that need it (every rank).
+
+        Returns it there, and None on the others.
+        """
         committed = self.run_state.checkpoint
         if self._checkpoint is None and committed is not None and committed.step == saved.step:
             self._checkpoint = committed
@@ -177,7 +198,12 @@ class _Search:
             own_arrays = self._checkpoint.arrays if self._checkpoint else None
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
             if arrays is not None:
-                self._checkpoint = Checkpoint(Path(folder_name(saved.step)), saved.step, dict(saved.meta), arrays)
+                self._checkpoint = Checkpoint(
+                    Path(folder_name(saved.step)),
+                    saved.step,
+                    dict(saved.meta),
+                    arrays,
+                )
         # A checkpoint in memory has its records on no disk; the chief's own are there already.
         if self._root and saved.host:
             self._send_records()
@@ -190,28 +216,46 @@ class _Search:
             raise CheckpointError(
                 f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
             )
-        paths = store.list_checkpoints(self.checkpoints) if self.has_own_disk else []
-        paths = [path for path in paths if path not in self._damaged]
-        step = store.step_of(paths[-1]) if paths else -1
+        paths = []
+        # Rank 0 reports what is on a disk that all share.
+        if self.has_own_disk:
+            paths = [path for path in store.list_checkpoints(self.checkpoints) if path not in self._damaged]
+        step = max(map(store.step_of, paths), default=-1)
         seen_step = max([step, *map(store.step_of, self._damaged)])
 
         committed = self.run_state.checkpoint
         if committed is not None and committed.step >= step:
-            return Candidate(topology.rank, topology.host, committed.step, self.run_state.run_id, None, seen_step)
+            return Candidate(
+                topology.rank,
+                topology.host,
+                committed.step,
+                self.run_state.run_id,
+                None,
+                seen_step,
+            )
         if not paths:
             return None
         # An older checkpoint of the folder tells the run of a damaged one.
         run_ids = filter(None, map(store.run_id, reversed(paths)))
-        return Candidate(topology.rank, topology.host, step, next(run_ids, None), paths[-1], seen_step)
+        return Candidate(
+            topology.rank,
+            topology.host,
+            step,
+            next(run_ids, None),
+            paths[-1],
+            seen_step,
+        )
 
     def _read(self, candidate: Candidate) -> ResumePoint | None:
         """Reads the root's candidate; returns None if it is damaged (root only)."""
         where = f" on {candidate.host}" if candidate.rank else ""
+        host = ""
         if candidate.path is None:
             assert self.run_state.checkpoint is not None
             checkpoint = self.run_state.checkpoint
             where = f" in memory{where}"
         else:
+            host = candidate.host
             try:
                 checkpoint = store.read(candidate.path)
             except CheckpointError as error:
@@ -228,17 +272,20 @@ class _Search:
                 f"checkpoint {name} lacks {', '.join(missing)} and cannot be resumed; choose another run.dir"
             )
         self._checkpoint = checkpoint
-        return ResumePoint(name + where, checkpoint.step, meta, host=candidate.host if candidate.path else "")
+        return ResumePoint(name + where, checkpoint.step, meta, host=host)
 
     def _report_damaged(self, saved: ResumePoint | None) -> None:
-        """Sets damaged checkpoints aside and logs them; raises CheckpointError if there are no others (every rank)."""
+        """Sets damaged checkpoints aside and logs them (every rank).
+
+        Raises CheckpointError if there are no others.
+        """
         topology = self.comm.topology
-        where = "" if topology.is_chief else f"host {topology.host}: "
-        own_lines = []
-        for path, reason in self._damaged.items():
-            # Without another one they stay as they are: a person may be able to repair them.
-            line = store.set_aside(path, reason, saved.step) if saved else reason
-            own_lines.append(f"{where}{line}")
+        own_lines = list(self._damaged.values())
+        # Without another checkpoint they keep their names: a person may be able to repair them.
+        if saved:
+            own_lines = [store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()]
+        if not topology.is_chief:
+            own_lines = [f"host {topology.host}: {line}" for line in own_lines]
         lines = [line for rank_lines in self.comm.gather(own_lines) for line in rank_lines]
         if lines and not saved:
             raise CheckpointError(
@@ -249,19 +296,27 @@ class _Search:
                 log.warning("%s", line)
 
     def _send_records(self) -> None:
-        """Sends the records and the name of the best checkpoint from the root to the chief (every rank)."""
+        """Sends the records and the best checkpoint's name from root to chief (every rank)."""
         own_host = self.comm.topology.host
         records, best, root_host = self.comm.on_rank(
-            self._root, lambda: (read_records(self.folder), read_best(self.checkpoints), own_host)
+            self._root,
+            lambda: (read_records(self.folder), read_best(self.checkpoints), own_host),
         )
 
         def write() -> None:
             write_records(self.folder, records)
             if best:
-                # A best checkpoint without a host is on the disk of the root, which may not be the chief's.
+                # A best checkpoint without a host is on the disk of the root, which may not be the
+                # chief's.
                 best_host = best.get("host", root_host)
-                elsewhere = {} if best_host == own_host else {"host": best_host}
-                mark_best(self.checkpoints, best["step"], best["metric"], best["value"], **elsewhere)
+                elsewhere = {"host": best_host} if best_host != own_host else {}
+                mark_best(
+                    self.checkpoints,
+                    best["step"],
+                    best["metric"],
+                    best["value"],
+                    **elsewhere,
+                )
 
         self.comm.on_chief(write)
 
@@ -286,7 +341,8 @@ def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candida
     if run_id is None:
         return list(candidates)
     ours = [candidate for candidate in candidates if candidate.run_id == run_id]
-    # Without them those of an unknown run: they are damaged, which must be said before anything begins anew.
+    # Without them those of an unknown run: they are damaged, which must be said before anything
+    # begins anew.
     ours = ours or [candidate for candidate in candidates if candidate.run_id is None]
     for candidate in candidates:
         if candidate not in ours:
@@ -294,8 +350,13 @@ def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candida
     return ours
 
 
-def _check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequence[Candidate], folder: Path) -> None:
-    """Raises CheckpointError if a note names a newer checkpoint of this run on a host that is not among these hosts.
+def _check_notes(
+    notes: Sequence[Note],
+    hosts: Sequence[str],
+    candidates: Sequence[Candidate],
+    folder: Path,
+) -> None:
+    """Raises CheckpointError if a newer checkpoint of this run is noted on an absent host.
 
     A damaged checkpoint of the noted step on one of them counts: its loss is reported.
     """
@@ -312,7 +373,9 @@ def _check_notes(notes: Sequence[Note], hosts: Sequence[str], candidates: Sequen
     if newest.step:
         subject = f"checkpoint {folder_name(newest.step)} of this run is"
     here = ", ".join(dict.fromkeys(hosts))
-    present = f"the newest on {here} is {folder_name(seen_step)}" if seen_step >= 0 else f"there is none on {here}"
+    present = f"there is none on {here}"
+    if seen_step >= 0:
+        present = f"the newest on {here} is {folder_name(seen_step)}"
     raise CheckpointError(
         f"{subject} on host {newest.host}, which has no rank now, and {present}; start with "
         f"that host too, copy {folder / 'checkpoints'} from there, or continue without it with resume=available"

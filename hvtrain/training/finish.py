@@ -1,4 +1,4 @@
-"""Ends a run: its record, the trained model, the model of its best checkpoint, and predictions for the report."""
+"""Ends a run: its record, the trained model, the best one, and predictions for the report."""
 
 import json
 import logging
@@ -72,7 +72,10 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
 
 
 def _proof(context: RunContext) -> dict[str, Any]:
-    """The proof in result.json that the ranks trained together; reductions are those of this process."""
+    """The proof in result.json that the ranks trained together.
+
+    Its reductions are those of this process.
+    """
     optimizer = context.model.optimizer
     # A loss scale wraps the optimizer that accumulates.
     accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
@@ -89,16 +92,20 @@ def _proof(context: RunContext) -> dict[str, Any]:
 
 
 def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
-    """Writes result.json, model.keras and best.keras; returns the record with the best checkpoint's (every rank).
+    """Writes result.json, model.keras and best.keras (every rank).
 
-    Of the models only the weights are kept; the optimizer's state is in the checkpoints. A run that was complete
-    already keeps its results, for their speed.
+    Returns the record with the figures of the best checkpoint. Of the models only the weights are
+    kept; the optimizer's state is in the checkpoints. A run that was complete already keeps its
+    results, for their speed.
     """
     comm = run.strategy.comm
     folder = run.folder
     if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
         log.info("test: %s", in_words(record.metrics))
-        log.info("this run was finished already and has been tested again; its results in %s stay as they are", folder)
+        log.info(
+            "this run was finished already and has been tested again; its results in %s stay as they are",
+            folder,
+        )
         return record
 
     record = replace(record, best=_test_best(run, model, record))
@@ -150,7 +157,8 @@ def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
 def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
     """Tests the best checkpoint and saves it as best.keras; None if this run has none (every rank).
 
-    The model's weights are the same afterwards. A finished run does not fail for a checkpoint that cannot be read.
+    The model's weights are the same afterwards. A finished run does not fail for a checkpoint that
+    cannot be read.
     """
     comm = run.strategy.comm
     best = comm.on_chief(lambda: writer.read_best(run.folder / "checkpoints"))
@@ -172,13 +180,24 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
 
 
 def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
-    """Sets the weights to those of the best checkpoint; False, with a warning, if it cannot be read (chief only)."""
+    """Sets the weights to those of the best checkpoint (chief only).
+
+    Returns False, with a warning, if it cannot be read.
+    """
     try:
         if "host" in best:
             raise UserError(f"it is on host {best['host']}")
-        load_weights(run.config, model, run.folder / "checkpoints" / store.folder_name(best["step"]))
+        load_weights(
+            run.config,
+            model,
+            run.folder / "checkpoints" / store.folder_name(best["step"]),
+        )
     except UserError as error:
-        log.warning("%s is not written, for the best checkpoint cannot be read: %s", BEST_FILE, error)
+        log.warning(
+            "%s is not written, for the best checkpoint cannot be read: %s",
+            BEST_FILE,
+            error,
+        )
         return False
     return True
 
@@ -205,7 +224,7 @@ def in_words(metrics: dict[str, float]) -> str:
 
 
 def write_review(run: Run, model: keras.Model) -> None:
-    """Writes review.json, the model's predictions for some test examples, for the report (chief only).
+    """Writes review.json, predictions for some test examples, for the report (chief only).
 
     An error is only a warning, since the run itself has finished.
     """
@@ -213,16 +232,18 @@ def write_review(run: Run, model: keras.Model) -> None:
         return
     try:
         reviewed = _predict_some(run, model)
-        figures = run.task.review(reviewed, model, run.source) if reviewed else []
-        write_atomic(run.folder / REVIEW_FILE, json.dumps([asdict(figure) for figure in figures]) + "\n")
+        figures = []
+        if reviewed:
+            figures = [asdict(figure) for figure in run.task.review(reviewed, model, run.source)]
+        write_atomic(run.folder / REVIEW_FILE, json.dumps(figures) + "\n")
     except Exception as error:
         log.warning("the report will show no predictions: %s", in_one_line(error))
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """The model's outputs for the first test examples, or those of validation; None if there are none.
+    """The model's outputs for the first examples of the test data, or of the validation data.
 
-    As many as the task takes, unless time or memory run out.
+    None if there are neither. As many as the task takes, unless time or memory run out.
     """
     source = run.source
     limit = run.task.num_reviewed
@@ -247,11 +268,22 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
             break
     if not batches:
         return None
-    inputs, targets, outputs = tf.nest.map_structure(lambda *parts: np.concatenate(parts)[:limit], *batches)
-    return ReviewedExamples(inputs, targets, outputs, min(num_examples, limit), split, source.num_examples(split))
+    inputs, targets, outputs = tf.nest.map_structure(
+        lambda *parts: np.concatenate(parts)[:limit],
+        *batches,
+    )
+    return ReviewedExamples(
+        inputs,
+        targets,
+        outputs,
+        min(num_examples, limit),
+        split,
+        source.num_examples(split),
+    )
 
 
 def _as_numpy(output: Any) -> np.ndarray:
     array = keras.ops.convert_to_numpy(output)
-    # matplotlib and JSON know no bfloat16, in which a model with mixed precision may answer.
-    return array if array.dtype.kind in "iub" else array.astype(np.float32)
+    if array.dtype.kind in "iub":
+        return array
+    return array.astype(np.float32)  # Also from bfloat16, of which NumPy knows little.

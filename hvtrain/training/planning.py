@@ -24,8 +24,8 @@ def make_plan(
         shard_sizes: training examples, by rank.
         dataset_name: for messages.
         batch_sizes: examples a step, by rank; None: train.batch_size on all.
-        uneven: examples that do not fill a batch on all ranks are left out of the epoch ("trim"; others each time),
-            trained on in short batches ("pad"), or refused ("error").
+        uneven: examples that do not fill a batch on all ranks are left out of the epoch ("trim";
+            others each time), trained on in short batches ("pad"), or refused ("error").
 
     Raises:
         ConfigError: a rank would have no example, or less than one batch.
@@ -46,7 +46,8 @@ def make_plan(
             f"({total} of {dataset_name} over {size} ranks); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
-    # Full batches of the rank that has the fewest: a rank with more steps would wait for the others forever.
+    # Full batches of the rank that has the fewest: a rank with more steps would wait for the others
+    # forever.
     steps_per_epoch = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
     if steps_per_epoch < accumulate:
         raise ConfigError(
@@ -78,8 +79,9 @@ def make_plan(
         num_steps = max(1, train.steps // size // accumulate) * accumulate
     else:
         num_steps = train.steps
-    # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times the rate. The
-    # square root keeps the variance of a step instead, https://arxiv.org/abs/1404.5997.
+    # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times
+    # the rate. The square root keeps the variance of a step instead,
+    # https://arxiv.org/abs/1404.5997.
     joint = size * train.accumulate
     factors = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}
     factor = factors[train.learning_rate_scale]
@@ -112,10 +114,15 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
     return [batch_size[order.index(host)] for host in hosts]
 
 
-def planned_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: list[str]) -> list[int]:
-    """Batch sizes of the ranks for which the plan is made: those that the run began with, or the current ones.
+def planned_batch_sizes(
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    hosts: list[str],
+) -> list[int]:
+    """Batch sizes of the ranks for which the plan is made.
 
-    The current ranks get a plan of their own with train.resize=scale, from the end of an epoch on.
+    They are the ranks that the run began with, or the current ones. The current ranks get a plan of
+    their own with train.resize=scale, from the end of an epoch on.
 
     Args:
         meta: that of the checkpoint to continue from, if any.
@@ -141,10 +148,16 @@ def planned_batch_sizes(meta: dict[str, Any] | None, train: TrainConfig, hosts: 
     return batch_sizes_by_rank(train.batch_size, hosts)
 
 
-def resumed_plan(plan: StepPlan, meta: dict[str, Any] | None, train: TrainConfig, size: int) -> StepPlan:
+def resumed_plan(
+    plan: StepPlan,
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    size: int,
+) -> StepPlan:
     """The plan, made from planned_batch_sizes, on `size` ranks and from the checkpoint's position.
 
-    Another number of ranks follows it to the end, or with train.resize=scale to the end of the current epoch.
+    Another number of ranks follows it to the end, or with train.resize=scale to the end of the
+    current epoch.
     """
     if meta is None:
         return plan

@@ -1,4 +1,4 @@
-"""What a batch still needs once it is in the step: augmentation, if it is done there, normalization, and weights."""
+"""Prepares a batch in the train step: augmentation, if it is done there, normalization, weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -32,7 +32,8 @@ def prepare_step(
         model: compiled.
         source: whose batches may be raw, and augmented in the step.
         losses: of joint_loss, which the model is compiled with.
-        has_batch_weights: batches of different ranks differ in size, and come as (batch, weight of the batch).
+        has_batch_weights: batches of different ranks differ in size, and come as (batch, weight of
+            the batch).
         class_weights: by class, which multiply the weights of targets; empty: none.
         harden: of the task; turns targets that augmentation has mixed into those that metrics take.
     """
@@ -44,7 +45,8 @@ def prepare_step(
     augmentation = source.augmentation
     mixes = bool(augmentation and augmentation.mixes)
     batch_weight: list[Any] = []  # Of the step that is being traced.
-    hard_targets: dict[int, Any] = {}  # By thread: a strategy may trace the step of several replicas in turns.
+    # By thread: a strategy may trace the step of several replicas in turns.
+    hard_targets: dict[int, Any] = {}
 
     @wraps(compute_loss)
     def weighted_loss(*args: Any, **kwargs: Any) -> Any:
@@ -71,14 +73,16 @@ def prepare_step(
             hard_targets[get_ident()] = harden(targets)
         if class_weights and mixes:
             targets, weights = weighted_mixture(targets, class_weights)
+        elif class_weights and weights is None:
+            weights = weights_of(targets, class_weights)
         elif class_weights:
-            target_weights = weights_of(targets, class_weights)
-            weights = target_weights if weights is None else product_by_example(target_weights, weights)
+            weights = product_by_example(weights_of(targets, class_weights), weights)
         for loss in losses:
             loss.batch_weight = weight
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
-        # compute_loss takes the weight. Left over, each rank's gradient would count alike, whatever its batch.
+        # compute_loss takes the weight. Left over, each rank's gradient would count alike, whatever
+        # its batch.
         if batch_weight:
             raise ConfigError(
                 "ranks have batches of different sizes, which the loss has to weight, and the model's train_step does "
@@ -96,10 +100,12 @@ def prepare_step(
 def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
     """Returns train.class_weights as a list by class; empty without.
 
-    "balanced" is n / (classes x count) for a class with that count among n labels, as in scikit-learn: every class then
-    has the same sum of weights, and the mean weight is 1. A class without examples has the weight 0.
+    "balanced" is n / (classes x count) for a class with that count among n labels, as in
+    scikit-learn: every class then has the same sum of weights, and the mean weight is 1. A class
+    without examples has the weight 0.
 
-    Raises ConfigError if the task has no classes, the source no counts, or a class or weight is not one.
+    Raises ConfigError if the task has no classes, the source no counts, or a class or weight is not
+    one.
     """
     chosen = config.train.class_weights
     if chosen is None:
@@ -156,9 +162,10 @@ def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
 
 
 def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-    """The product of two weights of the same examples, of which one may have a weight for each part of an example.
+    """Multiplies two weights of the same examples, of which one may weight parts of an example.
 
-    Multiplied as they are, [n, 1] and [n] would give [n, n], and [n, height, width] and [n] a weight by column.
+    Multiplied as they are, [n, 1] and [n] would give [n, n], and [n, height, width] and [n] a
+    weight by column.
 
     >>> product_by_example(tf.constant([[2.0], [3.0]]), tf.constant([1, 10])).numpy().tolist()
     [[2.0], [30.0]]
@@ -174,11 +181,15 @@ def _with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     return tf.reshape(weights, tf.concat([tf.shape(weights), ones], axis=0))
 
 
-def weighted_mixture(targets: tf.Tensor, class_weights: Sequence[float]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns targets and weights whose weighted loss is the mixture of the weighted losses of the classes.
+def weighted_mixture(
+    targets: tf.Tensor,
+    class_weights: Sequence[float],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns targets and weights whose loss is the mixture of the weighted losses of the classes.
 
     Args:
-        targets: the parts [n, classes] that classes have in an example, or [n] the part of the second of two.
+        targets: the parts [n, classes] that classes have in an example, or [n] the part of the
+            second of two.
         class_weights: by class.
 
     >>> weighted_mixture(tf.constant([[0.5, 0.5, 0.0]]), [1.0, 3.0, 1.0])[0].numpy().tolist()
@@ -192,7 +203,8 @@ def weighted_mixture(targets: tf.Tensor, class_weights: Sequence[float]) -> tupl
         second = tf.reshape(targets, [-1])
         parts = tf.stack([1 - second, second], axis=-1)
 
-    # A cross-entropy is linear in the parts: sum(w p log q) is that of the parts w p / sum(w p), times sum(w p).
+    # A cross-entropy is linear in the parts: sum(w p log q) is that of the parts w p / sum(w p),
+    # times sum(w p).
     heavy = parts * tf.constant(class_weights, tf.float32)
     weights = tf.reduce_sum(heavy, axis=-1)
     heavy = tf.math.divide_no_nan(heavy, weights[:, None])

@@ -1,4 +1,4 @@
-"""guard.layers=true: repeats a train step operation by operation, to find which value is the first not to be finite."""
+"""guard.layers=true: repeats a failed train step, and names its first value that is not finite."""
 
 import logging
 import math
@@ -24,7 +24,8 @@ BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
 class Origin(NamedTuple):
     """Where a value is not finite. Origins compare in the order in which a step comes to them.
 
-    position is the order within the phase: the number of the call in a forward pass, its negative on the way back.
+    position is the order within the phase: the number of the call in a forward pass, its negative
+    on the way back.
     """
 
     phase: int
@@ -33,9 +34,10 @@ class Origin(NamedTuple):
 
 
 class LayerSearch(RunCallback):
-    """Keeps the model as it is before each step, to repeat the step if it fails, and checks the loss (every rank).
+    """Checks the loss of each step, and repeats a step that fails (every rank).
 
-    Steps must be calls of their own, see call_steps. Raises ConfigError if the strategy's steps are not the model's.
+    For that it keeps the model as it is before each step. Steps must be calls of their own, see
+    call_steps. Raises ConfigError if the strategy's steps are not the model's.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -63,7 +65,10 @@ class LayerSearch(RunCallback):
             raise TrainingError(f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}")
 
     def find_origin(self, step: int) -> str:
-        """Repeats the run's step of this number, the last one that began; describes where it fails (every rank)."""
+        """Repeats a step of the run, and describes where it fails (every rank).
+
+        It must be the last step that began, before which the model was kept.
+        """
         for variable, value in self._before:
             variable.assign(value)
         origins = self.comm.gather(self._repeat(step - 1))
@@ -77,17 +82,26 @@ class LayerSearch(RunCallback):
     def _repeat(self, steps_before: int) -> Origin | None:
         batch = next(iter(self.run.batches_from(steps_before)))
         try:
-            return first_not_finite(self.model, batch, has_batch_weight=not self.position.plan.is_even)
+            return first_not_finite(
+                self.model,
+                batch,
+                has_batch_weight=not self.position.plan.is_even,
+            )
         except Exception as error:  # The other ranks wait for this one's answer, and the run fails anyway.
             log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
             return None
 
 
-def first_not_finite(model: keras.Model, batch: Any, has_batch_weight: bool = False) -> Origin | None:
-    """Finds the first value of a train step that is not finite (every rank, since a loss may be joint).
+def first_not_finite(
+    model: keras.Model,
+    batch: Any,
+    has_batch_weight: bool = False,
+) -> Origin | None:
+    """Finds the first value of a train step that is not finite.
 
-    The step goes as the model's own, augmentation and loss scale included, but changes no weight. Batch and weights
-    come first, then outputs of layers, the loss, and gradients on their way back.
+    Every rank calls it, since a loss may be joint. The step goes as the model's own, augmentation
+    and loss scale included, but changes no weight. Batch and weights come first, then outputs of
+    layers, the loss, and gradients on their way back.
 
     Args:
         model: compiled, with its optimizer built.
@@ -113,14 +127,22 @@ def first_not_finite(model: keras.Model, batch: Any, has_batch_weight: bool = Fa
     return min(backward, key=lambda origin: origin.position, default=None)
 
 
-def step_without_update(model: keras.Model, batch: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """Returns the logs of this step alone, and pairs of gradients and variables, which the optimizer does not get."""
+def step_without_update(
+    model: keras.Model,
+    batch: Any,
+) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """Runs a train step whose gradients the optimizer does not get.
+
+    Returns the logs of this step alone, and pairs of gradients and variables.
+    """
     optimizer = model.optimizer
     pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
     # On the object, where they hide the methods of its class, which would reduce.
     optimizer.apply_gradients = pairs.extend
-    optimizer.apply = lambda grads, variables=None: pairs.extend(zip(grads, variables or model.trainable_weights))
+    optimizer.apply = lambda grads, variables=None: pairs.extend(
+        zip(grads, variables or model.trainable_weights),
+    )
     try:
         return dict(model.train_step(batch) or {}), pairs
     finally:
@@ -136,7 +158,11 @@ def _in_batch(batch: Any) -> Origin | None:
             if not is_finite.all():
                 num_examples = len(is_finite)
                 example = int(np.argmin(is_finite.reshape(num_examples, -1).all(axis=1)))
-                return Origin(BATCH, 0, f"the {part} of the batch, in its example {example} of {num_examples}")
+                return Origin(
+                    BATCH,
+                    0,
+                    f"the {part} of the batch, in its example {example} of {num_examples}",
+                )
     return None
 
 
@@ -155,7 +181,7 @@ def _is_finite(value: Any) -> bool:
 
 
 class _Watch:
-    """Notes the first operation of a model that returns, or passes back, a value that is not finite."""
+    """Notes the first operation that returns, or passes back, a value that is not finite."""
 
     def __init__(self, model: keras.Model) -> None:
         layers = model._flatten_layers()
@@ -172,7 +198,7 @@ class _Watch:
         return [(operation, self._watched(operation)) for operation in self._operations]
 
     def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
-        """The last layer of the forward pass, the first on the way back, whose weights got such a gradient."""
+        """The first layer on the way back whose weights got a gradient that is not finite."""
         owners = {
             id(weight): id(operation)
             for operation in self._operations
@@ -188,15 +214,25 @@ class _Watch:
     def _watched(self, operation: Any) -> Callable[..., Any]:
         call = operation.call
         name = f"{operation.name} ({type(operation).__name__})"
-        see_passed_back = partial(self._see_gradient, operation, f"the gradient that {name} passes back")
-        # It differs from what the next layer passes back if something between the two is no operation of the model.
+        see_passed_back = partial(
+            self._see_gradient,
+            operation,
+            f"the gradient that {name} passes back",
+        )
+        # It differs from what the next layer passes back if something between the two is no
+        # operation of the model.
         see_incoming = partial(
-            self._see_gradient, operation, f"the gradient that comes back to {name} from what follows it"
+            self._see_gradient,
+            operation,
+            f"the gradient that comes back to {name} from what follows it",
         )
 
         @wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tf.nest.map_structure(partial(_with_gradient_seen, see_passed_back), (args, kwargs))
+            args, kwargs = tf.nest.map_structure(
+                partial(_with_gradient_seen, see_passed_back),
+                (args, kwargs),
+            )
             outputs = call(*args, **kwargs)
             self._num_calls += 1
             self._last_call[id(operation)] = self._num_calls
@@ -215,7 +251,11 @@ class _Watch:
 def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     before = [(operation, vars(operation).get("call")) for operation, _ in calls]
     for operation, call in calls:
-        object.__setattr__(operation, "call", call)  # Past Keras's, which tracks what belongs to a layer.
+        object.__setattr__(
+            operation,
+            "call",
+            call,
+        )  # Past Keras's, which tracks what belongs to a layer.
     try:
         yield
     finally:
@@ -226,7 +266,7 @@ def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator
 
 
 def _with_gradient_seen(see: Callable[[Any], None], value: Any) -> Any:
-    """Returns the value, whose gradient is then shown to `see`. Anything but a tensor of floats stays as it is."""
+    """Returns the value, and shows its gradient to `see`; only tensors of floats have one."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
 

@@ -1,4 +1,4 @@
-"""Resumes a run from a checkpoint: sends it, checks that it fits, restores the model and each rank's own state.
+"""Resumes a run: sends a checkpoint, checks that it fits, and restores the state of all ranks.
 
 Settings that differ from those of the checkpoint are recorded, or refused where they cannot change.
 """
@@ -28,8 +28,8 @@ Arrays = dict[str, np.ndarray]
 
 # A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its own, and other metrics
-# the state of those before.
+# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its
+# own, and other metrics the state of those before.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # They do not change what is learned.
 _IRRELEVANT = (
@@ -81,9 +81,10 @@ class RunState:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to resume from: its meta on every rank, its arrays on the chief, or everywhere if elastic.
+    """The checkpoint to resume from.
 
-    host is the one whose disk it is on; empty if it was in memory.
+    Every rank has its meta, the chief its arrays, or every rank in an elastic job. host is the one
+    whose disk it is on; empty if it was in memory.
     """
 
     name: str
@@ -153,10 +154,21 @@ def resume(
     return start
 
 
-def _check_fits(name: str, checkpoint: Checkpoint, meta: dict[str, Any], refuse_other_data: bool) -> None:
-    """Raises DataError or CheckpointError if a run with this meta cannot continue from the checkpoint."""
+def _check_fits(
+    name: str,
+    checkpoint: Checkpoint,
+    meta: dict[str, Any],
+    refuse_other_data: bool,
+) -> None:
+    """Raises DataError or CheckpointError if a run with this meta cannot continue from it."""
     before = checkpoint.meta
-    check_unchanged(name, before.get("data"), meta["data"], refuse_other_data, ", or choose another run.dir")
+    check_unchanged(
+        name,
+        before.get("data"),
+        meta["data"],
+        refuse_other_data,
+        ", or choose another run.dir",
+    )
     keys = ["uneven"]
     # A plan for another number of ranks is meant to differ.
     if before["num_ranks"] == meta["num_ranks"]:
@@ -169,7 +181,12 @@ def _check_fits(name: str, checkpoint: Checkpoint, meta: dict[str, Any], refuse_
         )
 
 
-def _restore(name: str, checkpoint: Checkpoint, model: keras.Model, size: int) -> tuple[Start, list[Arrays]]:
+def _restore(
+    name: str,
+    checkpoint: Checkpoint,
+    model: keras.Model,
+    size: int,
+) -> tuple[Start, list[Arrays]]:
     """Restores the model; returns the start, and the states of so many ranks (chief only)."""
     store.restore(checkpoint, model)
     num_ranks = checkpoint.meta["world_size"]
@@ -188,8 +205,8 @@ def _restore(name: str, checkpoint: Checkpoint, model: keras.Model, size: int) -
 def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     """Distributes the ranks' states over another number of ranks: each rank keeps its own.
 
-    The metrics of an unfinished epoch are sums: the chief adds those of the ranks that left. A new rank starts with
-    no counts, its own seeds, and the chief's learning rate.
+    The metrics of an unfinished epoch are sums: the chief adds those of the ranks that left. A new
+    rank starts with no counts, its own seeds, and the chief's learning rate.
     """
     kept = states[:size]
     for lost in states[size:]:
@@ -200,17 +217,27 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
 
 
 def send_arrays(
-    arrays: Arrays | None, root: int, comm: Comm, is_receiver: bool, message_bytes: int = MESSAGE_BYTES
+    arrays: Arrays | None,
+    root: int,
+    comm: Comm,
+    is_receiver: bool,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> Arrays | None:
-    """Sends the root's arrays to the ranks that receive them; returns None on the others (every rank)."""
+    """Sends the root's arrays to the ranks that receive them (every rank).
+
+    Returns them, or None on the ranks that do not receive them.
+    """
     is_root = comm.topology.rank == root
     # ascontiguousarray makes a vector of a scalar.
     own = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in (arrays or {}).items()}
     layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
     if not is_root:
-        own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()} if is_receiver else {}
+        own = {}
+        if is_receiver:
+            own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
 
-    # All arrays are one stream of bytes in messages of one size, and each rank counts the messages for itself.
+    # All arrays are one stream of bytes in messages of one size, and each rank counts the messages
+    # for itself.
     num_bytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values())
     chunks = _chunks(own, message_bytes)
     for _ in range(math.ceil(num_bytes / message_bytes)):
@@ -245,12 +272,14 @@ def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
 
 
 def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
-    """Returns {name: [before, now]} of the settings that differ from those in a checkpoint's meta, if any.
+    """Returns {name: [before, now]} of the settings that differ from a checkpoint's.
 
     Raises ConfigError where a setting cannot change.
     """
     before = meta.get("config")
-    changed = changed_settings(before, to_dict(config)) if isinstance(before, dict) else {}
+    if not isinstance(before, dict):
+        return {}
+    changed = changed_settings(before, to_dict(config))
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(
@@ -261,7 +290,10 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
 
 
 def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
-    """The changes so far, in meta, and that of the start at this step, if any: {"step": ..., "changed": ...}."""
+    """The changes of settings so far, in meta, and that of the start at this step, if any.
+
+    Each is {"step": ..., "changed": ...}.
+    """
     earlier = meta.get("changes")
     changes = list(earlier) if isinstance(earlier, list) else []
     if changed:
@@ -270,7 +302,7 @@ def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) 
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """Returns {name: [before, now]} of the settings that differ, without those that do not change what is learned.
+    """Returns {name: [before, now]} of the settings that differ and change what is learned.
 
     >>> changed_settings({"seed": 1, "train": {"epochs": 1}}, {"seed": 1, "train": {"epochs": 2, "max_time": "1h"}})
     {'train.epochs': [1, 2]}

@@ -1,4 +1,4 @@
-"""A run as a value: everything that is decided before its model is built; and its summary before the first step."""
+"""A run as a value: all that is decided before its model is built, its data, and its summary."""
 
 import math
 import platform
@@ -57,27 +57,54 @@ class Run:
         return self.config.checkpoint.best or f"val_{self.task.best}"
 
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """This rank's endless stream of batches from a step of the run on, with weights if they differ in size."""
+        """This rank's endless stream of batches from a step of the run on.
+
+        They come with weights if batches of different ranks or steps differ in size.
+        """
         is_one = self.config.data.one_batch
         if is_one:
             step = self.plan.shift  # The first step of the plan, wherever the run goes on.
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
-        return batches.take(1).cache().repeat() if is_one else batches
+        if is_one:
+            batches = batches.take(1).cache().repeat()
+        return batches
 
     def stream_from(self, step: int) -> tf.data.Dataset:
         """Batches from a step on as the source has them, without augmentation and weights."""
-        return training_batches(self.source, self.plan, self.topology, self.config.seed, step, augmented=False)
+        return training_batches(
+            self.source,
+            self.plan,
+            self.topology,
+            self.config.seed,
+            step,
+            augmented=False,
+        )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
-        """This rank's shard of a split, or its first train.evaluation_steps batches; None if the split is empty."""
+        """This rank's shard of a split; None if the split is empty.
+
+        train.evaluation_steps is the most batches that it has.
+        """
         steps = self.config.train.evaluation_steps
-        dataset = evaluation_batches(self.source, split, self.topology, self.config.train.evaluation_batch_size)
-        return dataset.take(steps) if dataset is not None and steps else dataset
+        dataset = evaluation_batches(
+            self.source,
+            split,
+            self.topology,
+            self.config.train.evaluation_batch_size,
+        )
+        if dataset is not None and steps:
+            dataset = dataset.take(steps)
+        return dataset
 
 
-def evaluation_batches(source: Source, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset | None:
+def evaluation_batches(
+    source: Source,
+    split: str,
+    topology: Topology,
+    batch_size: int,
+) -> tf.data.Dataset | None:
     """This rank's shard of a split, of known length; None if the split is empty."""
     if not source.num_examples(split):
         return None
@@ -90,7 +117,12 @@ def evaluation_batches(source: Source, split: str, topology: Topology, batch_siz
 
 
 def training_batches(
-    source: Source, plan: StepPlan, topology: Topology, seed: int, step: int, augmented: bool = True
+    source: Source,
+    plan: StepPlan,
+    topology: Topology,
+    seed: int,
+    step: int,
+    augmented: bool = True,
 ) -> tf.data.Dataset:
     """This rank's endless stream of the plan's batches, from a step of the run on."""
     first_step = step - plan.shift
@@ -111,18 +143,24 @@ def training_batches(
         return batches
 
     if plan.is_resized:
-        # The order of the data is that of the ranks with which the run began; each rank now takes a part of their
-        # joint batches.
+        # The order of the data is that of the ranks with which the run began; each rank now takes a
+        # part of their joint batches.
         return regrouped(share_stream, plan, topology, first_step)
     return share_stream(topology.rank)
 
 
-def with_rank_weights(batches: tf.data.Dataset, plan: StepPlan, rank: int, start_step: int) -> tf.data.Dataset:
+def with_rank_weights(
+    batches: tf.data.Dataset,
+    plan: StepPlan,
+    rank: int,
+    start_step: int,
+) -> tf.data.Dataset:
     """Turns batches, from start_step on, into (batch, weight float32).
 
-    The mean over ranks of their mean gradients is the joint batch's only if batches are equal. Otherwise a rank with n
-    of the step's N examples needs the weight n x ranks / N. The step (prepared_step.py) applies it to the gradient
-    alone, so that losses and metrics still count examples.
+    The mean over ranks of their mean gradients is the joint batch's only if batches are equal.
+    Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The step
+    (prepared_step.py) applies it to the gradient alone, so that losses and metrics still count
+    examples.
     """
     steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
@@ -166,7 +204,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "trained": describe_trainable(model),
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,
-        "trained on": "the first batch in every step (data.one_batch)" if config.data.one_batch else "",
+        "trained on": "",
         "evaluated on": "",
         "augmentation": "",
         "global batch": batch,
@@ -177,14 +215,17 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
         "run folder": str(run.folder),
     }
+    if config.data.one_batch:
+        lines["trained on"] = "the first batch in every step (data.one_batch)"
     if config.train.evaluation_steps:
         lines["evaluated on"] = f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
     if config.augment:
         lines["augmentation"] = f"{', '.join(config.augment)} (on the {config.data.augment_on})"
     if start.name:
-        rest = "; nothing is left to train" if start.ended or start.step >= plan.num_steps else ""
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"
-        lines["resumed"] = f"{start.name}: {done}{describe_resize(start, plan)}{rest}"
+        lines["resumed"] = f"{start.name}: {done}{describe_resize(start, plan)}"
+        if start.ended or start.step >= plan.num_steps:
+            lines["resumed"] += "; nothing is left to train"
         lines["changed"] = "; ".join(
             f"{name} {_shown(before)} -> {_shown(now)}" for name, (before, now) in run.changed.items()
         )
@@ -196,7 +237,7 @@ def _shown(value: Any) -> Any:
 
 
 def describe_resize(start: Start, plan: StepPlan) -> str:
-    """Describes what follows from resuming on another number of ranks; empty for the same number."""
+    """Describes what another number of ranks changes in a resumed run; empty for the same."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
     if start.plan_ranks != len(plan.shares):
@@ -205,9 +246,12 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
         return f"{ranks}: {batch} and {rate} from epoch {epoch} on (train.resize=scale)"
     if start.num_ranks == plan.size:
         return ""
-    parts = f" ({' + '.join(map(str, plan.batch_sizes))})" if plan.size > 1 else ""
-    end = f" up to step {plan.num_steps:,}, then train.resize=scale" if plan.ends_early else ""
-    return f"{ranks}: {batch} and learning rate as before{parts}{end}"
+    text = f"{ranks}: {batch} and learning rate as before"
+    if plan.size > 1:
+        text += f" ({' + '.join(map(str, plan.batch_sizes))})"
+    if plan.ends_early:
+        text += f" up to step {plan.num_steps:,}, then train.resize=scale"
+    return text
 
 
 def device_map(devices: Sequence[str]) -> str:
@@ -221,7 +265,7 @@ def device_map(devices: Sequence[str]) -> str:
         ranks.setdefault(device, []).append(rank)
     parts = []
     for device, numbers in ranks.items():
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        span = "-".join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
         parts.append(f"{span} {device}")
     return ", ".join(parts)
 

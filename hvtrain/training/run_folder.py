@@ -1,4 +1,4 @@
-"""The folder of a run: made or opened again, locked, swept, and described for whoever finds it later.
+"""The folder of a run: made or reopened, locked, swept, and described for later readers.
 
 Nothing here needs TensorFlow.
 """
@@ -34,7 +34,15 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 README_FILE = "README.md"
-REPLACED = (CONFIG_FILE, README_FILE, RESULT_FILE, HISTORY_FILE, "model.keras", "model.json", "best.keras")
+REPLACED = (
+    CONFIG_FILE,
+    README_FILE,
+    RESULT_FILE,
+    HISTORY_FILE,
+    "model.keras",
+    "model.json",
+    "best.keras",
+)
 """Files that people may have under the same names."""
 MOST_STARTS = 100
 CONFIG_HEADER = """\
@@ -56,8 +64,13 @@ To resume it, run the same command with run.dir={folder}; to repeat it, see conf
 """
 
 
-def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None, parent: str = "runs") -> Path:
-    """Creates or reopens the run folder, locks it, and removes leftovers of killed runs (chief only).
+def open_run_folder(
+    config: RunConfig,
+    lock: RunLock,
+    begun: Path | None = None,
+    parent: str = "runs",
+) -> Path:
+    """Creates or reopens the run folder, locks it, and sweeps leftovers of killed runs (chief only).
 
     Args:
         config: of the run.
@@ -73,7 +86,11 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
         folder = Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent)
     checkpoints = folder / "checkpoints"
     refuse_files_of_others(folder)
-    refuse_link(checkpoints, ConfigError, "make it a folder, or set run.dir to the folder that it leads to")
+    refuse_link(
+        checkpoints,
+        ConfigError,
+        "make it a folder, or set run.dir to the folder that it leads to",
+    )
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         # Before the sweep, which would remove what another run is just writing.
@@ -91,7 +108,10 @@ def open_run_folder(config: RunConfig, lock: RunLock, begun: Path | None = None,
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
-    write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))))
+    write_atomic(
+        folder / CONFIG_FILE,
+        CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))),
+    )
     write_atomic(folder / README_FILE, README.format(version=VERSION, folder=folder))
     return folder
 
@@ -137,7 +157,7 @@ def refuse_files_of_others(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that failed before there was anything but logs to keep (chief only)."""
+    """Removes the folder of a run that failed before it had more than logs (chief only)."""
     ours = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
     files = [path for path in folder.rglob("*") if path.is_file()]
     if all(path.name in ours or path.parent.name == "logs" for path in files):
@@ -172,7 +192,12 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
 
 
-def _facts(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> dict[str, Any]:
+def _facts(
+    run: "Run",
+    hosts: Sequence[str],
+    described: dict[str, str],
+    step: int,
+) -> dict[str, Any]:
     here = Path.cwd()
     return {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -188,7 +213,11 @@ def _facts(run: "Run", hosts: Sequence[str], described: dict[str, str], step: in
         "sign": run.task.sign(run.best),
         "described": described,
         "versions": run.meta["versions"],
-        "system": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "system": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+        },
         "git": checkout(here),
     }
 

@@ -1,7 +1,7 @@
 """The saved models of a run: model.keras, best.keras and model.json, which need nothing but Keras.
 
-The saved model takes examples as they are in the user's arrays or files. It contains the preprocessing of the input
-pipeline as Keras's own layers; see Source.preprocessing.
+The saved model takes examples as they are in the user's arrays or files. It contains the
+preprocessing of the input pipeline as Keras's own layers; see Source.preprocessing.
 """
 
 import json
@@ -29,8 +29,17 @@ DESCRIPTION_FILE = "model.json"
 NUM_CHECKED = 4
 
 
-def export(model: keras.Model, source: Source, task: Task, topology: Topology, folder: Path) -> None:
-    """Writes the trained model with its preprocessing, its inputs and outputs, and the source's files (chief only)."""
+def export(
+    model: keras.Model,
+    source: Source,
+    task: Task,
+    topology: Topology,
+    folder: Path,
+) -> None:
+    """Writes the trained model and its description (chief only).
+
+    The model has its preprocessing. The source's own files, such as a tokenizer, lie beside it.
+    """
     preprocessing = source.preprocessing()
     difference = check_preprocessing(preprocessing, source, topology)
     if difference:
@@ -38,21 +47,30 @@ def export(model: keras.Model, source: Source, task: Task, topology: Topology, f
     save(model, task, preprocessing, folder / MODEL_FILE)
     for name, content in source.assets().items():
         write_atomic(folder / name, content)
-    write_atomic(folder / DESCRIPTION_FILE, json.dumps(description(source, task, preprocessing), indent=2) + "\n")
+    write_atomic(
+        folder / DESCRIPTION_FILE,
+        json.dumps(description(source, task, preprocessing), indent=2) + "\n",
+    )
 
 
 def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:
     """Saves the model with its preprocessing.
 
-    The model is compiled again with the same loss and metrics, so that the file needs nothing of hvtrain. Only the
-    weights are saved of a model with classes of the user's own that Keras cannot write down.
+    The model is compiled again with the same loss and metrics, so that the file needs nothing of
+    hvtrain. Only the weights are saved of a model with classes of the user's own that Keras cannot
+    write down.
     """
     whole = with_preprocessing(model, task, preprocessing)
     try:
         whole.get_config()
     except Exception as error:
         weights = path.with_suffix(".weights.h5")
-        log.warning("%s is written instead of %s, since Keras fails: %s", weights.name, path.name, in_one_line(error))
+        log.warning(
+            "%s is written instead of %s, since Keras fails: %s",
+            weights.name,
+            path.name,
+            in_one_line(error),
+        )
         save_model(model, weights)
     else:
         save_model(whole, path)
@@ -63,16 +81,18 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and Keras warns about an
-        # optimizer that is not built.
+        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and
+        # Keras warns about an optimizer that is not built.
         task.compile(part, keras.optimizers.SGD())
         part.optimizer.build(part.trainable_variables)
     users_names = sorted(set(own_names(whole.get_compile_config())))
     if users_names:
         log.info(
-            "the saved model is not compiled: a program that loads it may not have your %s", ", ".join(users_names)
+            "the saved model is not compiled: a program that loads it may not have your %s",
+            ", ".join(users_names),
         )
-        # Keras would compile the inner model when it loads the file, even if it is told to compile nothing.
+        # Keras would compile the inner model when it loads the file, even if it is told to compile
+        # nothing.
         model.get_compile_config = dict
         whole.get_compile_config = dict
     return whole
@@ -82,8 +102,9 @@ def own_names(config: Any) -> Iterator[str]:
     """Names of the classes and functions in a configuration of Keras that are not Keras's own."""
     if isinstance(config, dict):
         if config.get("registered_name"):
-            is_function = config["class_name"] == "function"
-            yield config["config"] if is_function else config["class_name"]
+            # Keras has the name of a function in config, and that of a class in class_name.
+            name = config["class_name"]
+            yield name if name != "function" else config["config"]
         config = list(config.values())
     if isinstance(config, list | tuple):
         for value in config:
@@ -101,20 +122,30 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
             "range": list(preprocessing.range) if preprocessing.range else None,
         }
     else:
-        inputs = tf.nest.map_structure(lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name}, raw)
+        inputs = tf.nest.map_structure(
+            lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name},
+            raw,
+        )
     output_shape = task.output_shape(source)
     facts = source.facts()
     return {
         "dataset": source.name,
         "input": inputs,
-        "output": {"shape": None if output_shape is None else list(output_shape), "values": task.output},
+        "output": {
+            "shape": None if output_shape is None else list(output_shape),
+            "values": task.output,
+        },
         "num_classes": facts.get("num_classes"),
         "class_names": list(facts.get("class_names", ())) or None,
         "assets": list(source.assets()),
     }
 
 
-def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: Topology) -> str | None:
+def check_preprocessing(
+    preprocessing: Preprocessing,
+    source: Source,
+    topology: Topology,
+) -> str | None:
     """Compares preprocessing() and the source's streams on some raw examples.
 
     Returns the difference in words; None if they agree, or cannot be compared.
@@ -127,7 +158,10 @@ def check_preprocessing(preprocessing: Preprocessing, source: Source, topology: 
         if not raw:
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
-    except (OSError, tf.errors.OpError):  # A finished run does not fail for files that it no longer needs.
+    except (
+        OSError,
+        tf.errors.OpError,
+    ):  # A finished run does not fail for files that it no longer needs.
         return None
 
     for number, (example, expected) in enumerate(zip(raw, streamed)):

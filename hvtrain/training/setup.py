@@ -30,7 +30,8 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
     Each rank has its own seed: weights are broadcast anyway, and dropout must differ between ranks.
     """
-    keras.utils.clear_session()  # Checkpoints contain the numbers by which Keras names the layers of a first model.
+    # Checkpoints contain the numbers by which Keras names the layers of a first model.
+    keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed + rank)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -101,8 +102,16 @@ def open_task(config: RunConfig, source: Source) -> Task:
     return task
 
 
-def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, strategy: Strategy) -> keras.Model:
-    """Builds and compiles the model, with its optimizer built, so that slots exist before restore and broadcast.
+def build_model(
+    config: RunConfig,
+    source: Source,
+    task: Task,
+    plan: StepPlan,
+    strategy: Strategy,
+) -> keras.Model:
+    """Builds and compiles the model and its optimizer.
+
+    The optimizer's slots have to exist before they are restored and broadcast.
 
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
@@ -132,7 +141,11 @@ def build_model(config: RunConfig, source: Source, task: Task, plan: StepPlan, s
         )
         # compile may have wrapped it, as for mixed precision.
         model.optimizer.build(model.trainable_variables)
-        multiply_rates(model.optimizer, model.trainable_variables, factors_of(model, config.train.rates))
+        multiply_rates(
+            model.optimizer,
+            model.trainable_variables,
+            factors_of(model, config.train.rates),
+        )
     strategy.prepare(model)
     prepare_step(
         model,
@@ -154,7 +167,7 @@ def _refuse_uncompilable(model: keras.Model) -> None:
 
 
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
-    """Builds the model, for so many ranks, with what the settings change in it; it is not compiled."""
+    """Builds the model for so many ranks, changed as the settings say, and not yet compiled."""
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
     model: keras.Model = build(config, "model", keras.Model, facts, source.name)
     check_model(model, f"model._target_={config.model['_target_']}", source, task)
@@ -163,7 +176,10 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
 
 
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:
-    """Builds the model if it is not, and checks that it turns the source's inputs into what the task needs."""
+    """Checks that the model turns the source's inputs into what the task needs.
+
+    Calls the model, and so builds it. Raises ConfigError if that fails.
+    """
     inputs = source.element_spec[0]
     try:
         outputs = model(symbolic(inputs))
@@ -172,7 +188,9 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
         where = f" ({location})" if location else ""
         kind = "images" if "image_shape" in source.facts() else "arrays"
         shapes = ", ".join(str(tuple(spec.shape)) for spec in tf.nest.flatten(inputs))
-        needed = f"inputs named {', '.join(inputs)}" if isinstance(inputs, dict) else "one input"
+        needed = "one input"
+        if isinstance(inputs, dict):
+            needed = f"inputs named {', '.join(inputs)}"
         raise ConfigError(
             f"{name} must take {needed}, {kind} of shape {shapes} as {source.name} gives them; it failed "
             f"with {in_one_line(error)}{where}; tracebacks=true shows its traceback"
@@ -196,11 +214,11 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
 
 
 class LearningRate:
-    """The rate of a schedule at the optimizer's step, in the graph, times a factor that callbacks may change.
+    """A schedule at the optimizer's step, in the graph, times a factor that callbacks may change.
 
-    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate, such as
-    ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales with it from then on. Keras's
-    own LearningRateSchedule cannot be set.
+    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the
+    rate, such as ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales
+    with it from then on. Keras's own LearningRateSchedule cannot be set.
 
     Args:
         schedule: a function of the step.
@@ -216,14 +234,18 @@ class LearningRate:
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Takes the step from this optimizer, whose learning rate this is.
 
-        Keras saves the optimizer with a schedule of its own, constant at the rate of that moment, so that a model that
-        a callback saves loads without hvtrain.
+        Keras saves the optimizer with a schedule of its own, constant at the rate of that moment,
+        so that a model that a callback saves loads without hvtrain.
         """
         self._optimizer = optimizer
         get_config = optimizer.get_config
 
         def config_with_constant_rate() -> dict[str, Any]:
-            constant = keras.optimizers.schedules.ExponentialDecay(float(self()), decay_steps=1, decay_rate=1.0)
+            constant = keras.optimizers.schedules.ExponentialDecay(
+                float(self()),
+                decay_steps=1,
+                decay_rate=1.0,
+            )
             return {**get_config(), "learning_rate": keras.optimizers.schedules.serialize(constant)}
 
         optimizer.get_config = config_with_constant_rate
@@ -232,8 +254,11 @@ class LearningRate:
         return {}  # Keras's optimizers ask for it; see follow.
 
     def __call__(self) -> Any:
-        # As in Keras's schedules, batches that only accumulate count too; the public counter leaves them out.
-        step = keras.ops.cast(self._optimizer._iterations, "float32") if self._optimizer is not None else 0.0
+        # As in Keras's schedules, batches that only accumulate count too; the public counter leaves
+        # them out.
+        step = 0.0
+        if self._optimizer is not None:
+            step = keras.ops.cast(self._optimizer._iterations, "float32")
         return self.schedule(step - self.shift, ops=keras.ops) * self.factor
 
     def assign(self, value: Any) -> None:
@@ -246,7 +271,9 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
-    rate.follow(getattr(optimizer, "inner_optimizer", optimizer))  # A loss scale wraps the one that counts steps.
+    rate.follow(
+        getattr(optimizer, "inner_optimizer", optimizer),
+    )  # A loss scale wraps the one that counts steps.
     return optimizer
 
 
@@ -255,15 +282,24 @@ def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     arguments: dict[str, Any] = {"learning_rate": rate}
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
-    optimizer: keras.optimizers.Optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
+    optimizer: keras.optimizers.Optimizer = build(
+        config,
+        "optimizer",
+        keras.optimizers.Optimizer,
+        **arguments,
+    )
     keep_averages(optimizer, config.train.ema)
     return optimizer
 
 
 def checkpoint_meta(
-    config: RunConfig, plan: StepPlan, data: dict[str, Any], run_id: str | None, changes: list[dict[str, Any]]
+    config: RunConfig,
+    plan: StepPlan,
+    data: dict[str, Any],
+    run_id: str | None,
+    changes: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Facts about the run in each of its checkpoints: sharding of the data, number of ranks, settings.
+    """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
 
     Args:
         config: all settings.

@@ -1,4 +1,4 @@
-"""Saves the state of a run: checkpoints on disk, also when it is interrupted, and commits to memory in elastic jobs."""
+"""Saves the state of a run: checkpoints on disk, interruptions, and commits to memory."""
 
 import signal
 import socket
@@ -18,22 +18,25 @@ from hvtrain.system import console
 from hvtrain.training.callbacks.epoch_metrics import Validation
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
-# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every step.
+# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every
+# step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
 class Interruption(RunCallback):
-    """Requests a stop after train.max_time by the chief's clock, or after a signal to this rank (every rank).
+    """Requests a stop after train.max_time or after a signal to this rank (every rank).
 
-    The run is saved, to be resumed later. The ranks stop together, after the same step. A signal that came between two
-    attempts counts too. While training goes on, Ctrl-C is such a signal; a second one ends the process at once.
+    The run is saved, to be resumed later. The ranks stop together, after the same step. A signal
+    that came between two attempts counts too. While training goes on, Ctrl-C is such a signal; a
+    second one ends the process at once.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._limit = self.run.config.train.max_time if self.run.topology.is_chief else None
+        self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
-        if self._limit:
+        # The chief's clock alone: others would ask for a stop a step earlier or later.
+        if self._limit and self.run.topology.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
@@ -49,24 +52,28 @@ class Interruption(RunCallback):
             self.model.stop_training = True
 
     def agree_on_reason(self) -> None:
-        """Reports why training has stopped and the exit code, the same on all ranks, if it is for this callback.
+        """Reports why training has stopped and the exit code, the same on all ranks (every rank).
 
-        Every rank calls it. Of several reasons Ctrl-C comes first, then signals, then the clock.
+        Of several reasons Ctrl-C comes first, then signals, then the clock. There is none if a
+        callback of the user's has stopped the training.
         """
-        by_user = "Ctrl-C" if signal.SIGINT in self._signals else ""
-        by_signal = ""
-        if self._signals:
+        own_reasons: dict[int, str] = {}  # By exit code.
+        if signal.SIGINT in self._signals:
+            own_reasons[INTERRUPTED] = "Ctrl-C"
+        elif self._signals:
             name = signal.Signals(self._signals[0]).name
-            by_signal = f"{name} to rank {self.comm.topology.rank} on {socket.gethostname()}"
-        by_clock = f"train.max_time={self._limit}" if self._is_late else ""
+            host = socket.gethostname()
+            own_reasons[RESTART_HELPS] = f"{name} to rank {self.comm.topology.rank} on {host}"
+        if self._is_late:
+            own_reasons[0] = f"train.max_time={self._limit}"
 
-        users, signals, clocks = zip(*self.comm.gather((by_user, by_signal, by_clock)))
-        self.report.exit_code = 0
-        if any(users):
-            self.report.exit_code = INTERRUPTED
-        elif any(signals):
-            self.report.exit_code = RESTART_HELPS
-        self.report.stopped_by = next(filter(None, [*users, *signals, *clocks]), "")
+        all_reasons = self.comm.gather(own_reasons)
+        for exit_code in (INTERRUPTED, RESTART_HELPS, 0):
+            reasons = [reasons[exit_code] for reasons in all_reasons if exit_code in reasons]
+            if reasons:
+                self.report.exit_code = exit_code
+                self.report.stopped_by = reasons[0]
+                return
 
     @property
     def _is_late(self) -> bool:
@@ -82,14 +89,18 @@ class Interruption(RunCallback):
 
 
 class CallbackState(keras.callbacks.Callback):
-    """Saves the state of the given callbacks, and restores it when training begins again (every rank).
+    """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
-    Numbers (patience, best value) go into the checkpoint's meta and best_weights among its arrays; nothing else is
-    kept. Callbacks set the factor of the learning rate, so all ranks get the chief's. Put it after those callbacks.
+    Numbers (patience, best value) go into the checkpoint's meta and best_weights among its arrays;
+    nothing else is kept. Callbacks set the factor of the learning rate, so all ranks get the
+    chief's. Put it after those callbacks.
     """
 
     def __init__(
-        self, callbacks: dict[str, keras.callbacks.Callback], saved: dict[str, dict[str, Any]], comm: Comm
+        self,
+        callbacks: dict[str, keras.callbacks.Callback],
+        saved: dict[str, dict[str, Any]],
+        comm: Comm,
     ) -> None:
         super().__init__()
         self._callbacks = callbacks
@@ -97,15 +108,17 @@ class CallbackState(keras.callbacks.Callback):
         self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Keras's callbacks set their counters anew in on_train_begin, so this one has to come after them.
+        # Keras's callbacks set their counters anew in on_train_begin, so this one has to come after
+        # them.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         factor = store.rate_factor(self.model)
+        # Ranks with different rates would drift apart.
         if self._callbacks and factor is not None:
-            factor.assign(self._comm.broadcast(float(factor)))  # Ranks with different rates would drift apart.
+            factor.assign(self._comm.broadcast(float(factor)))
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The numbers of each callback, by its name."""
@@ -127,7 +140,12 @@ class CallbackState(keras.callbacks.Callback):
 class _Saving(RunCallback):
     """The state that checkpoints and commits copy."""
 
-    def __init__(self, context: RunContext, callback_state: CallbackState, validation: Validation) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        callback_state: CallbackState,
+        validation: Validation,
+    ) -> None:
         super().__init__(context)
         self.callback_state = callback_state
         self.validation = validation
@@ -154,8 +172,9 @@ class _Saving(RunCallback):
 class Checkpointing(_Saving):
     """Writes a checkpoint when one is due and at the end (every rank).
 
-    The chief gathers the state of all ranks and writes it; other hosts note where it is. Training waits while the
-    state is copied; the writer does the rest in the background, and the end waits for it.
+    The chief gathers the state of all ranks and writes it; other hosts note where it is. Training
+    waits while the state is copied; the writer does the rest in the background, and the end waits
+    for it.
     """
 
     def __init__(
@@ -173,14 +192,16 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Only rank 0 knows that a background write failed. It requests the stop here, so that all ranks agree on it
-        # after this step; then on_epoch_end raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests the stop here, so that all
+        # ranks agree on it after this step; then on_epoch_end raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
-        if self.position.in_epoch and (self.position.is_multiple_of(self.config.every_steps) or self._minutes_due()):
+        if not self.position.in_epoch:
+            return
+        if self.position.is_multiple_of(self.config.every_steps) or self._minutes_due():
             self._save(self.validation.latest if self._validated_now() else {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -189,18 +210,20 @@ class Checkpointing(_Saving):
         is_end = self.position.is_last or self.model.stop_training
         by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
         by_steps = self.position.is_multiple_of(self.config.every_steps)
-        # _minutes_due is a collective. All ranks come to it or none: what stands before it is equal on all of them.
+        # _minutes_due is a collective. All ranks come to it or none: what stands before it is equal
+        # on all of them.
         if is_end or by_epochs or by_steps or self._minutes_due():
             metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
-                # These val_* are of an earlier step, and would be taken for those of this checkpoint.
+                # These val_* are of an earlier step, and would be taken for those of this
+                # checkpoint.
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
             self._save(metrics)
         if is_end:
             self.run.state.note_keeper.note(self.comm.on_chief(self._finish))
 
     def _finish(self) -> int:
-        """Waits for the last write; returns the step of the newest complete checkpoint (chief only)."""
+        """Waits for the last write; returns the newest complete checkpoint's step (chief only)."""
         self.writer.finish()
         return self.writer.whole_step
 
@@ -216,7 +239,10 @@ class Checkpointing(_Saving):
         return self.comm.broadcast(time.monotonic() - self._last_saved_at >= 60 * minutes)
 
     def _save(self, metrics: dict[str, float]) -> None:
-        """Hands a checkpoint to the chief's writer (every rank). Raises the error of its previous write, if any."""
+        """Hands a checkpoint to the chief's writer (every rank).
+
+        Raises the error of the writer's previous write, if any.
+        """
         self.weights.average_untrained()
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
 
@@ -238,9 +264,10 @@ class Checkpointing(_Saving):
 
 
 class MemoryCommit(_Saving):
-    """Commits the state to every rank's memory, after every membership.commit_steps steps and each epoch (every rank).
+    """Commits the state of an elastic job to every rank's memory (every rank).
 
-    It then lets ranks join or leave; the next attempt continues from the commit, so nothing is lost. Put it last.
+    It does so after every membership.commit_steps steps and each epoch. It then lets ranks join or
+    leave; the next attempt continues from the commit, so nothing is lost. Put it last.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

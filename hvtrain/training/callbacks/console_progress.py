@@ -1,4 +1,4 @@
-"""Progress on rank 0's console: a line per epoch; within long epochs bars on a terminal, or a line every 30 s."""
+"""Progress on rank 0's console: a line per epoch, and bars or lines within long epochs."""
 
 import logging
 import sys
@@ -27,7 +27,8 @@ Moment = tuple[float, int]
 class Progress(RunCallback):
     """Shows where the run is, how fast it goes and how much is left (chief only).
 
-    Speeds and the time that is left count the steps of this start, without its first call of the graph, which traces.
+    Speeds and the time that is left count the steps of this start, without its first call of the
+    graph, which traces.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -45,8 +46,11 @@ class Progress(RunCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last_shown_at = time.monotonic()
-        # The first epoch begins with the call that traces; its steps count from the end of that call.
-        self._first_in_epoch = (self._last_shown_at, self.position.step) if self._first_call else None
+        # The first epoch begins with the call that traces; its steps count from the end of that
+        # call.
+        self._first_in_epoch = None
+        if self._first_call:
+            self._first_in_epoch = (self._last_shown_at, self.position.step)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -81,13 +85,21 @@ class Progress(RunCallback):
         """What Keras's bar shows, for what was done of the epoch, and how far the run is."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
-        return ", ".join([f"{self._epoch()}: {', '.join(parts)}; {self._share_of_run} of the run", *self._left()])
+        return ", ".join(
+            [
+                f"{self._epoch()}: {', '.join(parts)}; {self._share_of_run} of the run",
+                *self._left(),
+            ],
+        )
 
     def _drawing(self, logs: dict[str, Any]) -> Drawing:
         done, total = self._steps_of_epoch
         run_text = ", ".join([self._share_of_run, *self._left()])
         epoch_text = ", ".join([f"{done:,}/{total:,} steps", *self._step_time()])
-        numbers = [*self._numbers(logs), f"learning rate {float(self.model.optimizer.learning_rate):.3g}"]
+        numbers = [
+            *self._numbers(logs),
+            f"learning rate {float(self.model.optimizer.learning_rate):.3g}",
+        ]
         resources = filter(None, [self._shares(), gpu()])
         return Drawing(
             bars=(
@@ -117,9 +129,9 @@ class Progress(RunCallback):
 
     def _step_time(self) -> list[str]:
         seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step))
-        if not seconds:
-            return []
-        return [f"{1000 * seconds:.3g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"]
+        if seconds >= 1:
+            return [f"{seconds:.3g} s/step"]
+        return [f"{1000 * seconds:.3g} ms/step"] if seconds else []
 
     def _numbers(self, logs: dict[str, Any]) -> list[str]:
         """Loss, metrics and speed."""
@@ -136,12 +148,15 @@ class Progress(RunCallback):
     def _left(self) -> list[str]:
         """The time left of the whole run."""
         steps = self.position.plan.num_steps - self.position.step
-        seconds = steps * _seconds_per_step(self._first_call, (time.monotonic(), self.position.step))
+        seconds = steps * _seconds_per_step(
+            self._first_call,
+            (time.monotonic(), self.position.step),
+        )
         return [f"{_clock(seconds)} left"] if seconds else []
 
 
 def display() -> LiveDisplay | Sender | None:
-    """Bars on the launcher's terminal, or on this process's own; None where no person watches one."""
+    """Bars on the launcher's terminal, or on this process's own; None if no person watches."""
     if drawing.is_requested():
         return Sender()
     # mpirun gives its ranks terminals of their own.
@@ -165,14 +180,16 @@ def shares(times: StepTimes, num_ranks: int) -> str:
 
 
 def gpu() -> str:
-    """Used and peak memory of this process's GPU, and how busy that GPU is, in words; empty without a GPU."""
+    """Used and peak memory of this process's GPU, and how busy it is; empty without a GPU."""
     if not tf.config.list_logical_devices("GPU"):
         return ""
     # Not what nvidia-smi shows: TensorFlow reserves more than its tensors take.
     used = tf.config.experimental.get_memory_info("GPU:0")
     text = f"GPU memory {used['current'] / GIB:.1f} GiB, peak {used['peak'] / GIB:.1f} GiB"
     busy = nvml.busy_percent(uuid_in_use())
-    return text if busy is None else f"{text}; GPU busy {busy}%"
+    if busy is not None:  # The driver need not report it.
+        text += f"; GPU busy {busy}%"
+    return text
 
 
 def _seconds_per_step(start: Moment | None, end: Moment) -> float:

@@ -20,8 +20,8 @@ class EpochMetrics(keras.callbacks.Callback):
 
     Args:
         strategy: of the run.
-        resumed: this rank's state from store.rank_state, after a resume within an epoch; else empty. The model's
-            metrics must be built.
+        resumed: this rank's state from store.rank_state, after a resume within an epoch; else
+            empty. The model's metrics must be built.
         results: adds metrics that follow from others.
     """
 
@@ -44,23 +44,30 @@ class EpochMetrics(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         metrics = self.strategy.metrics_over_ranks(self.model)
-        # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that it never computes.
+        # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
+        # it never computes.
         left_out = metrics.keys() - logs.keys()
-        logs.update({name: value for name, value in self._results(metrics).items() if name not in left_out})
+        logs.update(
+            {name: value for name, value in self._results(metrics).items() if name not in left_out},
+        )
 
 
 class SameLogs(RunCallback):
-    """Replaces an epoch's logs by the chief's, so that callbacks after it decide alike on all ranks (every rank)."""
+    """Replaces an epoch's logs by the chief's (every rank).
+
+    Callbacks after it then decide alike on all ranks.
+    """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         logs.update(self.comm.broadcast({name: float(value) for name, value in logs.items()}))
 
 
 class Validation(RunCallback):
-    """Evaluates every N epochs, every N steps, or both, and adds val_* to the logs of that epoch (every rank).
+    """Evaluates every N epochs, every N steps, or both (every rank).
 
-    latest holds the newest results, for callbacks that act within an epoch, and unlogged those that are in no epoch's
-    logs yet. Logs of other epochs have no val_*: a callback that waits for an improvement would count a repeated one.
+    The logs of that epoch get val_*. latest holds the newest results, for callbacks that act within
+    an epoch, and unlogged those that are in no epoch's logs yet. Logs of other epochs have no
+    val_*: a callback that waits for an improvement would count a repeated one.
 
     Args:
         context: of the run.
@@ -68,7 +75,12 @@ class Validation(RunCallback):
         resumed: results that were unlogged where the run was interrupted.
     """
 
-    def __init__(self, context: RunContext, dataset: tf.data.Dataset | None, resumed: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        dataset: tf.data.Dataset | None,
+        resumed: Mapping[str, float],
+    ) -> None:
         super().__init__(context)
         self.config = self.run.config.train
         self.dataset = dataset
@@ -77,7 +89,9 @@ class Validation(RunCallback):
         self.unlogged = dict(resumed)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.dataset is not None and self.position.is_multiple_of(self.config.validate_every_steps):
+        if self.dataset is not None and self.position.is_multiple_of(
+            self.config.validate_every_steps,
+        ):
             self._validate()
             results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
             log.info("step %s: %s", f"{self.position.step:,}", results)

@@ -1,4 +1,4 @@
-"""Stops training when weights differ between ranks or values are not finite, and proves that ranks trained together.
+"""Stops a run whose ranks differ or whose values are not finite; proves that they trained together.
 
 With data.one_batch=true it also fails a run whose model has not memorized its only batch.
 """
@@ -33,10 +33,10 @@ LEARNED_SCORE = 0.99
 
 
 class Guard(RunCallback):
-    """Compares trained weights and slots after every guard.every steps, and checks the epoch's loss (every rank).
+    """Compares the ranks' weights every guard.every steps, and checks the epoch's loss (every rank).
 
-    Checkpointing compares everything once more before it writes. Put it after EpochMetrics, so that all ranks see
-    the same loss.
+    It compares trained weights and slots. Checkpointing compares everything once more before it
+    writes. Put it after EpochMetrics, so that all ranks see the same loss.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -59,7 +59,10 @@ class Guard(RunCallback):
 
 
 @contextmanager
-def explain_errors(context: RunContext, search: Callable[[int], str] | None = None) -> Iterator[None]:
+def explain_errors(
+    context: RunContext,
+    search: Callable[[int], str] | None = None,
+) -> Iterator[None]:
     """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
 
     Args:
@@ -69,26 +72,31 @@ def explain_errors(context: RunContext, search: Callable[[int], str] | None = No
         TrainingError: for a gradient that is not finite.
         DataError: for data that this rank cannot read.
     """
-    run = context.run
-    strategy = run.strategy
+    strategy = context.run.strategy
     steps_before = strategy.marks()[3]
     try:
         yield
     except tf.errors.OpError as error:
-        message = str(error)
-        ranks = ranks_at_fault(context.model.optimizer) if NOT_FINITE in message else []
+        ranks: list[int] = []
+        if NOT_FINITE in str(error):
+            ranks = ranks_at_fault(context.model.optimizer)
         if ranks:
             # Not position.step: a call of the graph that failed may have done some steps.
             step = context.position.start_step + strategy.marks()[3] - steps_before + 1
-            origin = search(step) if search else ""
-            hint = "" if search else NAMES_LAYER
+            origin = ""
+            hint = NAMES_LAYER
+            if search:
+                origin = search(step)
+                hint = ""
             raise TrainingError(
                 f"the gradient of step {step:,} is not finite on {named(ranks)}{origin}; "
                 f"nothing of it reached the weights; {ADVICE}{hint}"
             ) from error
 
-        # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
-        cause = error if "orovod" in message else run.source.explain(error)
+        if "orovod" in str(error):
+            # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
+            raise
+        cause = context.run.source.explain(error)
         if cause is error:
             raise
         topology = strategy.topology
@@ -106,7 +114,8 @@ def named(ranks: Sequence[int]) -> str:
 class Proof(RunCallback):
     """Counts the examples that went through the steps of each epoch, over all ranks (every rank).
 
-    The counts come from the steps themselves, not from the plan, so they show if examples of an epoch were lost.
+    The counts come from the steps themselves, not from the plan, so they show if examples of an
+    epoch were lost.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -120,7 +129,8 @@ class Proof(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if type(self.model).train_step is keras.Model.train_step:
-            # Keras's mean of the loss counts the examples that it was computed on, also before a resume.
+            # Keras's mean of the loss counts the examples that it was computed on, also before a
+            # resume.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
             is_whole = True
         else:
@@ -136,9 +146,10 @@ class Proof(RunCallback):
 class OneBatch(RunCallback):
     """Evaluates on the global batch before and after the training (every rank).
 
-    Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and batch normalization
-    takes its moving statistics; so the loss of the last epoch in training counts too. Put it after SameLogs, so that
-    all ranks decide alike. A run that resumes is not judged: what it had before its first step is not known.
+    Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and
+    batch normalization takes its moving statistics; so the loss of the last epoch in training
+    counts too. Put it after SameLogs, so that all ranks decide alike. A run that resumes is not
+    judged: what it had before its first step is not known.
     """
 
     training: dict[str, float]
@@ -182,9 +193,13 @@ class OneBatch(RunCallback):
 
 
 def is_learned(
-    before: dict[str, float], after: dict[str, float], training: dict[str, float], best: str, sign: int
+    before: dict[str, float],
+    after: dict[str, float],
+    training: dict[str, float],
+    best: str,
+    sign: int,
 ) -> bool:
-    """True if a loss has fallen to LEARNED_LOSS of the first one, or the best metric has reached LEARNED_SCORE.
+    """True if the loss has fallen to LEARNED_LOSS of the first one, or the metric is good enough.
 
     Args:
         before: the metrics of an evaluation before the first step.

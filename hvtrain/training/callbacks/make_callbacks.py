@@ -44,10 +44,11 @@ def make_callbacks(
 ) -> list[keras.callbacks.Callback]:
     """Makes all callbacks, in this order (every rank).
 
-    Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks, check them and
-    validate, so that later callbacks read true logs. Let the user's callbacks act, and stop all ranks if one requests
-    it. Then record, save, track, and commit. The record comes before the checkpoint: a run that is killed continues
-    from the checkpoint, and rows written after it would be missing.
+    Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks,
+    check them and validate, so that later callbacks read true logs. Let the user's callbacks act,
+    and stop all ranks if one requests it. Then record, save, track, and commit. The record comes
+    before the checkpoint: a run that is killed continues from the checkpoint, and rows written
+    after it would be missing.
     """
     run = context.run
     config = run.config
@@ -61,39 +62,57 @@ def make_callbacks(
     validation = Validation(context, dataset, resumed=start.unlogged)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
     state = CallbackState(own, start.callbacks, strategy.comm)
-    return [
-        position,
-        # First at the end of a step and last at its beginning, so that the watchdog can tell a step from a callback.
-        LambdaCallback(on_train_batch_end=lambda batch, logs: progress.end_step(position.step)),
-        *strategy.guards(),
-        throughput,
-        Proof(context),
-        *([search] if search else []),
-        EpochMetrics(strategy, start.rank_state if position.in_epoch else {}, run.task.results),
+
+    # First at the end of a step and last at its beginning, so that the watchdog can tell a step
+    # from a callback.
+    end_step = LambdaCallback(
+        on_train_batch_end=lambda batch, logs: progress.end_step(position.step),
+    )
+    begin_step = LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step),
+    )
+    callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
+    if search:
+        callbacks.append(search)
+    # Logs that are those of all ranks, and then the same on all.
+    rank_state = start.rank_state if position.in_epoch else {}
+    callbacks += [
+        EpochMetrics(strategy, rank_state, run.task.results),
         Guard(context),
         validation,
         SameLogs(context),
-        *([OneBatch(context)] if config.data.one_batch else []),
-        *own.values(),
-        interruption,
-        state,
-        *strategy.stop_callbacks(),
+    ]
+    if config.data.one_batch:
+        callbacks.append(OneBatch(context))
+    # Who may stop the training, and then who makes a stop that of all ranks.
+    callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
+    callbacks += [
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
-        *([tracking] if is_chief and config.tracker else []),
-        *([Progress(context)] if is_chief else []),
-        Skipped(context),
-        *([TimelineTrace(context)] if config.profile.timeline else []),
-        *([MemoryCommit(context, state, validation)] if strategy.membership.commit_steps else []),
-        LambdaCallback(on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)),
     ]
+    if is_chief and config.tracker:
+        callbacks.append(tracking)
+    if is_chief:
+        callbacks.append(Progress(context))
+    callbacks.append(Skipped(context))
+    if config.profile.timeline:
+        callbacks.append(TimelineTrace(context))
+    if strategy.membership.commit_steps:
+        # After the checkpoint: it raises if ranks join or leave, and nothing after it would be
+        # called.
+        callbacks.append(MemoryCommit(context, state, validation))
+    return [*callbacks, begin_step]
 
 
-def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.callbacks.Callback]) -> CallSteps:
+def call_steps(
+    config: RunConfig,
+    strategy: Strategy,
+    callbacks: list[keras.callbacks.Callback],
+) -> CallSteps:
     """Chooses the steps in one call of the graph (every rank).
 
-    They are train.steps_per_execution, or 1 if a user's callback acts on batches; else the loop finds them by timing.
-    A call must not cross the step intervals after which a callback acts.
+    They are train.steps_per_execution, or 1 if a user's callback acts on batches; else the loop
+    finds them by timing. A call must not cross the step intervals after which a callback acts.
     """
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
     modules = {getattr(callback, hook).__module__.split(".")[0] for callback in callbacks for hook in hooks}
@@ -101,7 +120,10 @@ def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.call
     counted = [getattr(callback, name, None) for callback in callbacks for name in ("save_freq", "update_freq")]
     # The chief alone has the callbacks that only write.
     acts_on_batches, counts = strategy.comm.broadcast(
-        (bool(modules - {"hvtrain", "keras"}), [steps for steps in counted if isinstance(steps, int)])
+        (
+            bool(modules - {"hvtrain", "keras"}),
+            [steps for steps in counted if isinstance(steps, int)],
+        ),
     )
 
     intervals = [
@@ -110,13 +132,20 @@ def call_steps(config: RunConfig, strategy: Strategy, callbacks: list[keras.call
         config.guard.every,
         *counts,
         strategy.membership.commit_steps,
-        STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate if config.checkpoint.every_minutes else None,
-        config.profile.steps if config.profile.timeline else None,
     ]
+    if config.checkpoint.every_minutes:
+        intervals.append(STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate)
+    if config.profile.timeline:
+        intervals.append(config.profile.steps)
+
     steps = config.train.steps_per_execution
     if config.guard.layers or (acts_on_batches and steps is None):
         steps = 1
-    return CallSteps(steps, [interval for interval in intervals if interval], strategy.comm.broadcast)
+    return CallSteps(
+        steps,
+        [interval for interval in intervals if interval],
+        strategy.comm.broadcast,
+    )
 
 
 # They only write, and ranks would overwrite each other's files.
@@ -135,7 +164,11 @@ _REFUSED = {
 """Keras's callbacks that do harm in a run, and what to do instead."""
 
 
-def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, keras.callbacks.Callback]:
+def own_callbacks(
+    run: Run,
+    model: keras.Model,
+    validates: bool,
+) -> dict[str, keras.callbacks.Callback]:
     """Builds the user's callbacks, by name. Those of Keras that only write are on the chief alone.
 
     Args:
@@ -144,7 +177,8 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, ke
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: one of them would do harm, lacks a package, or monitors a metric that this run does not have.
+        ConfigError: one of them would do harm, lacks a package, or monitors a metric that this run
+            does not have.
     """
     config = run.config
     is_chief = run.topology.is_chief
@@ -160,7 +194,10 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, ke
     if validates and config.train.validate_every_epochs != 1:
         # Keras warns of these after each epoch without a validation.
         for name in metrics:
-            warnings.filterwarnings("ignore", rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available")
+            warnings.filterwarnings(
+                "ignore",
+                rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available",
+            )
 
     for name, callback in callbacks.items():
         if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
@@ -170,6 +207,7 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, ke
         monitor = str(getattr(callback, "monitor", ""))
         # ModelCheckpoint uses its monitor only with save_best_only.
         if monitor.startswith("val_") and not validates and getattr(callback, "save_best_only", True):
+            # How this data set is divided.
             takes = "dataset.num_validation=N" if "num_validation" in config.dataset else "as the split validation"
             raise ConfigError(
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
@@ -179,8 +217,9 @@ def own_callbacks(run: Run, model: keras.Model, validates: bool) -> dict[str, ke
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:
-    """Names that an epoch's logs may have: metrics of the training, then those of the validation."""
-    # A model may have metrics of its own, beside the one object in which Keras keeps those of compile.
+    """Names that an epoch's logs may have: metrics of the training, then of the validation."""
+    # A model may have metrics of its own, beside the one object in which Keras keeps those of
+    # compile.
     own_names = (metric.name for metric in model.metrics if metric.name != "compile_metrics")
     names = list(dict.fromkeys([*run.task.metric_names, *own_names]))
     return [*names, *(f"val_{name}" for name in names)]

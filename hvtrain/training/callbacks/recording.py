@@ -1,9 +1,15 @@
-"""What a run records while it trains: rows of history.csv and ranks.csv, and examples that it left out."""
+"""Records of a run while it trains: history.csv, ranks.csv, and examples that were left out."""
 
 import logging
 from typing import Any
 
-from hvtrain.core.run_files import EpochRecord, append_history, append_rank_seconds, write_history, write_rank_seconds
+from hvtrain.core.run_files import (
+    EpochRecord,
+    append_history,
+    append_rank_seconds,
+    write_history,
+    write_rank_seconds,
+)
 from hvtrain.errors import StorageError
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
 from hvtrain.training.callbacks.speed import Throughput
@@ -13,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Recording(RunCallback):
-    """Adds a row to history.csv and ranks.csv after each epoch (chief only; all ranks raise its error).
+    """Adds a row to history.csv and ranks.csv after each epoch.
 
-    The files are written anew once per start, since a resumed run keeps only the rows before its start, and after a
-    failure. With checkpoint.on_error=warn training continues without the row, and the next epoch tries again.
+    Every rank calls it, the chief writes, and all ranks raise its error. The files are written anew
+    once per start, since a resumed run keeps only the rows before its start, and after a failure.
+    With checkpoint.on_error=warn training continues without the row, and the next epoch tries
+    again.
     """
 
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
@@ -44,8 +52,11 @@ class Recording(RunCallback):
         self.comm.on_chief(self._write)
 
     def _write(self) -> None:
-        save_history = append_history if self._can_append else write_history
-        save_seconds = append_rank_seconds if self._can_append else write_rank_seconds
+        save_history = write_history
+        save_seconds = write_rank_seconds
+        if self._can_append:
+            save_history = append_history
+            save_seconds = append_rank_seconds
         # Until both are written: a row that was cut short must not be followed by another.
         self._can_append = False
         try:
@@ -67,7 +78,10 @@ class Skipped(RunCallback):
 
 
 def report_skipped(run: Run, report: RunReport) -> None:
-    """Logs what was left out since the last call: names to each rank's log, the sum to the console (every rank)."""
+    """Logs what was left out since the last call (every rank).
+
+    Names go to the log of the rank that read them, the sum to the console.
+    """
     if run.source.on_error != "skip":
         return
 

@@ -60,10 +60,12 @@ class RunReport:
 
     Args:
         records: rows of history.csv, those before a resume included.
-        rank_seconds: by epoch, seconds of a step's own work on each rank; empty if steps are not timed.
-        examples_each_epoch: examples that went through the steps of each whole epoch, over all ranks.
-        unreadable: what data.on_error=skip left out on any rank, by its place. A damaged file that several ranks
-            read counts once.
+        rank_seconds: by epoch, seconds of a step's own work on each rank; empty if steps are not
+            timed.
+        examples_each_epoch: examples that went through the steps of each whole epoch, over all
+            ranks.
+        unreadable: what data.on_error=skip left out on any rank, by its place. A damaged file that
+            several ranks read counts once.
         examples_per_second: of all ranks, after the warm-up; None before.
         step_seconds: mean time of a step after the warm-up; None before.
         split: parts of the time of a step; None if steps are not timed.
@@ -83,7 +85,7 @@ class RunReport:
 
     @property
     def num_skipped(self) -> int:
-        """Examples that were left out; those of files that broke off are not known, and count as none."""
+        """Examples that were left out, without those of broken files, whose number is not known."""
         return sum(part.num_examples or 0 for part in self.unreadable.values())
 
 
@@ -107,12 +109,19 @@ class RunContext:
         Raises StorageError on all ranks if the history of a resumed run is damaged.
         """
         position = Position(run.plan, start_step)
-        weights = WeightCheck(model, run.config.guard.every > 0, lambda: run.strategy.watchdog.phase(EXCHANGE))
+        weights = WeightCheck(
+            model,
+            run.config.guard.every > 0,
+            lambda: run.strategy.watchdog.phase(EXCHANGE),
+        )
         return cls(run, model, position, weights, _report_until(run, position))
 
 
 def _report_until(run: Run, position: Position) -> RunReport:
-    """Reads the rows of the epochs before the start; those after it were trained in vain, and are left out."""
+    """Reads the rows of the epochs before the start.
+
+    Later rows are of steps that no checkpoint has, and that are trained again.
+    """
     comm = run.strategy.comm
     records = comm.on_chief(lambda: read_history(run.folder))
     # Compared by epochs: an earlier plan of the run counted steps differently.
@@ -122,7 +131,10 @@ def _report_until(run: Run, position: Position) -> RunReport:
     if lost:
         log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
     seconds = comm.on_chief(lambda: read_rank_seconds(run.folder))
-    return RunReport(records, {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch})
+    return RunReport(
+        records,
+        {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
+    )
 
 
 class RunCallback(keras.callbacks.Callback):

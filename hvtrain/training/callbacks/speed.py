@@ -1,4 +1,4 @@
-"""Speed of a run: examples per second, and the time of a step split into data, compute and communication."""
+"""Speed of a run: examples per second, and a step's time split by data, compute, communication."""
 
 import time
 from dataclasses import dataclass
@@ -8,15 +8,18 @@ from typing import Any
 from hvtrain.step.step_timing import StepTimes
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
-# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
+# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first
+# steps.
 WARMUP_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of a step: means over the ranks. The slowest rank has the most work of its own in a step.
+    """Seconds of a step: means over the ranks.
 
-    efficiency: the speed relative to a run whose reductions take no time. It and the time of communication are None
+    The slowest rank has the most work of its own in a step. efficiency: the speed relative to a run
+    whose reductions take no time. It and the time of
+        communication are None
     where one process leads replicas or workers, whose exchange it does not see.
     """
 
@@ -33,7 +36,8 @@ class Split:
     def of(cls, ranks: list[tuple[StepTimes, str]], sees_exchange: bool = True) -> "Split":
         """Combines the step times and hosts of all ranks."""
         work = [times.own_work for times, _ in ranks]
-        # The rank with the most work of its own: a rank that waits for others takes as long as they do.
+        # The rank with the most work of its own: a rank that waits for others takes as long as they
+        # do.
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
 
@@ -71,11 +75,12 @@ class Split:
 class Throughput(RunCallback):
     """Times the steps, puts examples/s into the logs, and splits the time of a step (every rank).
 
-    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and reduction, but
-    not validation, checkpoints and other callbacks. The split is of the steps after the warm-up, so far.
+    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and
+    reduction, but not validation, checkpoints and other callbacks. The split is of the steps after
+    the warm-up, so far.
 
-    epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of a step's own work in
-    that epoch, by rank, and is empty if steps are not timed.
+    epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of
+    a step's own work in that epoch, by rank, and is empty if steps are not timed.
     """
 
     def __init__(self, context: RunContext) -> None:

@@ -1,4 +1,4 @@
-"""profile.timeline=true: traces Horovod's and TensorFlow's operations in some steps, and sums up their time."""
+"""profile.timeline=true: traces the operations of some steps, and sums up their time."""
 
 import json
 import logging
@@ -28,9 +28,10 @@ _TRANSFER = "transfer and sum"
 
 
 class TimelineTrace(RunCallback):
-    """Traces profile.steps steps or more, from profile.first_step of this start on (every rank; the chief writes).
+    """Traces some steps of this start (every rank; the chief writes).
 
-    In the run folder, profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and the rest of profile/ for
+    It traces profile.steps steps or more, from profile.first_step on. In the run folder,
+    profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and the rest of profile/ for
     TensorBoard's profiler.
     """
 
@@ -50,7 +51,10 @@ class TimelineTrace(RunCallback):
         self.run.strategy.timeline.start(self.folder / REDUCTIONS)
         if self.run.topology.is_chief:
             # Level 3 includes single operations.
-            options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3, python_tracer_level=0)
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=3,
+                python_tracer_level=0,
+            )
             tf.profiler.experimental.start(str(self.folder), options)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -59,7 +63,10 @@ class TimelineTrace(RunCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._begin is None:
-            log.warning("profile.timeline traced nothing: the run ended before step %s", f"{self.first_step + 1:,}")
+            log.warning(
+                "profile.timeline traced nothing: the run ended before step %s",
+                f"{self.first_step + 1:,}",
+            )
         self._end()
 
     def _make_folder(self) -> None:
@@ -83,7 +90,9 @@ class TimelineTrace(RunCallback):
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
     """Lines with the time of each kind of operation in a traced step."""
-    horovod = reductions(folder / REDUCTIONS) if (folder / REDUCTIONS).exists() else {}
+    horovod: dict[str, float] = {}
+    if (folder / REDUCTIONS).exists():  # One rank alone has no reductions.
+        horovod = reductions(folder / REDUCTIONS)
     tensorflow = sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
     return [
         f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
@@ -95,7 +104,10 @@ def traces_by_viewer(folder: Path) -> dict[str, Path]:
     """The traces that were written, by what shows them."""
     traces = {
         "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
-        f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(folder.rglob("*.xplane.pb"), None),
+        f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(
+            folder.rglob("*.xplane.pb"),
+            None,
+        ),
     }
     return {viewer: path for viewer, path in traces.items() if path and path.exists()}
 
@@ -104,9 +116,12 @@ def reductions(path: Path) -> dict[str, float]:
     """Seconds in which Horovod did each kind of activity for at least one gradient."""
     # Until Horovod closes the list, its last event ends with a comma.
     text = path.read_text(encoding="utf-8").strip()
-    events = json.loads(text if text.endswith("]") else text.rstrip(",") + "]")
+    if not text.endswith("]"):
+        text = text.rstrip(",") + "]"
+    events = json.loads(text)
 
-    # Horovod has one process number for each gradient. Its activities are nested: E ends the innermost B.
+    # Horovod has one process number for each gradient. Its activities are nested: E ends the
+    # innermost B.
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
@@ -126,7 +141,8 @@ def _activity(name: str) -> str | None:
     for prefix, activity in _ACTIVITIES.items():
         if name.startswith(prefix):
             return activity
-    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
+    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all
+    # activities.
     return _TRANSFER if "_ALL" in name else None
 
 

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 class Tracking(RunCallback):
     """Starts, feeds and ends the run's trackers (chief only; every rank makes it).
 
-    Entered as a context, it also ends the tracked runs of a run that fails or stops. A tracker gets the epochs that it
-    does not have yet: one that is chosen late, or failed before a resume, gets all of them. One that fails is left out,
-    with a warning.
+    Entered as a context, it also ends the tracked runs of a run that fails or stops. A tracker gets
+    the epochs that it does not have yet: one that is chosen late, or failed before a resume, gets
+    all of them. One that fails is left out, with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -48,9 +48,10 @@ class Tracking(RunCallback):
         def start(name: str, tracker: Tracker) -> None:
             before = self._tracked.get(name, {"id": None, "step": 0})
             tracked_id = tracker.start(facts, before["id"])
+            self._tracked[name] = {"id": tracked_id, "step": 0}
             # A new tracked run has no epochs yet, and gets all of them.
-            continues = tracked_id == before["id"] and self.position.start_step > 0
-            self._tracked[name] = {"id": tracked_id, "step": before["step"] if continues else 0}
+            if tracked_id == before["id"] and self.position.start_step > 0:
+                self._tracked[name]["step"] = before["step"]
 
         self._each(start)
         self._send()
@@ -58,14 +59,22 @@ class Tracking(RunCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._send()
 
-    def finish(self, state: str, values: dict[str, float] | None = None, files: list[Path] | None = None) -> None:
-        """Ends the tracked runs, with more numbers and files, unless they are ended already or have not begun."""
+    def finish(
+        self,
+        state: str,
+        values: dict[str, float] | None = None,
+        files: list[Path] | None = None,
+    ) -> None:
+        """Ends the tracked runs, if they are open, with more numbers and files."""
         if not self._is_open:
             return
 
         def end(name: str, tracker: Tracker) -> None:
             if values:
-                tracker.scalars(self.position.step, {plain_name(key): value for key, value in values.items()})
+                tracker.scalars(
+                    self.position.step,
+                    {plain_name(key): value for key, value in values.items()},
+                )
             tracker.finish(state, files or [])
 
         self._each(end)
@@ -75,9 +84,14 @@ class Tracking(RunCallback):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self.finish("stopped" if kind is None or issubclass(kind, Stopped) else "failed")
+        # A run that is still open without an exception goes on later, such as after train.max_time.
+        is_stopped = kind is None or issubclass(kind, Stopped)
+        self.finish("stopped" if is_stopped else "failed")
 
     def _send(self) -> None:
         """Sends the epochs that a tracker does not have yet, and notes the last one."""
@@ -86,7 +100,10 @@ class Tracking(RunCallback):
             tracked = self._tracked[name]
             for record in self.report.records:
                 if record.step > tracked["step"]:
-                    tracker.scalars(record.step, scalars(record, self.report.rank_seconds.get(record.epoch, [])))
+                    tracker.scalars(
+                        record.step,
+                        scalars(record, self.report.rank_seconds.get(record.epoch, [])),
+                    )
                     tracked["step"] = record.step
 
         self._each(send)
