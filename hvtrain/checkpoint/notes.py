@@ -47,6 +47,7 @@ def read(folder: Path) -> Note | None:
     """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
+        # A link may lead anywhere, a pipe never ends, and a note is short.
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -89,6 +90,7 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
     >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
     """
+    # The variable may come from anywhere, so it is checked as a file is.
     step, _, host = environ.get(VARIABLE, "").partition("@")
     is_valid = re.fullmatch("[0-9]{1,18}", step) and _HOST.fullmatch(host)
     return Note(int(step), host) if is_valid else None

@@ -56,8 +56,7 @@ class Checkpoint:
         Raises:
             CheckpointError: if they are not numbers.
         """
-        # Only numbers of known names, so that a checkpoint cannot set any other attribute of a
-        # callback.
+        # Known names only, so that a checkpoint cannot set any other attribute of a callback.
         try:
             saved: dict[str, dict[str, Any]] = {
                 name: {key: float(numbers[key]) for key in NUMBERS if key in numbers}
@@ -143,8 +142,7 @@ def read(path: Path) -> Checkpoint:
     except Exception as error:  # Parsers may raise anything on garbage with matching checksums.
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         if isinstance(error, OSError) and not is_missing:
-            # An input/output error or a missing permission does not mean that the checkpoint is
-            # damaged.
+            # An input/output error or a missing permission does not mean damage.
             raise StorageError(
                 f"checkpoint {path.name} cannot be read: {error.strerror} ({path}); "
                 "fix that, and start again with the same run.dir"
@@ -156,6 +154,7 @@ def read(path: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
+    # As the command sha256sum writes it: digest, two spaces, name.
     lines = _read_regular(path / SUMS).decode().splitlines()
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     # All at once: what is parsed are the bytes that were checked.
@@ -274,6 +273,7 @@ def _variables(model: "keras.Model") -> dict[str, Any]:
 
 def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     """Returns variables that are each rank's own, by key."""
+    # model.variables also holds the seeds of dropout and the like, which model.weights does not.
     weights = {id(variable) for variable in model.weights}
     seeds = [variable for variable in model.variables if id(variable) not in weights]
     variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}

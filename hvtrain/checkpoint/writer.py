@@ -54,8 +54,7 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     Raises:
         CheckpointError: if it was not written; older checkpoints stay as they are.
     """
-    # safetensors has no bfloat16 for NumPy: such arrays are stored as their bits, and meta lists
-    # them.
+    # safetensors has no bfloat16 for NumPy: meta lists such arrays, which are stored as their bits.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
     text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
@@ -70,9 +69,9 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
             _write_file(temporary / META, [text]),
         ]
         _write_file(temporary / SUMS, ["".join(sums).encode()])
+        # The folder too, or a power cut might lose the names of its files.
         flush(temporary)
-        # If the replacement of an older checkpoint of this step is cut short, sweep restores that
-        # one.
+        # If the replacement of an older checkpoint of this step is cut short, sweep restores it.
         old = target.with_name(f"{_REPLACED}{target.name}")
         remove(old)
         if os.path.lexists(target):
@@ -226,6 +225,7 @@ class Writer:
     def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         """Starts a write, after the previous one is done. The arrays must not change afterwards."""
         self.outcome()
+        # A daemon: a process that fails waits for the disk in __exit__, and not forever.
         self._thread = threading.Thread(target=self._work, args=(step, arrays, meta), name="checkpoints", daemon=True)
         self._thread.start()
 

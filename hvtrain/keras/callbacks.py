@@ -28,10 +28,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
 
     Once for each model: before the first step if the model is built, as one with an Input is;
-    otherwise right after the first step, which
-    creates its variables, and with a warning: that step's gradients are those of each rank's own
-    weights. Also sets the state of other optimizers that are attributes of the model. Warns if the
-    first batch reduced nothing, neither by a DistributedOptimizer nor by a DistributedGradientTape.
+    otherwise right after the first step, which creates its variables, and with a warning: that
+    step's gradients are those of each rank's own weights. Also sets the state of other optimizers
+    that are attributes of the model. Warns if the first batch reduced nothing, neither by a
+    DistributedOptimizer nor by a DistributedGradientTape.
 
     Args:
         root_rank: whose values all ranks get.
@@ -114,18 +114,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return num_tape_reductions() == self._tape_reductions_before
 
     def _optimizers(self) -> list[Any]:
-        """Returns the optimizers that are attributes of the model, or elements of its lists."""
+        """Returns the optimizers that are attributes of the model, or elements of its lists.
+
+        A GAN, for example, has two, of which compile may know none.
+        """
         attributes = list(vars(self.model).values())
         elements = [item for value in attributes if isinstance(value, list | tuple) for item in value]
         return [item for item in [*attributes, *elements] if isinstance(item, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
+        # Slots have to exist before they are broadcast.
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = list(self.model.weights)
-        for optimizer in self._optimizers():
-            variables += optimizer.variables
+        for attribute in self._optimizers():
+            variables += attribute.variables
         # By identity, since an optimizer may be found twice.
         by_id = {variable_id(variable): variable for variable in variables}
         shared = [variable for key, variable in by_id.items() if key not in self._local]
@@ -207,6 +211,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
+        # The ranks would write the same file at once.
         if hvd.rank() == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -226,6 +231,7 @@ class ReductionCheckCallback(keras.callbacks.Callback):
         self._checked = False
 
     def set_model(self, model: keras.Model) -> None:
+        # A second model has an optimizer, and so a counter, of its own.
         if model is not self.model:
             self._reductions_before = None
             self._checked = False
@@ -272,6 +278,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         hook = hook_of(model.optimizer)
+        # A flag for each model's optimizer, with whose gradients it travels.
         if hook and (self._flag is None or hook.reducer.flag is not self._flag):
             self._flag = hook.reducer.flag = SharedFlag()
             model.train_function = None  # A function traced earlier does not reduce the flag.
@@ -290,8 +297,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = self._flag is not None and self._flag.is_set()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Callbacks such as EarlyStopping ask here, after the last gradients of the epoch have
-        # travelled.
+        # EarlyStopping asks here, after the last gradients of the epoch have travelled.
         requested = self._requested or self.model.stop_training
         (num_requests,) = self._sum_arrays([np.array(float(requested))])
         self.model.stop_training = bool(num_requests > 0)
@@ -322,6 +328,7 @@ class WeightCheckCallback(keras.callbacks.Callback):
         super().set_model(model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Not before the first batch, which builds the model and its optimizer.
         if self.check is None:
             self.check = WeightCheck(self.model)
         if self._batches % self.every_batches == 0:

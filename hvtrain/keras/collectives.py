@@ -128,8 +128,7 @@ def _compare_and_call(
         any_length: the first dimension may differ.
     """
     tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
-    # Horovod's three functions take their process set, and two of them an op, at different
-    # positions.
+    # Horovod's three functions take process_set and op at different positions.
     arguments = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
     process_set = arguments.get("process_set", hvd.global_process_set)
     if process_set.size() > 1:
@@ -156,13 +155,13 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return hvd.broadcast_global_variables(root_rank)
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # As compare_structure, which pickles too.
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
-    """Sets Keras or TensorFlow variables to the values of root_rank (every rank, in the same order).
+    """Sets Keras or TensorFlow variables to the values of root_rank.
 
-    Inside a tf.function it does so in the graph; in a TensorFlow 1 graph it returns the operation.
-    Seeds of dropout and the like, which `model.variables` holds too, stay each rank's own: see
-    broadcast_model.
+    Every rank passes them in the same order. Inside a tf.function it does so in the graph; in a
+    TensorFlow 1 graph it returns the operation. Seeds of dropout and the like, which
+    `model.variables` holds too, stay each rank's own: see broadcast_model.
 
     Variables are matched by position and packed into few messages: names that Keras generates
     (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs tensors by name, would then
@@ -184,11 +183,12 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     if not variables:
         raise ValueError(
             "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; "
-            "begin the model with a keras.Input, or call model.build(input_shape) before"
+            "begin the model with a keras.Input, or call model.build(input_shape) first"
         )
     if hvd.size() == 1:
         return None
 
+    # A message holds values of one type.
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)

@@ -65,8 +65,10 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         on_host = [other.keys for other in views if other.host == view.host]
         if not view.gpus:
             chosen.append(None)
+        # Each rank is shown GPUs of its own.
         elif any(keys != view.keys for keys in on_host):
             chosen.append(0)
+        # All ranks of the host see the same GPUs.
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
@@ -98,6 +100,7 @@ def _check_all_or_none(views: list[View]) -> None:
 
 def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
     """Returns host and name of the GPU that most ranks use, and how many do."""
+    # Two ranks may know one GPU under two numbers, so that numbers cannot be counted.
     users: Counter[tuple[str, str]] = Counter()
     names = {}
     for view, index in zip(views, chosen):
@@ -152,8 +155,7 @@ def pin_gpu(
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        # Before exchange, which allocates, and starts one TensorFlow thread for each core that this
-        # process may use.
+        # Before exchange: it allocates, and starts a thread for each core this process may use.
         _keep_freed_memory()
         if pin_cores:
             cores.pin(hvd.local_rank(), hvd.local_size())

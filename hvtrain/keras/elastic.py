@@ -26,13 +26,12 @@ from hvtrain.keras.reduction import restart_numbering
 
 T = TypeVar("T")
 
-# The value of model.stop_training that ends an epoch early: true to Keras, and no other callback
-# sets this object.
+# Value of model.stop_training that ends an epoch early: true to Keras, and set by nobody else.
 _END_OF_EPOCH = "end of the epoch that began before the reset"
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates func(state, ...) so that it is called again whenever ranks are lost or join, until it returns.
+    """Decorates func(state, ...): repeats it whenever ranks are lost or join, until it returns.
 
     Every rank calls it. An error of Horovod's operations returns to the last commit; every other
     error is raised unchanged.
@@ -54,7 +53,7 @@ def _restart() -> None:
 
 
 class KerasState(ObjectState):
-    """State that must be equal on all ranks: weights, optimizer slots, iterations, learning rate, and attributes.
+    """State that must be equal on all ranks: weights, the optimizer's variables, and attributes.
 
     Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions
     again, because the graph contains the number of ranks; create a tf.function of your own inside
@@ -111,6 +110,7 @@ class KerasState(ObjectState):
 
     def reset(self) -> None:
         """Makes Keras trace its functions again, for another number of ranks."""
+        # The graphs contain the number of ranks, as a constant.
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
@@ -126,7 +126,7 @@ class KerasState(ObjectState):
 
 
 class Resets(State):
-    """`run` for a program that keeps its own state: repeats a function after ranks were lost or joined (every rank).
+    """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 
     All ranks, including new ones, start from the function's beginning, so that no rank waits in a
     collective that another does not enter. The function may create optimizers. It calls
@@ -140,7 +140,10 @@ class Resets(State):
         )
 
     def run_with_restarts(self, func: Callable[[], T]) -> T:
-        """Returns func's result. An error of Horovod's operations repeats func; other errors are raised unchanged."""
+        """Returns func's result (every rank).
+
+        An error of Horovod's operations repeats func; other errors are raised unchanged.
+        """
         return run(lambda _: func())(self)
 
     def reset(self) -> None:
@@ -149,6 +152,7 @@ class Resets(State):
     def save(self) -> Any:
         """Does nothing: the program keeps its own state."""
 
+    # Horovod's elastic loop calls them.
     restore = sync = save
 
 
@@ -224,8 +228,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
         # fit reads its number of steps once, before callbacks could change it. But it checks
-        # stop_training after each batch and again after the epoch, so setting and then clearing it
-        # ends only the epoch.
+        # stop_training after each batch and again after the epoch: set here and cleared in
+        # on_epoch_end, it ends only the epoch.
         is_done = self._done_before and self.state.batch >= self.params["steps"]
         if is_done and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH

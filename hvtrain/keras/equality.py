@@ -94,8 +94,8 @@ class WeightCheck:
         """Returns the variables that differ: position, and all ranks' fingerprints [ranks, 8]."""
         own, whole = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
-            # The maximum of the fingerprints, and of their negations: if both are this rank's, all
-            # are equal.
+            # The maxima of the fingerprints and of their negations: all ranks' fingerprints are
+            # equal if the largest one is also the smallest one.
             largest = hvd.allreduce(tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint")
             if np.array_equal(largest[0], -largest[1]):
                 return {}

@@ -68,8 +68,7 @@ def _largest_difference(variables: Sequence[Any], process_set: Any) -> tuple[flo
     differences = []
     for index, variable in enumerate(variables):
         value = tf.cast(tf_variable(variable), tf.float32)
-        # The maximum of the values, and of their negations: the sum of the two is maximum -
-        # minimum.
+        # The maxima of the values and of their negations: their sum is maximum - minimum.
         extremes = hvd.allreduce(
             tf.stack([value, -value]),
             op=hvd.Max,

@@ -131,7 +131,7 @@ def _dimensions(shape: tf.TensorShape) -> str:
 class FiniteCheck:
     """Fails a step on all ranks, before it changes weights, if its gradients are not finite.
 
-    Remembers the ranks at fault.     NaN and infinity survive the sum over the ranks, so every rank
+    Remembers the ranks at fault. NaN and infinity survive the sum over the ranks, so every rank
     sees them in the result and no message is needed to agree. Only then do the ranks exchange whose
     own gradient it was. The step fails on every rank with tf.errors.InvalidArgumentError, whose
     message holds NOT_FINITE.
@@ -212,7 +212,7 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
 
 
 def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
-    """Applies a function to a dense gradient, or to the values of IndexedSlices; None stays None."""
+    """Applies a function to a gradient, or to the values of IndexedSlices; None stays None."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

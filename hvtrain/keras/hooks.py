@@ -54,8 +54,7 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
         hook: what the mixin needs.
         wrap: makes a copy of the optimizer distributed too.
     """
-    # Past Keras's __setattr__, which would track the counters as state of the optimizer and save
-    # them.
+    # Past Keras's __setattr__, which would track the counters as state and save them.
     object.__setattr__(optimizer, "_hvtrain", hook)
     optimizer.__class__ = subclass_under_its_name(type(optimizer), mixin, _hvtrain_wrap=staticmethod(wrap))
 
@@ -113,8 +112,7 @@ class Distributed:
             return self._step(grads, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        # Keras's own method calls apply, which the runner replaces while XLA compiles the rest of
-        # the step.
+        # Keras's own method calls apply, which the runner replaces while XLA compiles a step.
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
@@ -177,8 +175,8 @@ class DistributedAccumulation(Distributed):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
-        # A micro-step that only accumulates reduces nothing. A graph has both branches, so its
-        # trace must reduce.
+        # A micro-step that only accumulates reduces nothing. A graph has both branches, so that
+        # its trace has to reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
         has_reduced = reducer.num_calls > calls_before
@@ -246,8 +244,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             ignore_name_scope=True,
             process_set=reducer.process_set,
         )
-        # Keras decides by looking at the gradients, so an overflow on another rank is put into the
-        # first of them.
+        # Keras looks at the gradients, so an overflow on another rank is put into the first one.
         poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)

@@ -22,10 +22,11 @@ def positional_name(operation: str) -> str:
     if tf.executing_eagerly():
         return f"hvtrain_{operation}"
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches are function graphs too; the graph outside the outermost one has
-    # no outer graph.
+    # Bodies of loops and branches are function graphs too. The outermost function graph is inside
+    # a graph that has no outer graph itself.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
+    # Kept by the graph, so that each trace counts from 0.
     number = getattr(graph, f"_hvtrain_{operation}", 0)
     setattr(graph, f"_hvtrain_{operation}", number + 1)
     return f"hvtrain_{operation}_{number}"

@@ -92,6 +92,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
+        # Slots exist once the optimizer is built, and there is no ratio to a rate of 0.
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
             # SGD has momentums, RMSprop _momentums.

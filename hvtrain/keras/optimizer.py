@@ -50,7 +50,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     check_finite: bool = False,
     bucket_bytes: int = 0,
 ) -> keras.optimizers.Optimizer:
-    """Makes this optimizer reduce gradients over all ranks before it steps, and returns the same object.
+    """Makes this optimizer reduce gradients over all ranks before it steps; returns the same object.
 
     Its class becomes a subclass of the same name, so slots and iterations that it already has stay,
     and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model`
@@ -101,6 +101,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
         model.compile(optimizer, "mse", jit_compile=False)
     """
+    # Every argument but these two, to wrap copies of the optimizer in the same way.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     _check_is_plain(optimizer)
@@ -108,6 +109,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
+    # A scale that is made here does nothing to a loss that never went through it.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -140,8 +142,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    # A step that is not linear in the gradients: its mean over ranks is not that of the joint
-    # batch.
+    # Such a step need not be linear in the gradients. Its mean over ranks is then not the step of
+    # the joint batch.
     own_steps = overridden_steps(type(inner))
     if accumulates and own_steps:
         raise ValueError(
@@ -151,8 +153,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    # It is the inner optimizer that accumulates, so it reduces; a loss scale around it sees each
-    # micro-step.
+    # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
     if accumulates:
         make_distributed(inner, DistributedAccumulation, hook, wrap)
     if is_scaled:
@@ -164,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def _check_is_plain(optimizer: Any) -> None:
-    """Raises TypeError for anything but a Keras 3 optimizer, and ValueError for a distributed one."""
+    """Raises TypeError unless it is an optimizer of Keras 3, ValueError if it is distributed."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
     # LossScaleOptimizer and MultiOptimizer step with optimizers inside them.
@@ -258,13 +259,13 @@ def load_model(
     compression: Any = hvd.Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Loads a model as keras.models.load_model does, and wraps its optimizer in DistributedOptimizer.
+    """Loads a model as Keras does, and wraps its optimizer in DistributedOptimizer.
 
     The optimizer's slots and iterations stay. A model that was saved without an optimizer comes
     without one.
 
     Args:
-        filepath: a .keras, .h5 or .hdf5 file.
+        filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
         custom_optimizers: classes of your own.
         custom_objects: as in Keras; may also name a function that makes an optimizer from its
             configuration, as in Horovod's examples.

@@ -19,14 +19,14 @@ from horovod.common.exceptions import HorovodInternalError
 from hvtrain.errors import RankError
 from hvtrain.system import console, cores, interfaces
 
-# Set for every rank by: horovodrun --gloo; Open MPI's mpirun (horovodrun --mpi too); MPICH and
-# Intel MPI; srun.
+# Set for every rank by horovodrun --gloo; by Open MPI's mpirun, which horovodrun --mpi starts; by
+# MPICH and Intel MPI; by srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
-# Open MPI's default for two ranks allocates as much memory as it sums, each time; segments stay in
-# the cache.
+# Open MPI's default for two ranks allocates as much memory as it sums, each time. Segments of a
+# ring stay in the cache.
 _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
@@ -121,8 +121,8 @@ def _set_defaults() -> None:
     anyway, a shorter cycle costs nothing. Between hosts each cycle is a message on the network, so
     Horovod's 1 ms stays there.
     """
-    # Buckets are the messages already; fusing them again would only copy. All ranks must set the
-    # same, or they hang.
+    # Buckets are the messages already; fusing them again would only copy. All ranks must set this
+    # alike, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     # Horovod names a rank that others wait for after a minute, and would let them wait forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")

@@ -28,8 +28,8 @@ from hvtrain.keras.gradients import (
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.step.step_timing import StepMarks
 
-# Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T); others travel as
-# float32.
+# Types of Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T). Others
+# travel as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
@@ -45,7 +45,7 @@ gathers_rows = False
 def restart_numbering() -> None:
     """Numbers new optimizers from 0, as a rank that just started does.
 
-    Collective by its effect: every rank calls it, and none may use an older optimizer afterwards.
+    Every rank calls it at the same point, and uses no older optimizer afterwards.
     """
     _numbers.clear()
 
@@ -66,7 +66,7 @@ class Reducer:
         bucket_bytes: without groups, the size of a group, the last variables first: their gradients
             are ready first, and are reduced while others are computed (Li et al. 2020, "PyTorch
             Distributed", section 3.2).
-        scale: factor of the result.
+        scale: factor by which the result is multiplied.
         message_name: beginning of its messages' names; drawn at the first step if empty.
 
     The other arguments are those of DistributedOptimizer.
@@ -130,7 +130,7 @@ class Reducer:
 
     @property
     def is_alone(self) -> bool:
-        """True for one rank, or a rank outside the process set: there is nobody to exchange with."""
+        """True for one rank, or a rank outside the process set: it exchanges with nobody."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
@@ -185,6 +185,7 @@ class Reducer:
                 "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
             )
 
+        # Without variables the ranks compare types and shapes alone.
         variables = list(variables or [None] * len(reduced))
         is_local = [variable_id(variable) in self._local for variable in variables]
         for i, gradient in enumerate(reduced):
@@ -227,8 +228,7 @@ class Reducer:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
-            # Only the last group waits for the clock: the others may be applied while it is on its
-            # way.
+            # Only the last group waits for the clock; the others may be applied meanwhile.
             last = groups[-1] if groups else []
             for i, value in zip(last, self.marks.reduced(done, ready, [reduced[i] for i in last])):
                 reduced[i] = value
@@ -255,7 +255,7 @@ class Reducer:
         return gradients
 
     def _compare(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Raises RankError unless all ranks are about to reduce the same in the same way."""
+        """Raises RankError unless all ranks will reduce the same gradients in the same way."""
         groups = [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
         settings = (
@@ -273,8 +273,7 @@ class Reducer:
                 num_steps=lambda: int(self.count.numpy()),
             )
         except RankError:
-            # Other ranks have drawn this number for another optimizer. All draw a new one at their
-            # next step.
+            # Other ranks drew this number for another optimizer. All draw anew at their next step.
             if is_first:
                 self.message_name = ""
             raise
@@ -314,11 +313,12 @@ class Reducer:
             "postscale_factor": self.predivide_factor * self.scale,
             "process_set": self.process_set,
             "device_dense": self.device_dense,
+            # Scopes are made of Keras's names, which may differ between ranks.
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
-            # Horovod's grouped_allreduce fails on Adasum (an unbound name in
-            # horovod/tensorflow/__init__.py).
+            # Horovod's grouped_allreduce fails on Adasum, by an unbound name
+            # (horovod/tensorflow/__init__.py).
             values = [hvd.allreduce(tensor, name=f"{name}_{i}", **options) for i, tensor in enumerate(tensors)]
         else:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
@@ -370,8 +370,8 @@ def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bo
     Args:
         topology: this rank's.
         on_gpus: NCCL reduces.
-        hosts_are_equal: all hosts have as many ranks. With 2, 4, 8, ... ranks the number of hosts
-            is then one of these too.
+        hosts_are_equal: all hosts have the same number of ranks. With 2, 4, 8, ... ranks the number
+            of hosts is then 1, 2, 4, ... too.
     """
     size = topology.size
     if size & (size - 1):

@@ -63,8 +63,8 @@ def joint_loss(
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        # (own sum / own denominator) x share has the mean (joint sum) / (joint denominator) over
-        # the ranks.
+        # Over the ranks, own sum / own denominator x share has the mean joint sum / joint
+        # denominator.
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 

@@ -81,8 +81,8 @@ def is_untouched(outside):
 
 def taken(folder):
     """The step that is taken, and why not the newest."""
-    found, damaged = newest(folder)
-    return found.step, " ".join(damaged)
+    checkpoint, damaged = newest(folder)
+    return checkpoint.step, " ".join(damaged)
 
 
 @pytest.mark.parametrize("name", [store.ARRAYS, store.META])
@@ -314,7 +314,7 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
         *("np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "shutil.unpack_archive"),
         *("keras.config.enable_unsafe_deserialization", "keras.layers.Lambda"),
     }
-    found = []
+    offenders = []
     # What narrows the unpickling of Horovod's own launcher has to name it. A notebook's function goes to its own ranks
     # in a file that is refused if another user could have written it (tests/launch).
     known = {ROOT / "hvtrain" / "launch" / name for name in ("horovod_changes.py", "rank_main.py")}
@@ -325,5 +325,5 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
             if called in calls or harmful & {
                 name.partition(".")[0] for name in [*names, getattr(node, "module", "") or ""]
             }:
-                found.append(f"{path.relative_to(Path(ROOT))}:{node.lineno}")
-    assert found == []
+                offenders.append(f"{path.relative_to(Path(ROOT))}:{node.lineno}")
+    assert offenders == []

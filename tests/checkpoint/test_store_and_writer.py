@@ -58,9 +58,9 @@ def values(net):
 def test_what_was_written_comes_back(tmp_path, dtype):
     net = written(tmp_path, 17, net=model(dtype=dtype))
     other = model(seed=1, dtype=dtype)
-    found, damaged = newest(tmp_path)
-    store.restore(found, other)
-    assert (found.step, found.meta["epoch"], damaged) == (17, 1, [])
+    checkpoint, damaged = newest(tmp_path)
+    store.restore(checkpoint, other)
+    assert (checkpoint.step, checkpoint.meta["epoch"], damaged) == (17, 1, [])
     assert all(np.array_equal(a, b) for a, b in zip(values(net), values(other), strict=True))
     assert int(other.optimizer.iterations.numpy()) == 1
 
@@ -69,9 +69,9 @@ def test_seeds_of_dropout_come_back(tmp_path):
     net = written(tmp_path, 1)
     expected = net(np.ones((1, 4)), training=True).numpy()
     other = model(seed=5)
-    found, _ = newest(tmp_path)
-    store.restore(found, other)
-    store.restore_rank(found.rank_state(0), other)
+    checkpoint, _ = newest(tmp_path)
+    store.restore(checkpoint, other)
+    store.restore_rank(checkpoint.rank_state(0), other)
     assert np.array_equal(other(np.ones((1, 4)), training=True).numpy(), expected)
 
 
@@ -121,8 +121,8 @@ def test_any_damage_is_noticed(tmp_path, name, damage):
     path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage])
     if damage == "remove":
         path.unlink()
-    found, damaged = newest(tmp_path)
-    assert found.step == 10
+    checkpoint, damaged = newest(tmp_path)
+    assert checkpoint.step == 10
     assert len(damaged) == 1
     assert damaged[0].startswith("checkpoint step-00000020 is damaged")
     assert damaged[0].endswith("(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost")
@@ -147,13 +147,13 @@ def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
 
 def test_another_model_is_refused_with_the_first_difference(tmp_path):
     written(tmp_path, 10)
-    found, _ = newest(tmp_path)
+    checkpoint, _ = newest(tmp_path)
     wider = model(units=5)
     before = values(wider)
     with pytest.raises(
         CheckpointError, match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
     ):
-        store.restore(found, wider)
+        store.restore(checkpoint, wider)
     assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"
 
 

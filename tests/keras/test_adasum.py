@@ -1,4 +1,4 @@
-"""Where Adasum is refused, on ranks and GPUs that are only said to be there; its values are in test_drop_in.py."""
+"""Where Adasum is refused, on pretended ranks and GPUs; its values are in test_drop_in.py."""
 
 import horovod.tensorflow as hvd
 import pytest
@@ -8,27 +8,27 @@ from hvtrain.core.topology import Topology
 from hvtrain.keras.reduction import Reducer, check_adasum_topology
 
 
-def told(ranks_by_host, on_gpus, by_host=True):
-    """What each rank is told, "" for nothing; by_host: the ranks of a host follow each other."""
+def refusals(ranks_by_host, on_gpus, by_host=True):
+    """Returns each rank's error, "" for none. by_host: the ranks of a host follow each other."""
     places = [(host, local, many) for host, many in enumerate(ranks_by_host) for local in range(many)]
     if not by_host:
         places.sort(key=lambda place: (place[1], place[0]))
-    found = []
+    messages = []
     for rank, (host, local, many) in enumerate(places):
         try:
             check_adasum_topology(
                 Topology(rank, len(places), local, many, f"s{host}"), on_gpus, len(set(ranks_by_host)) == 1
             )
-            found.append("")
+            messages.append("")
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize("ranks_by_host", [[1], [4], [1, 1], [4, 4], [2, 2, 2, 2], [1] * 16])
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_powers_of_two_alike_on_all_hosts_are_fine(ranks_by_host, on_gpus):
-    assert not any(told(ranks_by_host, on_gpus))
+    assert not any(refusals(ranks_by_host, on_gpus))
 
 
 @pytest.mark.parametrize("ranks_by_host", [[3], [2, 2, 2], [3, 3]])
@@ -36,22 +36,22 @@ def test_powers_of_two_alike_on_all_hosts_are_fine(ranks_by_host, on_gpus):
 def test_other_numbers_of_ranks_are_refused(ranks_by_host, on_gpus):
     """Two hosts with three GPUs each too: Horovod's own check would let them through, and MPI stops them."""
     number = sum(ranks_by_host)
-    for said in told(ranks_by_host, on_gpus):
-        assert said.startswith(f"Adasum needs 2, 4, 8, ... ranks and there are {number}; ")
+    for message in refusals(ranks_by_host, on_gpus):
+        assert message.startswith(f"Adasum needs 2, 4, 8, ... ranks and there are {number}; ")
 
 
 @pytest.mark.parametrize("ranks_by_host", [[3, 1], [1, 2, 1], [6, 2]])
 def test_unlike_hosts_are_refused_on_gpus_alone(ranks_by_host):
     """Horovod's own check for it asks whether a function is true, and lets them through."""
-    assert not any(told(ranks_by_host, on_gpus=False))
-    for said in told(ranks_by_host, on_gpus=True):
-        assert said.startswith("Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and ")
+    assert not any(refusals(ranks_by_host, on_gpus=False))
+    for message in refusals(ranks_by_host, on_gpus=True):
+        assert message.startswith("Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and ")
 
 
 def test_ranks_dealt_out_over_hosts_are_refused_on_gpus_alone():
     """Rank 0 would exchange with rank 2, of its own host, whose sum it has already."""
-    assert not any(told([2, 2], on_gpus=False, by_host=False))
-    first, second, third, last = told([2, 2], on_gpus=True, by_host=False)
+    assert not any(refusals([2, 2], on_gpus=False, by_host=False))
+    first, second, third, last = refusals([2, 2], on_gpus=True, by_host=False)
     assert (first, last) == ("", "")
     assert "numbered host by host and rank 1 is local rank 0 of 2 on s1; " in second
     assert "rank 2 is local rank 1 of 2 on s0; start them with horovodrun or mpirun --map-by slot" in third

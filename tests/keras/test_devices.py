@@ -106,15 +106,15 @@ def test_names_of_the_visible(variable, count, names):
 
 
 class FakeTensorFlow:
-    """What pin_gpu asks of TensorFlow and of Horovod, on a rank of some job, and what it is told in turn."""
+    """Replaces what pin_gpu calls in TensorFlow and Horovod, on one rank of a job, and records its calls."""
 
     def __init__(self, monkeypatch, count, rank, views):
         self.gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(count)]
-        self.told = []
+        self.calls = []
         self.refusal = None
         monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: self.gpus if kind == "GPU" else [])
-        monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: self.tell("only", gpu, kind))
-        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: self.tell("growth", gpu, on))
+        monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: self.record("only", gpu, kind))
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: self.record("growth", gpu, on))
         monkeypatch.setattr(devices.hvd, "rank", lambda: rank)
         monkeypatch.setattr(devices.hvd, "local_rank", lambda: views[rank].local_rank)
         monkeypatch.setattr(devices.hvd, "size", lambda: len(views))
@@ -122,10 +122,10 @@ class FakeTensorFlow:
         monkeypatch.setattr(devices, "gpu_uuids", lambda number: views[rank].ids[:number])
         self.rank, self.views = rank, views
 
-    def tell(self, *what):
+    def record(self, *call):
         if self.refusal:
             raise RuntimeError(self.refusal)
-        self.told.append(what)
+        self.calls.append(call)
 
     def exchange(self, view, name):
         assert view == self.views[self.rank], "what this rank says of itself"
@@ -141,14 +141,14 @@ def test_a_rank_is_told_its_gpu_by_local_rank(monkeypatch):
     views = [*host("s1", "01", 2), *host("s2", "01", 2)]
     fake = FakeTensorFlow(monkeypatch, count=2, rank=3, views=views)
     assert pin_gpu("s2") == ["s1 GPU 0", "s1 GPU 1", "s2 GPU 0", "s2 GPU 1"]
-    assert fake.told == pinned_to(fake, 1), "visible first, and memory growth on the same device"
+    assert fake.calls == pinned_to(fake, 1), "visible first, and memory growth on the same device"
 
 
 def test_the_order_of_cuda_visible_devices_holds(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     fake = FakeTensorFlow(monkeypatch, count=2, rank=0, views=host("s1", "31", 2))
     assert pin_gpu("s1") == ["s1 GPU 3", "s1 GPU 1"]
-    assert fake.told == pinned_to(fake, 0), "TensorFlow numbers what it sees from 0"
+    assert fake.calls == pinned_to(fake, 0), "TensorFlow numbers what it sees from 0"
 
 
 def test_a_list_of_its_own_for_each_rank(monkeypatch):
@@ -156,7 +156,7 @@ def test_a_list_of_its_own_for_each_rank(monkeypatch):
     views = [View("s1", 0, ("GPU-a1b2",)), View("s1", 1, ("GPU-c3d4",))]
     fake = FakeTensorFlow(monkeypatch, count=1, rank=1, views=views)
     assert pin_gpu("s1") == ["s1 GPU GPU-a1b2", "s1 GPU GPU-c3d4"]
-    assert fake.told == pinned_to(fake, 0)
+    assert fake.calls == pinned_to(fake, 0)
 
 
 def test_a_rank_that_joins_asks_no_other(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_rank_that_joins_asks_no_other(monkeypatch):
     fake = FakeTensorFlow(monkeypatch, count=2, rank=1, views=host("s1", "01", 4))
     monkeypatch.setattr(devices, "exchange", lambda view, name: pytest.fail("the others are training"))
     assert pin_gpu("s1", by_local_rank=True) == ["s1 GPU 1"]
-    assert fake.told == pinned_to(fake, 1)
+    assert fake.calls == pinned_to(fake, 1)
     monkeypatch.setattr(devices.hvd, "local_rank", lambda: 3)
     with pytest.raises(RankError, match=r"host s1 has 2 visible GPU\(s\) for 4 ranks; start fewer ranks"):
         pin_gpu("s1", by_local_rank=True)
@@ -173,7 +173,7 @@ def test_a_rank_that_joins_asks_no_other(monkeypatch):
 def test_a_single_process_takes_one_gpu_too(monkeypatch):
     fake = FakeTensorFlow(monkeypatch, count=2, rank=0, views=host("s1", "01", 1))
     Strategy().start()
-    assert fake.told == pinned_to(fake, 0)
+    assert fake.calls == pinned_to(fake, 0)
 
 
 def test_gpus_of_one_number_are_told_apart(monkeypatch):
@@ -181,7 +181,7 @@ def test_gpus_of_one_number_are_told_apart(monkeypatch):
     views = [View("s1", 0, ("0",), ("GPU-a1b2",)), View("s1", 1, ("0",), ("GPU-c3d4",))]
     fake = FakeTensorFlow(monkeypatch, count=1, rank=1, views=views)
     assert pin_gpu("s1") == ["s1 GPU GPU-a1b2", "s1 GPU GPU-c3d4"]
-    assert fake.told == pinned_to(fake, 0)
+    assert fake.calls == pinned_to(fake, 0)
 
 
 DRIVER = """
@@ -210,9 +210,9 @@ def test_ranks_that_share_are_told_the_same_gpu(monkeypatch):
     fake = FakeTensorFlow(monkeypatch, count=1, rank=1, views=host("s1", "0", 2))
     with pytest.raises(RankError, match="visible GPU"):
         pin_gpu("s1")
-    assert fake.told == [], "refused before TensorFlow is told anything"
+    assert fake.calls == [], "refused before TensorFlow is told anything"
     assert pin_gpu("s1", share=True) == ["s1 GPU 0", "s1 GPU 0"]
-    assert fake.told == pinned_to(fake, 0)
+    assert fake.calls == pinned_to(fake, 0)
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1", "or NCCL refuses them"
 
 
@@ -221,7 +221,7 @@ def test_leave_to_share_is_not_used_where_there_is_no_need(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     fake = FakeTensorFlow(monkeypatch, count=2, rank=1, views=host("s1", "01", 2))
     assert pin_gpu("s1", share=True) == ["s1 GPU 0", "s1 GPU 1"]
-    assert fake.told == pinned_to(fake, 1)
+    assert fake.calls == pinned_to(fake, 1)
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
 
 
@@ -230,7 +230,7 @@ def test_hidden_gpus_leave_the_cpu(monkeypatch, variable):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     fake = FakeTensorFlow(monkeypatch, count=0, rank=0, views=host("s1", "", 2))
     assert pin_gpu("s1", pin_cores=False) == ["s1 CPU", "s1 CPU"]
-    assert fake.told == []
+    assert fake.calls == []
 
 
 def test_a_device_touched_before_is_one_clear_error(monkeypatch):

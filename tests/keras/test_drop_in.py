@@ -28,9 +28,9 @@ def ranks(request, tmp_path_factory):
         launcher, num_ranks, "python", str(WORKERS / "drop_in.py"), str(folder / "found.json"), cwd=folder
     )
     assert code == 0, output
-    found = json.loads((folder / "found.json").read_text())
-    assert len(found) == num_ranks
-    return found
+    results = json.loads((folder / "found.json").read_text())
+    assert len(results) == num_ranks
+    return results
 
 
 def mean(size):
@@ -40,22 +40,22 @@ def mean(size):
 
 def test_local_variables_stay_on_their_rank(ranks):
     size = len(ranks)
-    for rank, found in enumerate(ranks):
-        local = found["local_variables"]
+    for rank, results in enumerate(ranks):
+        local = results["local_variables"]
         assert local["scaled"] == pytest.approx([-mean(size), -(rank + 1) / size])
         assert local["unscaled"] == pytest.approx([-mean(size), -(rank + 1)])
         assert local["layers equal"] == [True, False], "the local layer is each rank's own"
 
 
 def test_groups_of_variables(ranks):
-    for found in ranks:
-        assert found["groups"] == pytest.approx([-mean(len(ranks)), -2 * mean(len(ranks)), 1])
+    for results in ranks:
+        assert results["groups"] == pytest.approx([-mean(len(ranks)), -2 * mean(len(ranks)), 1])
 
 
 def test_a_copy_from_the_config_reduces_too(ranks):
-    for found in ranks:
-        assert found["copies"]["same config"] == [True, True]
-        assert found["copies"]["after a step"] == pytest.approx([-mean(len(ranks)), 0.0])
+    for results in ranks:
+        assert results["copies"]["same config"] == [True, True]
+        assert results["copies"]["after a step"] == pytest.approx([-mean(len(ranks)), 0.0])
 
 
 def test_adasum(ranks):
@@ -63,22 +63,22 @@ def test_adasum(ranks):
 
     With four ranks both pairs come to the same vector, and that is what it makes of two equal ones.
     """
-    for found in ranks:
+    for results in ranks:
         if len(ranks) != 3:
-            assert found["adasum"] == pytest.approx([-(0.5 * 1 + 0.75 * 1), -(0.75 * 1)])
+            assert results["adasum"] == pytest.approx([-(0.5 * 1 + 0.75 * 1), -(0.75 * 1)])
         else:
-            assert "Adasum needs 2, 4, 8, ... ranks and there are 3" in found["adasum"]
+            assert "Adasum needs 2, 4, 8, ... ranks and there are 3" in results["adasum"]
 
 
 def test_a_process_set_exchanges_among_its_own(ranks):
     if len(ranks) > 2:
-        assert [found["process_set"] for found in ranks] == pytest.approx([-2.0, -2.0, -2.0, -4.0][: len(ranks)])
+        assert [results["process_set"] for results in ranks] == pytest.approx([-2.0, -2.0, -2.0, -4.0][: len(ranks)])
 
 
 def test_all_ranks_skip_an_overflow_while_accumulating(ranks):
     """The sum of two micro-steps that were not skipped, in one reduction."""
-    for found in ranks:
-        overflow = found["overflow_while_accumulating"]
+    for results in ranks:
+        overflow = results["overflow_while_accumulating"]
         assert overflow["scales"] == [2.0**15, 2.0**14]
         assert overflow["reductions"] == [0, 1]
         assert overflow["after"] == pytest.approx([-2 * mean(len(ranks)), 0.0])
@@ -86,8 +86,8 @@ def test_all_ranks_skip_an_overflow_while_accumulating(ranks):
 
 def test_tapes_reduce_dense_and_sparse_gradients(ranks):
     size = len(ranks)
-    for rank, found in enumerate(ranks):
-        tapes = found["tapes"]
+    for rank, results in enumerate(ranks):
+        tapes = results["tapes"]
         dense, rows, summed = tapes["found"]
         assert dense == pytest.approx([mean(size)] * 2)
         assert [value for row in rows for value in row] == pytest.approx([1 / size] * 2 * size + [0.0, 0.0])
@@ -97,29 +97,29 @@ def test_tapes_reduce_dense_and_sparse_gradients(ranks):
 
 
 def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
-    for found in ranks:
+    for results in ranks:
         expected = {"told": True, "ranks": [len(ranks) - 1], "weights": [-1.0, -1.0]}
-        assert found["finite"] == {**expected, "update waits": True}
-        assert found["finite_on_gpus"] == {**expected, "update waits": False}
+        assert results["finite"] == {**expected, "update waits": True}
+        assert results["finite_on_gpus"] == {**expected, "update waits": False}
 
 
 def test_no_rank_stops_alone(ranks):
     """Wished by the last rank after its third batch, and at the end of the second epoch of 16 batches."""
-    assert [found["stopping_and_drifting"]["batches"] for found in ranks] == [[4, 32]] * len(ranks)
-    tables = [found["stopping_and_drifting"]["batches of a table"] for found in ranks]
+    assert [results["stopping_and_drifting"]["batches"] for results in ranks] == [[4, 32]] * len(ranks)
+    tables = [results["stopping_and_drifting"]["batches of a table"] for results in ranks]
     assert tables == [4] * len(ranks), "the wish travels without dense gradients too"
 
 
 def test_callbacks_act_on_a_second_model_as_on_the_first(ranks):
     """Broadcast, stop and comparison. An optimizer that one rank alone has made, and never steps, changes nothing."""
     expected = {"batches": 4, "are equal": True}
-    assert [found["one_list_of_callbacks_for_two_models"] for found in ranks] == [[expected] * 2] * len(ranks)
+    assert [results["one_list_of_callbacks_for_two_models"] for results in ranks] == [[expected] * 2] * len(ranks)
 
 
 def test_weights_that_drift_are_named(ranks):
     last = len(ranks) - 1
-    for found in ranks:
-        drift = found["stopping_and_drifting"]
+    for results in ranks:
+        drift = results["stopping_and_drifting"]
         assert "first in" in drift["moving"] and "batch_normalization" in drift["moving"]
         assert drift["drift"].startswith(f"RankError: weights differ after step 7: rank {last} on ")
         assert "hidden/kernel by up to 1" in drift["drift"] and "e-06" in drift["drift"]
@@ -127,13 +127,13 @@ def test_weights_that_drift_are_named(ranks):
 
 
 def test_saved_models_reduce_again(ranks):
-    assert len({found["saving"]["weights equal"] for found in ranks}) == 1
-    for found in ranks:
-        assert found["saving"]["reduces"] == 1
-        assert found["saving"]["own optimizer"] == "Mine"
-        assert found["saving"]["iterations"] == 3
-        assert "filepath=None; give a path that ends in .keras" in found["saving"]["without a path"]
-        assert "which Keras 3 does not have" in found["saving"]["legacy"]
+    assert len({results["saving"]["weights equal"] for results in ranks}) == 1
+    for results in ranks:
+        assert results["saving"]["reduces"] == 1
+        assert results["saving"]["own optimizer"] == "Mine"
+        assert results["saving"]["iterations"] == 3
+        assert "filepath=None; give a path that ends in .keras" in results["saving"]["without a path"]
+        assert "which Keras 3 does not have" in results["saving"]["legacy"]
 
 
 REFUSED = {
@@ -152,15 +152,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_work_is_refused_at_once(ranks, what):
-    assert all(REFUSED[what] in found["refusals"][what] for found in ranks)
+    assert all(REFUSED[what] in results["refusals"][what] for results in ranks)
 
 
 def test_a_script_written_for_horovod_runs_with_one_line_changed(ranks):
-    found = [rank["a_script_for_horovod"] for rank in ranks]
-    assert all(other == found[0] for other in found), "the same scores and weights on all ranks"
-    assert found[0]["resumed from"] == 2
-    assert found[0]["scores"][0][1] > 0.7
-    assert found[0]["rate"] == pytest.approx(0.05 * len(ranks) * 0.1)
+    results = [rank["a_script_for_horovod"] for rank in ranks]
+    assert all(other == results[0] for other in results), "the same scores and weights on all ranks"
+    assert results[0]["resumed from"] == 2
+    assert results[0]["scores"][0][1] > 0.7
+    assert results[0]["rate"] == pytest.approx(0.05 * len(ranks) * 0.1)
 
 
 # Upstream's modules, read as text: their import would bring a second Horovod into the tests.
@@ -196,9 +196,12 @@ def public_signatures():
 def test_every_public_name_and_argument_of_upstream_exists(module, name, arguments):
     import hvtrain.keras as hvd
 
-    place = hvd.elastic if "elastic" in module else hvd.callbacks if "callbacks" in module else hvd
-    ours = getattr(place, name)
-    known = inspect.signature(ours).parameters
+    namespace = hvd
+    if "elastic" in module:
+        namespace = hvd.elastic
+    elif "callbacks" in module:
+        namespace = hvd.callbacks
+    known = inspect.signature(getattr(namespace, name)).parameters
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values())
     assert takes_all or set(arguments) <= set(known), f"{set(arguments) - set(known)} of {name}"
 
@@ -246,10 +249,10 @@ def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
         launcher, 2, "python", str(WORKERS / "pace.py"), str(tmp_path / "found"), cwd=tmp_path, **variables
     )
     assert code == 0, output
-    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1)]
+    results = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1)]
     everything = sorted(os.sched_getaffinity(1))
-    assert len(everything) % 2 or sorted(found[0][2] + found[1][2]) == everything
-    for chosen, pages, _, give_way in found:
+    assert len(everything) % 2 or sorted(results[0][2] + results[1][2]) == everything
+    for chosen, pages, _, give_way in results:
         assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
         assert (give_way > 0) is (launcher == "mpirun"), "Horovod's threads, where they wait inside MPI"
         assert chosen["HOROVOD_DISABLE_GROUP_FUSION"] == "1"

@@ -11,8 +11,8 @@ from hvtrain.system import interfaces
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "ens5"), ("eth0", "ens5"), ("ib0", "ib0")])
 def test_the_interface_of_nccl_is_that_of_the_launch_unless_the_user_chose_one(monkeypatch, chosen, expected):
     """horovodrun names eth0 for all hosts; on this one that network is on ens5."""
-    place = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_IFACE": "eth0"}
-    monkeypatch.setattr(os, "environ", {**place, **({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})})
+    environment = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_IFACE": "eth0"}
+    monkeypatch.setattr(os, "environ", {**environment, **({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})})
     monkeypatch.setattr(interfaces, "address_towards", lambda launcher: "10.0.0.2")
     monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.2": "ens5"}.get)
     process._choose_interface()

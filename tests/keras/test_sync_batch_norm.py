@@ -20,7 +20,7 @@ GRADIENTS = {"float64": 1e-13, "mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 OUTPUTS = {"float64": 1e-13, "mixed_bfloat16": 3e-2, "mixed_float16": 4e-3}
 
 
-def found_on(launcher, num_ranks, folder):
+def results_on(launcher, num_ranks, folder):
     script = str(WORKERS / "sync_batch_norm.py")
     process = start(launcher, num_ranks, "python", script, str(folder / "found.json"), cwd=folder)
     output = finish(process, timeout=280)
@@ -40,44 +40,46 @@ def found_on(launcher, num_ranks, folder):
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
-    return found_on(launcher, num_ranks, tmp_path_factory.mktemp(launcher))
+    return results_on(launcher, num_ranks, tmp_path_factory.mktemp(launcher))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process_on_the_joint_batch(ranks, case):
-    for found in (rank["cases"][case] for rank in ranks):
-        assert found["outputs"] < OUTPUTS.get(case, 1e-5)
-        assert found["input_gradient"] < GRADIENTS.get(case, 1e-5)
-        assert found["gradients"] < GRADIENTS.get(case, 1e-5)
-        assert found["moving"] < (1e-13 if case == "float64" else 1e-5)
-        assert found["ranks_differ"] == 0
-        assert found["dtype"][0] == found["dtype"][1] == case.removeprefix("mixed_") if "float" in case else "float32"
+    for results in (rank["cases"][case] for rank in ranks):
+        assert results["outputs"] < OUTPUTS.get(case, 1e-5)
+        assert results["input_gradient"] < GRADIENTS.get(case, 1e-5)
+        assert results["gradients"] < GRADIENTS.get(case, 1e-5)
+        assert results["moving"] < (1e-13 if case == "float64" else 1e-5)
+        assert results["ranks_differ"] == 0
+        assert (
+            results["dtype"][0] == results["dtype"][1] == case.removeprefix("mixed_") if "float" in case else "float32"
+        )
         if case not in ("empty", "mask_all_of_one_rank"):
-            assert found["alone"] > 0.01, "Keras's layer on each rank's own batch gives something else"
-            assert found["alone_moving"] > 0.01
+            assert results["alone"] > 0.01, "Keras's layer on each rank's own batch gives something else"
+            assert results["alone_moving"] > 0.01
 
 
 def test_training_equals_one_process_on_the_joint_batch(ranks):
-    for found in (rank["training"] for rank in ranks):
-        assert found["error"] < 1e-5
-        assert found["error_of_plain"] > 0.01
-        assert found["ranks_differ"] == 0
-        assert found["xla"] is False
+    for results in (rank["training"] for rank in ranks):
+        assert results["error"] < 1e-5
+        assert results["error_of_plain"] > 0.01
+        assert results["ranks_differ"] == 0
+        assert results["xla"] is False
     assert len({rank["training"]["name"] for rank in ranks}) == len(ranks), "Keras's names differ; nothing hangs"
 
 
 def test_a_large_mean_keeps_the_variance(ranks):
-    for found in (rank["large_mean"] for rank in ranks):
-        assert found["variance"] < 1e-3
+    for results in (rank["large_mean"] for rank in ranks):
+        assert results["variance"] < 1e-3
         # A mean of 10000 is rounded to 0.001 in float32, in Keras's layer too.
-        assert found["outputs"] < max(3e-3, 1.5 * found["outputs_of_plain"])
-        assert found["variance_from_squares"] > 0.5
+        assert results["outputs"] < max(3e-3, 1.5 * results["outputs_of_plain"])
+        assert results["variance_from_squares"] > 0.5
 
 
 def test_saved_and_loaded(ranks):
-    for found in (rank["training"]["saved"] for rank in ranks):
-        assert found["same"] == [True, True], "class and configuration"
-        assert found["inference"] == found["training"] == 0
+    for results in (rank["training"]["saved"] for rank in ranks):
+        assert results["same"] == [True, True], "class and configuration"
+        assert results["inference"] == results["training"] == 0
 
 
 def test_inference_is_that_of_keras(ranks):
@@ -98,9 +100,9 @@ def test_what_it_cannot_do_is_refused(arguments, message):
 
 
 def test_functions_called_twice_in_one_graph(ranks):
-    for found in (rank["functions"] for rank in ranks):
-        assert found["error"] < 1e-5
-        assert found["sums"] == 10 * 4 * 2, "4 calls, forward and backward"
+    for results in (rank["functions"] for rank in ranks):
+        assert results["error"] < 1e-5
+        assert results["sums"] == 10 * 4 * 2, "4 calls, forward and backward"
 
 
 def test_second_derivative(ranks):
@@ -113,10 +115,10 @@ def test_a_rank_that_joined_counts_nothing(ranks):
 
 @pytest.mark.nightly
 def test_one_rank_is_keras(tmp_path):
-    [found] = found_on(None, 1, tmp_path)
+    [results] = results_on(None, 1, tmp_path)
     for case in ("eager", "mask_uneven"):
-        differences = {key: found["cases"][case][key] for key in ("outputs", "input_gradient", "gradients", "moving")}
+        differences = {key: results["cases"][case][key] for key in ("outputs", "input_gradient", "gradients", "moving")}
         assert differences == dict.fromkeys(differences, 0), case
-    assert all(case["outputs"] < 3e-2 for case in found["cases"].values())
-    assert found["training"]["error"] < 1e-6
-    assert found["functions"]["sums"] == 0
+    assert all(case["outputs"] < 3e-2 for case in results["cases"].values())
+    assert results["training"]["error"] < 1e-6
+    assert results["functions"]["sums"] == 0
