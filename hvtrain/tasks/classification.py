@@ -17,9 +17,8 @@ from hvtrain.tasks.task import (
     Metrics,
     Task,
     draw_classes,
-    first_row,
+    first_fault,
     is_integer,
-    refuse_targets,
 )
 
 MAX_MATRIX_CLASSES = 20
@@ -35,8 +34,15 @@ class Classification(Task):
     Args:
         loss: Default: cross-entropy of the logits.
         metrics: Default: accuracy.
+
+    Example:
+
+    >>> Classification().decode(np.array([[0.1, 0.9], [0.7, -0.2]]))
+    array([1, 0])
     """
 
+    name = "classification"
+    target = "one whole number, the index of a class"
     output = "logits; keras.ops.softmax makes them probabilities"
     best = "accuracy"
     has_classes = True
@@ -49,23 +55,23 @@ class Classification(Task):
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return (source.fact("num_classes", "task=classification"),)
+        return (source.fact("num_classes", f"task={self.name}"),)
 
-    def check_targets(self, source: Source) -> None:
-        if not is_integer(source.element_spec[1], rank=0):
-            raise refuse_targets("classification", "one whole number, the index of a class", source)
+    def takes(self, target: Any) -> bool:
+        return is_integer(target, rank=0)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
-        row = first_row((targets < 0) | (targets >= source.num_classes))
-        if row is None:
-            return None
-        return row, f"label {targets[row]} is outside 0 ... {source.num_classes - 1}"
+        is_wrong = (targets < 0) | (targets >= source.num_classes)
+        last = source.num_classes - 1
+        return first_fault(is_wrong, lambda row: f"label {targets[row]} is outside 0 ... {last}")
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
+        # MixUp and CutMix blend these rows: each class then has its part.
         return lambda targets: tf.one_hot(targets, classes)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
+        # The class with the largest part, as accuracy takes one class.
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
@@ -82,6 +88,7 @@ class Classification(Task):
         names = class_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))
+        # The prefix keeps a class that is called "class" apart from the first column.
         return {
             "class": classes,
             "name": np.array(names, object)[classes],
@@ -107,8 +114,16 @@ class Multilabel(Task):
     Args:
         loss: Default: cross-entropy of the logits, the mean over the labels.
         metrics: Default: accuracy, the fraction of labels that are right.
+
+    Example:
+
+    >>> Multilabel().decode(np.array([[0.1, 0.9, -3.0], [0.7, -0.2, 2.0]]))
+    array([[1, 1, 0],
+           [1, 0, 1]], dtype=int32)
     """
 
+    name = "multilabel"
+    target = "a row of 0 and 1, one for each label"
     output = "logits, one for each label; keras.ops.sigmoid makes them probabilities"
     best = "accuracy"
     num_reviewed = 2000
@@ -123,21 +138,18 @@ class Multilabel(Task):
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return tuple(source.element_spec[1].shape)
 
-    def check_targets(self, source: Source) -> None:
-        target = source.element_spec[1]
-        if not hasattr(target, "shape") or target.shape.rank != 1:
-            raise refuse_targets("multilabel", "a row of 0 and 1, one for each label", source)
+    def takes(self, target: Any) -> bool:
+        return hasattr(target, "shape") and target.shape.rank == 1
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
-        row = first_row((targets != 0) & (targets != 1))
-        if row is None:
-            return None
-        return row, "holds a number that is neither 0 nor 1"
+        is_wrong = (targets != 0) & (targets != 1)
+        return first_fault(is_wrong, lambda _: "holds a number that is neither 0 nor 1")
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
+        # A label that was mixed counts as set from one half on.
         return tf.cast(targets >= 0.5, tf.float32)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -173,6 +185,7 @@ class Multilabel(Task):
             num_true = int(true.sum())
             num_correct = int((true & predicted).sum())
             accuracy = np.mean(true == predicted)
+            # 0 for a label that is never predicted, or never occurs.
             precision = num_correct / max(int(predicted.sum()), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
@@ -186,18 +199,24 @@ class Binary(Multilabel):
     Args:
         loss: Default: cross-entropy of the logit.
         metrics: Default: accuracy.
+
+    Example:
+
+    >>> Binary().decode(np.array([[0.3], [-1.2]]))
+    array([[1],
+           [0]], dtype=int32)
     """
 
+    name = "binary"
+    target = "one number, 0 or 1"
     output = "a logit; keras.ops.sigmoid makes it the probability of 1"
     has_classes = True
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
         return (1,)
 
-    def check_targets(self, source: Source) -> None:
-        target: Any = source.element_spec[1]
-        if not hasattr(target, "shape") or tuple(target.shape) not in ((), (1,)):
-            raise refuse_targets("binary", "one number, 0 or 1", source)
+    def takes(self, target: Any) -> bool:
+        return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """0 or 1, and the probability of 1."""
@@ -319,6 +338,7 @@ def _worst_errors(
         if reviewed.has_images:
             caption = f"{true_name}, predicted {predicted_name} ({probability})"
             pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
+
         true_probability = f"{np.exp(of_true_class[row]):.1%}"
         rows.append([row, true_name, predicted_name, probability, true_probability])
 

@@ -36,6 +36,8 @@ class Custom(Task):
         best: price_error
     """
 
+    name = "custom"
+    target = "anything"
     output_is_free = True
     output = "as the model's builder says"
 
@@ -61,8 +63,8 @@ class Custom(Task):
     def output_shape(self, source: Source) -> None:
         return None
 
-    def check_targets(self, source: Source) -> None:
-        pass
+    def takes(self, target: Any) -> bool:
+        return True
 
     def examples(self, number: int, source: Source) -> tuple[Any, Any]:
         raise NotImplementedError("the outputs are known once the model is built; see check_outputs")
@@ -92,6 +94,7 @@ class Custom(Task):
 
 def _draw(shape: Sequence[int | None], dtype: str) -> np.ndarray:
     """Draws NUM_CHECKED examples of that shape and type, of size 4 along open axes."""
+    # Equal on all ranks, as in draw_classes().
     rng = np.random.default_rng(0)
     size = [NUM_CHECKED, *(side or 4 for side in shape)]
     if dtype.startswith(("int", "uint", "bool")):

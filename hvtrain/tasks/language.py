@@ -17,9 +17,8 @@ from hvtrain.tasks.task import (
     Metrics,
     Task,
     draw_classes,
-    first_row,
+    first_fault,
     is_integer,
-    refuse_targets,
 )
 
 # Above this cross-entropy the perplexity, exp(50), means nothing. It would overflow at 710.
@@ -41,8 +40,15 @@ class Language(Task):
     Args:
         loss: Default: cross-entropy of the logits, the mean over the tokens that count.
         metrics: Default: accuracy.
+
+    Example:
+
+    >>> Language().results({"loss": 0.0, "accuracy": 1.0})
+    {'loss': 0.0, 'accuracy': 1.0, 'perplexity': 1.0}
     """
 
+    name = "language"
+    target = "a row of tokens as whole numbers"
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
     num_reviewed = 3
@@ -55,18 +61,15 @@ class Language(Task):
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact("vocabulary_size", "task=language")
+        return *source.element_spec[1].shape, source.fact("vocabulary_size", f"task={self.name}")
 
-    def check_targets(self, source: Source) -> None:
-        if not is_integer(source.element_spec[1], rank=1):
-            raise refuse_targets("language", "a row of tokens as whole numbers", source)
+    def takes(self, target: Any) -> bool:
+        return is_integer(target, rank=1)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         size = source.facts()["vocabulary_size"]
-        row = first_row((targets < 0) | (targets >= size))
-        if row is None:
-            return None
-        return row, f"holds a token outside 0 ... {size - 1}"
+        is_wrong = (targets < 0) | (targets >= size)
+        return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # A short text and a small vocabulary show as well whether a metric's state adds up.

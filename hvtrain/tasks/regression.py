@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Scatter
 from hvtrain.data.source import Source
 from hvtrain.tasks.reviewed import ReviewedExamples
-from hvtrain.tasks.task import Losses, Metrics, Task, refuse_targets
+from hvtrain.tasks.task import Losses, Metrics, Task
 
 
 class Regression(Task):
@@ -19,8 +19,18 @@ class Regression(Task):
     Args:
         loss: Default: the mean squared error.
         metrics: Default: the mean absolute error.
+
+    Example:
+
+    >>> task = Regression()
+    >>> task.metric_names
+    ['loss', 'mean_absolute_error']
+    >>> task.sign("val_mean_absolute_error")
+    -1
     """
 
+    name = "regression"
+    target = "one number or an array of them, as floats"
     output = "numbers in the units of the targets"
     best = "mean_absolute_error"
     num_reviewed = 1000
@@ -32,12 +42,11 @@ class Regression(Task):
         return {"mean_absolute_error": keras.metrics.MeanAbsoluteError()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
+        # A dense layer gives a row, also of one number.
         return tuple(source.element_spec[1].shape) or (1,)
 
-    def check_targets(self, source: Source) -> None:
-        target = source.element_spec[1]
-        if not hasattr(target, "dtype") or not target.dtype.is_floating:
-            raise refuse_targets("regression", "one number or an array of them, as floats", source)
+    def takes(self, target: Any) -> bool:
+        return hasattr(target, "dtype") and target.dtype.is_floating
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)
@@ -62,6 +71,8 @@ class Regression(Task):
         description = reviewed.description
         has_more_targets = reviewed.targets.size > reviewed.number
         suffix = " Of several targets, the first." if has_more_targets else ""
+
+        # Half of the residuals lie between these quartiles.
         low, high = np.quantile(residuals, (0.25, 0.75))
 
         return [
@@ -85,4 +96,5 @@ class Regression(Task):
 
 
 def _first_numbers(values: np.ndarray) -> np.ndarray:
+    """The first number of each example, whatever its shape."""
     return values.reshape(len(values), -1)[:, 0].astype(float)

@@ -56,6 +56,7 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
     image = image.astype(np.float64)
     low = float(np.nanmin(image))
     high = float(np.nanmax(image))
+    # An image of one color has no range to divide by, and NaN becomes black.
     stretched = np.nan_to_num((image - low) / max(high - low, 1e-9)) * 255
     return np.broadcast_to(np.rint(stretched).astype(np.uint8), (*image.shape[:2], 3))
 
@@ -66,6 +67,7 @@ def png(pixels: np.ndarray, panels: int = 1) -> str:
     Args:
         panels: Images side by side in these pixels, each shrunk to MAX_SIDE_PIXELS at most.
     """
+    # A thumbnail is never larger than the image: 8x8 pixels stay 8x8.
     image = Image.fromarray(np.ascontiguousarray(pixels))
     image.thumbnail((MAX_SIDE_PIXELS * panels, MAX_SIDE_PIXELS))
     file = io.BytesIO()

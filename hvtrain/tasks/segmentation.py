@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from PIL import ImageColor
 
 from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
@@ -17,9 +18,8 @@ from hvtrain.tasks.task import (
     Metrics,
     Task,
     draw_classes,
-    first_row,
+    first_fault,
     is_integer,
-    refuse_targets,
 )
 
 CHECKED_SIDE_PIXELS = 4
@@ -37,9 +37,17 @@ class Segmentation(Task):
     Args:
         loss: Default: cross-entropy of the logits, without pixels of the ignored label.
         metrics: Default: mean IoU, without pixels of the ignored label.
-        ignored_label: The label of pixels that do not count, as 255 in PASCAL VOC.
+        ignored_label: The label of pixels that do not count, as 255 in PASCAL VOC. None counts all.
+
+    Example:
+
+    >>> logits = np.array([[[[0.1, 0.9], [0.7, -0.2]]]])  # One image of 1 x 2 pixels, two classes.
+    >>> Segmentation().decode(logits)
+    array([[[1, 0]]])
     """
 
+    name = "segmentation"
+    target = "a mask [height, width] of whole numbers"
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
     head = "keras.layers.Conv2D({0}, 1) and the size of the image"
     best = "mean_iou"
@@ -66,17 +74,19 @@ class Segmentation(Task):
         return {"mean_iou": iou}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact("num_classes", "task=segmentation")
+        return *source.element_spec[1].shape, source.fact("num_classes", f"task={self.name}")
+
+    def takes(self, target: Any) -> bool:
+        return is_integer(target, rank=2)
 
     def check_targets(self, source: Source) -> None:
-        image, target = source.element_spec[:2]
-        if not is_integer(target, rank=2):
-            raise refuse_targets("segmentation", "a mask [height, width] of whole numbers", source)
-
+        super().check_targets(source)
+        image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
-            return
+            return  # The model takes a structure of inputs, and knows which of them is the image.
+
         image_size = tuple(image.shape[:2])
-        mask_size = tuple(target.shape)
+        mask_size = tuple(mask.shape)
         if image_size != mask_size:
             raise ConfigError(
                 f"task=segmentation needs masks of the size of the images, and {source.name} gives "
@@ -87,13 +97,15 @@ class Segmentation(Task):
         is_wrong = (targets < 0) | (targets >= source.num_classes)
         if self.ignored_label is not None:
             is_wrong &= targets != self.ignored_label
-        row = first_row(is_wrong)
-        if row is None:
-            return None
-        label = targets[row][is_wrong[row]][0]
-        return row, f"label {label} in its mask is outside 0 ... {source.num_classes - 1}"
+
+        def problem(row: int) -> str:
+            label = targets[row][is_wrong[row]][0]
+            return f"label {label} in its mask is outside 0 ... {source.num_classes - 1}"
+
+        return first_fault(is_wrong, problem)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        # Small ones do: a metric counts pixels, wherever they are.
         shape = (number, CHECKED_SIDE_PIXELS, CHECKED_SIDE_PIXELS)
         return draw_classes(shape, self.output_shape(source)[-1])
 
@@ -118,6 +130,7 @@ class Segmentation(Task):
         if self.ignored_label is not None:
             counts = targets != self.ignored_label
 
+        # One class at a time: all at once would need a copy of the masks for each class.
         # Pixels of each example and class, in both masks and in at least one of them.
         intersection = np.zeros((len(targets), len(names)), np.int64)
         union = np.zeros_like(intersection)
@@ -159,13 +172,15 @@ def _overlays(
 ) -> Figure:
     """Shows the worst examples, then the first ones: each image, its mask and the predicted mask."""
     worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
+    # The worst show where the model fails, the first ones what it usually does.
     others = [row for row in range(len(mean_iou)) if row not in worst]
 
     pictures = []
     for row in [*worst, *others][:NUM_PICTURES]:
         image = as_bytes(reviewed.inputs[row])
-        true_overlay = _overlay(image, reviewed.targets[row], ignored_label, len(names))
-        predicted_overlay = _overlay(image, predicted[row], ignored_label, len(names))
+        true_overlay = _overlay(image, reviewed.targets[row], ignored_label)
+        predicted_overlay = _overlay(image, predicted[row], ignored_label)
+        # White lines between the panels.
         gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
         panels = np.concatenate([image, gap, true_overlay, gap, predicted_overlay], axis=1)
         pictures.append((png(panels, 3), f"example {row}: mean IoU {mean_iou[row]:.2f}"))
@@ -179,17 +194,15 @@ def _color(label: int) -> str:
     return COLORS[(label - 1) % len(COLORS)]
 
 
-def _overlay(
-    image: np.ndarray,
-    mask: np.ndarray,
-    ignored_label: int | None,
-    num_classes: int,
-) -> np.ndarray:
+def _overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
     """Paints the classes of a mask over an image; ignored pixels become white."""
     painted = image.astype(np.float64)
-    for label in range(1, num_classes):
-        rgb = np.array(list(bytes.fromhex(_color(label)[1:])))
-        painted[mask == label] = 0.35 * painted[mask == label] + 0.65 * rgb
-    if ignored_label is not None:
-        painted[mask == ignored_label] = 255
+    for label in np.unique(mask):
+        pixels = mask == label
+        if label == ignored_label:
+            painted[pixels] = 255
+        elif label:
+            rgb = np.array(ImageColor.getrgb(_color(label)))
+            # The image stays visible through the color.
+            painted[pixels] = 0.35 * painted[pixels] + 0.65 * rgb
     return painted.astype(np.uint8)

@@ -36,8 +36,21 @@ class Task(ABC):
 
     Raises:
         ConfigError: A value is not a Keras loss or metric.
+
+    Example: a subclass for counts, which are never below 0.
+
+        class Counts(Regression):
+            def default_loss(self):
+                return keras.losses.Poisson()
+
+            def fault(self, targets, source):
+                return first_fault(targets < 0, lambda row: f"is {targets[row]}, below 0")
     """
 
+    name: ClassVar[str]
+    """The task as a user chooses it, task=NAME."""
+    target: ClassVar[str]
+    """The target of an example in words, for the message about another one."""
     output: str
     """The meaning of the model's numbers, for model.json."""
     head: ClassVar[str] = "keras.layers.Dense({0})"
@@ -80,8 +93,19 @@ class Task(ABC):
         """Shape of the model's output for one example of the source; None if any shape will do."""
 
     @abstractmethod
+    def takes(self, target: Any) -> bool:
+        """True if targets with this tf.TensorSpec, or nested structure of them, fit the task."""
+
     def check_targets(self, source: Source) -> None:
         """Raises ConfigError if the targets in the source's element_spec do not fit this task."""
+        target = source.element_spec[1]
+        if not self.takes(target):
+            specs = tf.nest.flatten(target)
+            types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
+            raise ConfigError(
+                f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
+                f"gives {types}; choose another task or data set"
+            )
 
     @abstractmethod
     def examples(self, number: int, source: Source) -> tuple[Any, Any]:
@@ -90,10 +114,11 @@ class Task(ABC):
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
+            # Whole numbers are finite, and texts have no such values.
             if np.issubdtype(target.dtype, np.floating):
-                row = first_row(~np.isfinite(target))
-                if row is not None:
-                    return row, "holds NaN or an infinite value"
+                fault = first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
+                if fault:
+                    return fault
         return None
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -139,7 +164,7 @@ class Task(ABC):
         return []
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, with those that are computed from others."""
+        """Metrics by name, with those that are computed from others, such as a perplexity."""
         return dict(metrics)
 
     def facts(self, source: Source) -> dict[str, Any]:
@@ -167,6 +192,7 @@ class Task(ABC):
         if isinstance(self.loss, Mapping) and len(self.loss) > 1:
             names += [f"{output}_loss" for output in self.loss]
         names += self._named_metrics()
+        # results() adds the names of those that follow from others, whatever the values.
         return list(self.results(dict.fromkeys(names, 0.0)))
 
     def sign(self, name: str) -> int:
@@ -193,6 +219,7 @@ class Task(ABC):
             if fault:
                 row, problem = fault
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
+        # Only now: a metric that is built with facts of the source can be tried.
         self.complete(source)
         self.check_metrics(*self.examples(NUM_CHECKED, source))
 
@@ -236,16 +263,19 @@ class Task(ABC):
         if self.loss_weights is not None:
             loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
 
+        # Keras gives weights of examples to weighted_metrics alone.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
         model.compile(
             optimizer=optimizer,
             loss=loss,
             loss_weights=loss_weights,
             jit_compile=jit_compile,
+            # Copies, since a model's metrics hold its state, and a task compiles several models.
             **{metrics_argument: _fresh_all(self.metrics) or None},
         )
         if distribute_loss and isinstance(loss, keras.losses.Loss):
-            # Past Keras's __setattr__, as Keras does it: the model must not track it as a part.
+            # Keras's own tracker weights each batch by its examples, which is wrong for losses that
+            # divide by something else. Past __setattr__, so that it is not tracked as a part.
             object.__setattr__(model, "_loss_tracker", ExactLoss(loss))
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
@@ -255,6 +285,7 @@ class Task(ABC):
             name: The model's name, for the message.
         """
         needed = self.output_shape(source)
+        # A task whose outputs are not free takes one tensor, whose first axis is the batch.
         shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
         if needed is not None and shapes != [(None, *needed)]:
             raise ConfigError(
@@ -279,31 +310,27 @@ def is_integer(spec: Any, rank: int) -> bool:
     return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
 
 
-def first_row(is_wrong: np.ndarray) -> int | None:
-    """The first example of a boolean array [examples, ...] with a True in it.
+def first_fault(
+    is_wrong: np.ndarray,
+    problem: Callable[[int], str],
+) -> tuple[int, str] | None:
+    """Finds the first example of a boolean array [examples, ...] with a True in it.
 
-    >>> first_row(np.array([[False, False], [False, True]]))
-    1
+    >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
+    (1, '1 is wrong')
     """
     rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
-    return int(rows[0]) if rows.size else None
+    if not rows.size:
+        return None
+    return int(rows[0]), problem(int(rows[0]))
 
 
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws class indices of that shape, and a logit for each class of each of them."""
+    # The same on all ranks, so that all take or refuse a metric.
     rng = np.random.default_rng(0)
     targets = rng.integers(classes, size=shape, dtype=np.int32)
     return targets, rng.normal(size=(*shape, classes)).astype(np.float32)
-
-
-def refuse_targets(task: str, needed: str, source: Source) -> ConfigError:
-    """Returns the error about a source whose targets do not fit the task."""
-    specs = tf.nest.flatten(source.element_spec[1])
-    types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
-    return ConfigError(
-        f"task={task} needs as the target of an example {needed}, and {source.name} gives {types}; "
-        "choose another task or data set"
-    )
 
 
 def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
@@ -326,7 +353,8 @@ def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs
         ) from error
 
     for initial, first, rest, whole in zip(*states):
-        # Both parts begin with the initial state, which the sum holds twice.
+        # Both parts begin with the initial state, which the sum holds twice. The tolerance is for
+        # float32 numbers that are summed in another order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of "
@@ -345,7 +373,7 @@ def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarra
     if len(targets):
         metric.update_state(targets, outputs)
     elif not metric.variables:
-        # Some metrics make their variables on the first update, which an empty batch would not be.
+        # Some metrics refuse an empty batch, with which they would make their variables.
         metric.build(targets.shape, outputs.shape)
     return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
 
@@ -364,5 +392,6 @@ def _check_type(setting: str, value: Any, *types: type) -> None:
 def _fresh_all(metrics: Metrics) -> Any:
     """Copies all metrics without their state, in the structure that model.compile takes."""
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
+        # Keras takes a list of metrics for each output.
         return {output: _fresh_all(inner) for output, inner in metrics.items()}
     return [fresh(metric, name) for name, metric in metrics.items()]
