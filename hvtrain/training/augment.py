@@ -65,7 +65,7 @@ def open_augmentation(
         keeps_integers,
         in_step and not is_resized,
     )
-    source.raw_batches = True
+    source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
 
 def _target_kind(

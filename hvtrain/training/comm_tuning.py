@@ -35,6 +35,7 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
+# Each setting takes the median of three rounds of up to ten steps, and about three seconds in all.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
@@ -155,6 +156,7 @@ def _search(
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     """Makes a function that runs some steps and returns the seconds of one (every rank)."""
+    # One batch again and again, so that the input pipeline does not count.
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 

@@ -162,10 +162,8 @@ class _Search:
         saved = None
         while saved is None:
             candidates = self.comm.gather(self.comm.all_or_raise(self._candidate))
-            self.candidates = _of_run(
-                [candidate for candidate in candidates if candidate],
-                self.run_id,
-            )
+            candidates = [candidate for candidate in candidates if candidate]
+            self.candidates = _of_run(candidates, self.run_id)
             if not self.candidates:
                 break
             # The first rank with it, so that rank 0 need not be sent what it has itself.
@@ -198,12 +196,8 @@ class _Search:
             own_arrays = self._checkpoint.arrays if self._checkpoint else None
             arrays = send_arrays(own_arrays, self._root, self.comm, is_missing)
             if arrays is not None:
-                self._checkpoint = Checkpoint(
-                    Path(folder_name(saved.step)),
-                    saved.step,
-                    dict(saved.meta),
-                    arrays,
-                )
+                path = Path(folder_name(saved.step))
+                self._checkpoint = Checkpoint(path, saved.step, dict(saved.meta), arrays)
         # A checkpoint in memory has its records on no disk; the chief's own are there already.
         if self._root and saved.host:
             self._send_records()
@@ -216,7 +210,7 @@ class _Search:
             raise CheckpointError(
                 f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
             )
-        paths = []
+        paths: list[Path] = []
         # Rank 0 reports what is on a disk that all share.
         if self.has_own_disk:
             paths = [path for path in store.list_checkpoints(self.checkpoints) if path not in self._damaged]
@@ -224,27 +218,17 @@ class _Search:
         seen_step = max([step, *map(store.step_of, self._damaged)])
 
         committed = self.run_state.checkpoint
+        path = None
         if committed is not None and committed.step >= step:
-            return Candidate(
-                topology.rank,
-                topology.host,
-                committed.step,
-                self.run_state.run_id,
-                None,
-                seen_step,
-            )
-        if not paths:
+            step = committed.step
+            run_id = self.run_state.run_id
+        elif paths:
+            path = paths[-1]
+            # An older checkpoint of the folder tells the run of a damaged one.
+            run_id = next(filter(None, map(store.run_id, reversed(paths))), None)
+        else:
             return None
-        # An older checkpoint of the folder tells the run of a damaged one.
-        run_ids = filter(None, map(store.run_id, reversed(paths)))
-        return Candidate(
-            topology.rank,
-            topology.host,
-            step,
-            next(run_ids, None),
-            paths[-1],
-            seen_step,
-        )
+        return Candidate(topology.rank, topology.host, step, run_id, path, seen_step)
 
     def _read(self, candidate: Candidate) -> ResumePoint | None:
         """Reads the root's candidate; returns None if it is damaged (root only)."""
@@ -264,6 +248,7 @@ class _Search:
 
         name = checkpoint.path.name
         meta = checkpoint.meta
+        # The file may be anybody's: its checksums say that it is whole, not that it is of a run.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if checked_run_id(meta.get("run_id")) is None:
             missing.append("run_id")
@@ -310,13 +295,8 @@ class _Search:
                 # chief's.
                 best_host = best.get("host", root_host)
                 elsewhere = {"host": best_host} if best_host != own_host else {}
-                mark_best(
-                    self.checkpoints,
-                    best["step"],
-                    best["metric"],
-                    best["value"],
-                    **elsewhere,
-                )
+                step, metric, value = (best[key] for key in ("step", "metric", "value"))
+                mark_best(self.checkpoints, step, metric, value, **elsewhere)
 
         self.comm.on_chief(write)
 

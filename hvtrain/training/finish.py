@@ -55,6 +55,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         num_parameters=context.model.count_params(),
         num_steps=context.position.step,
         global_batch=run.plan.global_batch,
+        # Of this start of the run, restarts of its ranks included.
         seconds=time.monotonic() - run.state.began,
         reductions=proof["reductions"],
         first_step=context.position.start_step,
@@ -102,10 +103,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     folder = run.folder
     if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
         log.info("test: %s", in_words(record.metrics))
-        log.info(
-            "this run was finished already and has been tested again; its results in %s stay as they are",
-            folder,
-        )
+        log.info(f"this run was finished already and has been tested again; its results in {folder} stay as they are")
         return record
 
     record = replace(record, best=_test_best(run, model, record))
@@ -139,7 +137,8 @@ def _log_results(record: RunRecord, folder: Path) -> None:
         # Replicas of one process, or of parameter servers, train as ranks do elsewhere.
         number = record.num_replicas or record.num_ranks
         kind = "rank" if number == record.num_ranks else "replica"
-        speed = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items()) + f" over {number} {kind}(s), "
+        speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
+        speed = f"{speeds} over {number} {kind}(s), "
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
 
 
@@ -168,6 +167,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     metrics = record.metrics
     last_weights = None
     if best["step"] != record.num_steps:
+        # On every rank: all of them test the best weights, each on its shard.
         last_weights = model.get_weights()
         if not comm.on_chief(lambda: _load_best(run, model, best)):
             return None
@@ -187,17 +187,10 @@ def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
     try:
         if "host" in best:
             raise UserError(f"it is on host {best['host']}")
-        load_weights(
-            run.config,
-            model,
-            run.folder / "checkpoints" / store.folder_name(best["step"]),
-        )
+        path = run.folder / "checkpoints" / store.folder_name(best["step"])
+        load_weights(run.config, model, path)
     except UserError as error:
-        log.warning(
-            "%s is not written, for the best checkpoint cannot be read: %s",
-            BEST_FILE,
-            error,
-        )
+        log.warning(f"{BEST_FILE} is not written, for the best checkpoint cannot be read: {error}")
         return False
     return True
 
@@ -268,18 +261,13 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
             break
     if not batches:
         return None
-    inputs, targets, outputs = tf.nest.map_structure(
-        lambda *parts: np.concatenate(parts)[:limit],
-        *batches,
-    )
-    return ReviewedExamples(
-        inputs,
-        targets,
-        outputs,
-        min(num_examples, limit),
-        split,
-        source.num_examples(split),
-    )
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        return np.concatenate(parts)[:limit]
+
+    inputs, targets, outputs = tf.nest.map_structure(join, *batches)
+    number = min(num_examples, limit)
+    return ReviewedExamples(inputs, targets, outputs, number, split, source.num_examples(split))
 
 
 def _as_numpy(output: Any) -> np.ndarray:

@@ -39,6 +39,7 @@ def make_plan(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
             f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
         )
+    # The rank with the fewest batches.
     examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
     if batch > examples:
         raise ConfigError(

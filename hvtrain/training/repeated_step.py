@@ -82,12 +82,9 @@ class LayerSearch(RunCallback):
     def _repeat(self, steps_before: int) -> Origin | None:
         batch = next(iter(self.run.batches_from(steps_before)))
         try:
-            return first_not_finite(
-                self.model,
-                batch,
-                has_batch_weight=not self.position.plan.is_even,
-            )
-        except Exception as error:  # The other ranks wait for this one's answer, and the run fails anyway.
+            return first_not_finite(self.model, batch, not self.position.plan.is_even)
+        except Exception as error:
+            # The other ranks wait for this one's answer, and the run fails anyway.
             log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
             return None
 
@@ -251,11 +248,8 @@ class _Watch:
 def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     before = [(operation, vars(operation).get("call")) for operation, _ in calls]
     for operation, call in calls:
-        object.__setattr__(
-            operation,
-            "call",
-            call,
-        )  # Past Keras's, which tracks what belongs to a layer.
+        # Past Keras's __setattr__, which tracks what belongs to a layer.
+        object.__setattr__(operation, "call", call)
     try:
         yield
     finally:

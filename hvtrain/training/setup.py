@@ -40,9 +40,10 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
 @contextmanager
 def isolated_names(config: RunConfig, rank: int) -> Iterator[None]:
-    """Surrounds the building of objects beside the run's model, which must get the names and numbers of a first one.
+    """Resets Keras's names and random numbers after the building of objects beside the model.
 
-    Building a layer takes the next of Keras's names and random numbers, and checkpoints hold both.
+    The run's model must get those of a first one. Building a layer takes the next of Keras's names
+    and random numbers, and checkpoints hold both.
     """
     yield
     seed_everything(config, rank)
@@ -82,6 +83,7 @@ def open_data(
     plan = make_plan(config.train, rate, shard_sizes, source.name, batch_sizes, config.data.uneven)
     plan = resumed_plan(plan, saved, config.train, len(hosts))
     if num_processes != len(hosts):
+        # A process that leads several replicas takes their batches as one.
         plan = plan.on(num_processes)
     return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
@@ -141,11 +143,8 @@ def build_model(
         )
         # compile may have wrapped it, as for mixed precision.
         model.optimizer.build(model.trainable_variables)
-        multiply_rates(
-            model.optimizer,
-            model.trainable_variables,
-            factors_of(model, config.train.rates),
-        )
+        factors = factors_of(model, config.train.rates)
+        multiply_rates(model.optimizer, model.trainable_variables, factors)
     strategy.prepare(model)
     prepare_step(
         model,
@@ -239,14 +238,11 @@ class LearningRate:
         """
         self._optimizer = optimizer
         get_config = optimizer.get_config
+        schedules = keras.optimizers.schedules
 
         def config_with_constant_rate() -> dict[str, Any]:
-            constant = keras.optimizers.schedules.ExponentialDecay(
-                float(self()),
-                decay_steps=1,
-                decay_rate=1.0,
-            )
-            return {**get_config(), "learning_rate": keras.optimizers.schedules.serialize(constant)}
+            constant = schedules.ExponentialDecay(float(self()), decay_steps=1, decay_rate=1.0)
+            return {**get_config(), "learning_rate": schedules.serialize(constant)}
 
         optimizer.get_config = config_with_constant_rate
 
@@ -271,9 +267,8 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
-    rate.follow(
-        getattr(optimizer, "inner_optimizer", optimizer),
-    )  # A loss scale wraps the one that counts steps.
+    # A loss scale wraps the one that counts steps.
+    rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 
 
@@ -282,12 +277,7 @@ def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     arguments: dict[str, Any] = {"learning_rate": rate}
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
-    optimizer: keras.optimizers.Optimizer = build(
-        config,
-        "optimizer",
-        keras.optimizers.Optimizer,
-        **arguments,
-    )
+    optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
     keep_averages(optimizer, config.train.ema)
     return optimizer
 

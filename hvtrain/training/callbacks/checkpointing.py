@@ -42,6 +42,7 @@ class Interruption(RunCallback):
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        # Before and after the training there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -243,7 +244,9 @@ class Checkpointing(_Saving):
 
         Raises the error of the writer's previous write, if any.
         """
+        # Moving statistics follow each rank's own batches. Saved is what a validation would take.
         self.weights.average_untrained()
+        # Only the chief's weights are saved. If ranks differed, a resume would hide it.
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
 
         # One exchange for both: the state of all ranks, and how the chief's previous write ended.
@@ -271,7 +274,9 @@ class MemoryCommit(_Saving):
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.position.is_multiple_of(self.run.strategy.membership.commit_steps) and self.position.in_epoch:
+        # The end of an epoch is left to on_epoch_end, after the other callbacks' work.
+        commit_steps = self.run.strategy.membership.commit_steps
+        if self.position.is_multiple_of(commit_steps) and self.position.in_epoch:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -283,6 +288,7 @@ class MemoryCommit(_Saving):
             return  # All ranks are leaving, with a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(store.rank_state(self.model))
+        # The writer adds its step to the meta of a checkpoint on disk.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
             self.run.strategy.membership.check()

@@ -34,6 +34,7 @@ class EpochMetrics(keras.callbacks.Callback):
         super().__init__()
         self.strategy = strategy
         self._results = results
+        # By their numbers, which is the order of model.metrics_variables.
         self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -101,6 +102,7 @@ class Validation(RunCallback):
             return  # Stopped within the epoch.
         every = self.config.validate_every_epochs
         is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
+        # validate_every_steps may have validated after this step already.
         if is_due and self.latest_step != self.position.step:
             self._validate()
         logs.update(self.unlogged)

@@ -71,10 +71,11 @@ def make_callbacks(
     begin_step = LambdaCallback(
         on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step),
     )
+
     callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
     if search:
         callbacks.append(search)
-    # Logs that are those of all ranks, and then the same on all.
+    # Logs become those of all ranks, and then the same on all of them.
     rank_state = start.rank_state if position.in_epoch else {}
     callbacks += [
         EpochMetrics(strategy, rank_state, run.task.results),
@@ -84,7 +85,7 @@ def make_callbacks(
     ]
     if config.data.one_batch:
         callbacks.append(OneBatch(context))
-    # Who may stop the training, and then who makes a stop that of all ranks.
+    # First those that may stop the training; then those that make one rank's stop that of all.
     callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
     callbacks += [
         Recording(context, throughput),
@@ -118,13 +119,10 @@ def call_steps(
     modules = {getattr(callback, hook).__module__.split(".")[0] for callback in callbacks for hook in hooks}
     # ModelCheckpoint and TensorBoard count batches themselves; "epoch" is a value of theirs too.
     counted = [getattr(callback, name, None) for callback in callbacks for name in ("save_freq", "update_freq")]
-    # The chief alone has the callbacks that only write.
-    acts_on_batches, counts = strategy.comm.broadcast(
-        (
-            bool(modules - {"hvtrain", "keras"}),
-            [steps for steps in counted if isinstance(steps, int)],
-        ),
-    )
+    # Of the chief, which alone has the callbacks that only write.
+    acts_on_batches = bool(modules - {"hvtrain", "keras"})
+    counts = [steps for steps in counted if isinstance(steps, int)]
+    acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
 
     intervals = [
         config.checkpoint.every_steps,
@@ -141,11 +139,8 @@ def call_steps(
     steps = config.train.steps_per_execution
     if config.guard.layers or (acts_on_batches and steps is None):
         steps = 1
-    return CallSteps(
-        steps,
-        [interval for interval in intervals if interval],
-        strategy.comm.broadcast,
-    )
+    intervals = [interval for interval in intervals if interval]
+    return CallSteps(steps, intervals, strategy.comm.broadcast)
 
 
 # They only write, and ranks would overwrite each other's files.
@@ -194,10 +189,8 @@ def own_callbacks(
     if validates and config.train.validate_every_epochs != 1:
         # Keras warns of these after each epoch without a validation.
         for name in metrics:
-            warnings.filterwarnings(
-                "ignore",
-                rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available",
-            )
+            pattern = rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available"
+            warnings.filterwarnings("ignore", pattern)
 
     for name, callback in callbacks.items():
         if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
@@ -207,8 +200,9 @@ def own_callbacks(
         monitor = str(getattr(callback, "monitor", ""))
         # ModelCheckpoint uses its monitor only with save_best_only.
         if monitor.startswith("val_") and not validates and getattr(callback, "save_best_only", True):
-            # How this data set is divided.
-            takes = "dataset.num_validation=N" if "num_validation" in config.dataset else "as the split validation"
+            takes = "as the split validation"
+            if "num_validation" in config.dataset:
+                takes = "dataset.num_validation=N"
             raise ConfigError(
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
                 f"training data ({takes}) or choose ++callbacks.{name}.monitor={monitor[4:]}"

@@ -109,6 +109,7 @@ class RunContext:
         Raises StorageError on all ranks if the history of a resumed run is damaged.
         """
         position = Position(run.plan, start_step)
+        # The watchdog is told that this rank waits for others, and makes no progress of its own.
         weights = WeightCheck(
             model,
             run.config.guard.every > 0,
