@@ -29,10 +29,10 @@ def open_augmentation(
     random numbers are to be reset afterwards, as they are for a model without augmentation.
 
     Args:
-        config: whose augment and data.augment_on are read.
-        source: of images.
-        task: which tells how targets are mixed.
-        is_resized: the run goes on with another number of ranks. Layers on the device then move to
+        config: The run's settings.
+        source: A data set of images.
+        task: The task, which tells how targets are mixed.
+        is_resized: The run goes on with another number of ranks. Layers on the device then move to
             the input pipeline, where batches are still those of the ranks before.
     """
     inputs, targets, *weights = source.element_spec
@@ -97,8 +97,10 @@ def build_layers(config: RunConfig, name: str, source: Source) -> dict[str, kera
     limits = source.value_range()
     if limits:
         facts["value_range"] = limits
+
     setting = f"augment.{name}"
     layer = build(config, setting, keras.Layer, facts, source.name)
+    # With another range, such as a default of 0 to 255, a layer would clip images wrongly.
     if "value_range" not in str(config.augment[name]):
         for inner in layer._flatten_layers():
             own_range = getattr(inner, "value_range", None)
@@ -109,6 +111,7 @@ def build_layers(config: RunConfig, name: str, source: Source) -> dict[str, kera
                 f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
                 f"{source.name} {known}; set value_range in {setting}"
             )
+
     return dict(_in_turn(setting, layer))
 
 

@@ -76,12 +76,13 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     """Restarts communication with the fastest settings (every rank).
 
     Args:
-        run: whose ranks are tuned for.
-        build: makes a compiled model whose optimizer reduces by the strategy's current settings.
+        run: The run, with its ranks started.
+        build: Makes a compiled model whose optimizer reduces by the strategy's current settings.
     """
     comm = run.strategy.comm
     default = default_settings(run.config)
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
+
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
     measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}
     best = comm.on_chief(lambda: _read(run.folder, measured_for))
@@ -95,6 +96,7 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     if default.bucket_mib >= mib:
         default = replace(default, bucket_mib=0.0)  # One bucket holds all gradients; 0 means that.
     best, seconds = _search(run, build, default, mib)
+
     gain = "the default"
     if best != default:
         gain = f"{seconds[default] / seconds[best]:.2f}x as fast as {default}"
@@ -124,13 +126,13 @@ def _search(
     strategy = run.strategy
     batches = run.batches_from(0)
     seconds: dict[CommSettings, float] = {}
+
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
     best = default
     # One setting after the other, each starting from the best so far: half as many as all pairs.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
-        candidates = list(
-            dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]),
-        )
+        others = [replace(best, **{name: value}) for value in values]
+        candidates = list(dict.fromkeys([best, *others]))
         # Settings with the same buckets share a model.
         trials: dict[float, Callable[[], float]] = {}
         for settings in candidates:

@@ -32,11 +32,12 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
     """Checks that all ranks run the same program with the same settings (every rank).
 
     Raises on all ranks, and names the difference:
-        ConfigError: settings differ.
-        RankError: versions of packages or code differ.
+        ConfigError: Settings differ.
+        RankError: Versions of packages or code differ.
     """
     ranks = comm.gather((flatten(to_dict(config)), software(config), comm.topology.host))
     settings, programs, host = ranks[0]
+
     # All settings first: a setting may name another package, whose code then differs too.
     for rank, (other_settings, _, _) in enumerate(ranks):
         difference = _difference(settings, other_settings)
@@ -45,6 +46,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
                 f"ranks 0 and {rank} were started with different settings: {difference}; "
                 "start all ranks with the same command"
             )
+
     for rank, (_, other_programs, other_host) in enumerate(ranks):
         difference = _difference(programs, other_programs)
         if difference:

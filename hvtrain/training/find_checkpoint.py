@@ -8,7 +8,7 @@ reads it and sends it to rank 0.
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +47,7 @@ _NEEDED: dict[str, Any] = {
     "step_in_epoch": int,
 }
 # The records of a run's epochs and starts, for a host that continues the run and lacks them.
-_RECORDS: tuple[tuple[Callable[[Path], Any], Callable[[Path, Any], None]], ...] = (
+_RECORDS: tuple[tuple[Any, Any], ...] = (
     (read_history, write_history),
     (read_rank_seconds, write_rank_seconds),
     (read_starts, write_starts),
@@ -85,15 +85,15 @@ def find_checkpoint(
     """Finds the newest readable checkpoint of this run, in memory or on any host (every rank).
 
     Args:
-        folder: of the run, the same path on all hosts.
-        comm: the collectives.
-        run_state: gets the run's identifier, this host's note, and with on_all_ranks the
+        folder: The run folder, the same path on all hosts.
+        comm: The collectives.
+        run_state: Gets the run's identifier, this host's note, and with on_all_ranks the
             checkpoint.
-        resume: the setting of that name.
-        on_all_ranks: all ranks get the checkpoint's arrays, not the chief alone.
+        resume: The setting of that name.
+        on_all_ranks: All ranks get the checkpoint's arrays, not the chief alone.
 
     Raises:
-        CheckpointError: hosts have checkpoints of different runs, a newer one is on an absent host,
+        CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
             or all are damaged.
         ConfigError: resume=never, and another host than rank 0's has a checkpoint.
     """
@@ -146,13 +146,16 @@ class _Search:
         self.run_state = run_state
         self.needs_arrays = on_all_ranks or comm.topology.is_chief
         self.candidates: list[Candidate] = []
+
         # Set if the run has begun already, on ranks that have changed since.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
+
         # A rank shares the chief's run folder if the lock in it has the same contents.
         own_lock = ""
         with suppress(OSError, ValueError):
             own_lock = read_file(folder / LOCK_FILE)[:200]
         self.has_own_disk = comm.broadcast(own_lock) != own_lock or comm.topology.is_chief or not own_lock
+
         self._damaged: dict[Path, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._root = 0
@@ -271,6 +274,7 @@ class _Search:
             own_lines = [store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()]
         if not topology.is_chief:
             own_lines = [f"host {topology.host}: {line}" for line in own_lines]
+
         lines = [line for rank_lines in self.comm.gather(own_lines) for line in rank_lines]
         if lines and not saved:
             raise CheckpointError(

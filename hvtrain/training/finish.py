@@ -34,8 +34,8 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
     """The numbers of the run, the same on every rank except for the counts of each process.
 
     Args:
-        context: of the run, whose report is complete.
-        metrics: of the test data; empty without.
+        context: The run's context, with its report complete.
+        metrics: Metrics of the test data; empty without.
     """
     run = context.run
     report = context.report
@@ -101,6 +101,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     """
     comm = run.strategy.comm
     folder = run.folder
+    # Nothing was trained, so this record has no speed.
     if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
         log.info("test: %s", in_words(record.metrics))
         log.info(f"this run was finished already and has been tested again; its results in {folder} stay as they are")
@@ -174,6 +175,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
     comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
+
     if last_weights is not None:
         model.set_weights(last_weights)
     return {**best, "metrics": metrics}
@@ -201,7 +203,7 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
     Returns the manifest of the data on which it was trained, if the checkpoint has it.
 
     Raises:
-        UserError: the checkpoint is damaged, cannot be read, or is of another model.
+        UserError: The checkpoint is damaged, cannot be read, or is of another model.
     """
     checkpoint = store.read(path)
     if config.train.ema is None:
@@ -259,6 +261,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
         num_bytes += sum(leaf.nbytes for leaf in leaves)
         if num_examples >= limit or num_bytes > MAX_BYTES or time.monotonic() - began > MAX_SECONDS:
             break
+
     if not batches:
         return None
 

@@ -19,16 +19,16 @@ def make_plan(
     """Plans a run. Steps per epoch are equal on all ranks by construction.
 
     Args:
-        train: its settings.
-        base_learning_rate: before it is scaled by the number of ranks.
-        shard_sizes: training examples, by rank.
-        dataset_name: for messages.
-        batch_sizes: examples a step, by rank; None: train.batch_size on all.
-        uneven: examples that do not fill a batch on all ranks are left out of the epoch ("trim";
+        train: Settings of the training.
+        base_learning_rate: The rate before it is scaled by the number of ranks.
+        shard_sizes: Training examples, by rank.
+        dataset_name: Name of the data set, for messages.
+        batch_sizes: Examples a step, by rank; None: train.batch_size on all.
+        uneven: Examples that do not fill a batch on all ranks are left out of the epoch ("trim";
             others each time), trained on in short batches ("pad"), or refused ("error").
 
     Raises:
-        ConfigError: a rank would have no example, or less than one batch.
+        ConfigError: A rank would have no example, or less than one batch.
     """
     size = len(shard_sizes)
     total = sum(shard_sizes)
@@ -39,6 +39,7 @@ def make_plan(
             f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
             f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
         )
+
     # The rank with the fewest batches.
     examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
     if batch > examples:
@@ -47,6 +48,7 @@ def make_plan(
             f"({total} of {dataset_name} over {size} ranks); "
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
+
     # Full batches of the rank that has the fewest: a rank with more steps would wait for the others
     # forever.
     steps_per_epoch = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
@@ -55,6 +57,7 @@ def make_plan(
             f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
             f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
         )
+
     # An epoch ends with a change of weights.
     steps_per_epoch -= steps_per_epoch % accumulate
     shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
@@ -64,6 +67,7 @@ def make_plan(
             f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
             f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
         )
+
     if uneven == "pad":
         steps_per_epoch = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
         # Each step of a rank needs an example, see Share.
@@ -80,6 +84,7 @@ def make_plan(
         num_steps = max(1, train.steps // size // accumulate) * accumulate
     else:
         num_steps = train.steps
+
     # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times
     # the rate. The square root keeps the variance of a step instead,
     # https://arxiv.org/abs/1404.5997.
@@ -93,11 +98,11 @@ def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[i
     """Returns batch sizes by rank.
 
     Args:
-        batch_size: one number, one for each rank, or one for each host in rank order.
-        hosts: by rank.
+        batch_size: One number, one for each rank, or one for each host in rank order.
+        hosts: The host of each rank.
 
     Raises:
-        ConfigError: there are as many numbers as neither ranks nor hosts.
+        ConfigError: There are neither as many numbers as ranks nor as many as hosts.
 
     >>> batch_sizes_by_rank([8, 4], ["s1", "s1", "s2"])
     [8, 8, 4]
@@ -126,12 +131,12 @@ def planned_batch_sizes(
     their own with train.resize=scale, from the end of an epoch on.
 
     Args:
-        meta: that of the checkpoint to continue from, if any.
-        train: the current settings.
-        hosts: of the current ranks.
+        meta: Meta of the checkpoint to continue from, if any.
+        train: The current settings.
+        hosts: The host of each current rank.
 
     Raises:
-        CheckpointError: both train.batch_size and the number of ranks have changed.
+        CheckpointError: Both train.batch_size and the number of ranks have changed.
     """
     if meta is None:
         return batch_sizes_by_rank(train.batch_size, hosts)

@@ -29,13 +29,14 @@ def prepare_step(
     """Makes the model's train step take batches as the run's streams give them.
 
     Args:
-        model: compiled.
-        source: whose batches may be raw, and augmented in the step.
-        losses: of joint_loss, which the model is compiled with.
-        has_batch_weights: batches of different ranks differ in size, and come as (batch, weight of
+        model: The compiled model.
+        source: The data set, which says if its batches are raw and augmented in the step.
+        losses: The losses that the model is compiled with, made by joint_loss.
+        has_batch_weights: Batches of different ranks differ in size, and come as (batch, weight of
             the batch).
-        class_weights: by class, which multiply the weights of targets; empty: none.
-        harden: of the task; turns targets that augmentation has mixed into those that metrics take.
+        class_weights: Factors of the targets' weights, by class; empty without.
+        harden: The task's function that turns targets that augmentation has mixed into those that
+            metrics take.
     """
     if not (has_batch_weights or source.raw_batches or class_weights):
         return
@@ -77,6 +78,7 @@ def prepare_step(
             weights = weights_of(targets, class_weights)
         elif class_weights:
             weights = product_by_example(weights_of(targets, class_weights), weights)
+
         for loss in losses:
             loss.batch_weight = weight
 
@@ -188,9 +190,9 @@ def weighted_mixture(
     """Returns targets and weights whose loss is the mixture of the weighted losses of the classes.
 
     Args:
-        targets: the parts [n, classes] that classes have in an example, or [n] the part of the
+        targets: The parts [n, classes] that classes have in an example, or [n] the part of the
             second of two.
-        class_weights: by class.
+        class_weights: Weights by class.
 
     >>> weighted_mixture(tf.constant([[0.5, 0.5, 0.0]]), [1.0, 3.0, 1.0])[0].numpy().tolist()
     [[0.25, 0.75, 0.0]]

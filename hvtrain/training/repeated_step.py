@@ -101,9 +101,9 @@ def first_not_finite(
     layers, the loss, and gradients on their way back.
 
     Args:
-        model: compiled, with its optimizer built.
-        batch: as the model's train step takes it.
-        has_batch_weight: the batch is a pair (batch, weight), as with ranks of unlike batches.
+        model: A compiled model whose optimizer is built.
+        batch: A batch as the model's train step takes it.
+        has_batch_weight: The batch is a pair (batch, weight), as with ranks of unlike batches.
 
     Returns:
         Its origin; None if all values are finite.

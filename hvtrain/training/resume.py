@@ -60,13 +60,13 @@ class RunState:
 
     Args:
         began: time.monotonic() at the beginning of the run.
-        folder: of the run, once it is open.
-        lock: that of the folder.
-        signals: received so far.
-        checkpoint: the last commit to memory, in an elastic job.
-        run_id: the same in all checkpoints of the run, over all of its starts.
-        note_keeper: notes on this host where the newest checkpoint is.
-        notice: sent at the end.
+        folder: The run folder, once it is open.
+        lock: The folder's lock.
+        signals: Signals that this rank has got.
+        checkpoint: The last commit to memory, in an elastic job.
+        run_id: The same in all checkpoints of the run, over all of its starts.
+        note_keeper: Notes on this host where the newest checkpoint is.
+        notice: The message that is sent at the end.
     """
 
     began: float
@@ -99,14 +99,14 @@ class Start:
     """Where a run begins: at step 0, or at a checkpoint.
 
     Args:
-        name: of the checkpoint; None: the run begins.
-        step: steps that are done.
-        ended: a callback of the user's has ended the training; nothing is left to do.
-        num_ranks: ranks that wrote the checkpoint.
-        plan_ranks: ranks for which their plan was made.
-        rank_state: this rank's own, see store.rank_state.
-        callbacks: numbers and best weights of the user's callbacks, by their names.
-        unlogged: results of a validation that no epoch's logs had yet.
+        name: The checkpoint's name; None: the run begins.
+        step: Steps that are done.
+        ended: A callback of the user's has ended the training; nothing is left to do.
+        num_ranks: Ranks that wrote the checkpoint.
+        plan_ranks: Ranks for which their plan was made.
+        rank_state: This rank's own state, see store.rank_state.
+        callbacks: Numbers and best weights of the user's callbacks, by their names.
+        unlogged: Results of a validation that no epoch's logs had yet.
     """
 
     name: str | None = None
@@ -130,16 +130,17 @@ def resume(
     """Restores the chief's model and each rank's own state; returns the run's start (every rank).
 
     Args:
-        saved: the checkpoint; None: nothing is restored.
-        model: with its optimizer built. The other ranks get the weights by a broadcast after this.
-        plan: on the current ranks.
-        meta: that of the run's checkpoints from now on.
-        refuse_other_data: as guard.data.
-        comm: the collectives.
+        saved: The checkpoint; None: nothing is restored.
+        model: The model, with its optimizer built. The other ranks get the weights by a broadcast
+            after this.
+        plan: The plan on the current ranks.
+        meta: Meta of the run's checkpoints from now on.
+        refuse_other_data: The setting guard.data.
+        comm: The collectives.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or was made with other batches.
-        DataError: it was made on another data set, and that is refused.
+        CheckpointError: The checkpoint is of another model, or was made with other batches.
+        DataError: It was made on another data set, and that is refused.
     """
 
     def restore() -> tuple[Start, list[Arrays]]:
@@ -148,6 +149,7 @@ def resume(
         _check_fits(saved.name, saved.checkpoint, meta, refuse_other_data)
         return _restore(saved.name, saved.checkpoint, model, plan.size)
 
+    # Every rank gets the states of all, which are small, and takes its own.
     start, rank_states = comm.on_chief(restore)
     start = replace(start, rank_state=rank_states[comm.topology.rank])
     store.restore_rank(start.rank_state, model)
@@ -169,11 +171,13 @@ def _check_fits(
         refuse_other_data,
         ", or choose another run.dir",
     )
+
     keys = ["uneven"]
     # A plan for another number of ranks is meant to differ.
     if before["num_ranks"] == meta["num_ranks"]:
         keys = ["batch_sizes", "steps_per_epoch", *keys]
     different = [f"{key} {before.get(key)}, now {meta[key]}" for key in keys if before.get(key) != meta[key]]
+
     if different:
         raise CheckpointError(
             f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
@@ -209,9 +213,11 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     rank starts with no counts, its own seeds, and the chief's learning rate.
     """
     kept = states[:size]
+    # Any rank may take them over, since a metric is computed from the sums over all ranks.
     for lost in states[size:]:
         sums = {name: value + lost[name] for name, value in kept[0].items() if name.startswith("metric/")}
         kept[0] = {**kept[0], **sums}
+    # Seeds are not copied: two ranks would drop the same units.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 
@@ -267,6 +273,7 @@ def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
                 yield chunk
                 chunk = []
                 free_bytes = chunk_bytes
+
     if chunk:
         yield chunk
 
@@ -278,7 +285,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     """
     before = meta.get("config")
     if not isinstance(before, dict):
-        return {}
+        return {}  # The file may be anybody's.
     changed = changed_settings(before, to_dict(config))
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):

@@ -28,16 +28,16 @@ class Run:
     """One attempt at a run, whose ranks are started and whose data set is opened.
 
     Args:
-        config: all settings.
-        strategy: started.
-        topology: this rank's place, with the weights by which the data are sharded.
-        source: the data set.
-        task: of the model.
-        plan: steps and batches, which continue those of a resumed run.
-        folder: the run folder.
-        meta: facts that each checkpoint of the run has.
-        state: what survives a restart of the ranks.
-        changed: settings that differ from the checkpoint's, {name: [before, now]}.
+        config: All settings.
+        strategy: The started strategy.
+        topology: This rank's place, with the weights by which the data are sharded.
+        source: The data set.
+        task: What the model learns.
+        plan: Steps and batches, which continue those of a resumed run.
+        folder: The run folder.
+        meta: Facts that each checkpoint of the run has.
+        state: What survives a restart of the ranks.
+        changed: Settings that differ from the checkpoint's, {name: [before, now]}.
     """
 
     config: RunConfig
@@ -68,6 +68,7 @@ class Run:
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
         if is_one:
+            # It is read once, so that the input pipeline does not slow down the debugging.
             batches = batches.take(1).cache().repeat()
         return batches
 
@@ -193,6 +194,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if plan.accumulate > 1:
         joint_batch = plan.accumulate * plan.global_batch
         batch += f"; {plan.accumulate} of them for each change of weights, {joint_batch} in all"
+
     schedule = config.schedule["_target_"].split(".")[-1].lower()
 
     lines = {
@@ -215,12 +217,14 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
         "run folder": str(run.folder),
     }
+
     if config.data.one_batch:
         lines["trained on"] = "the first batch in every step (data.one_batch)"
     if config.train.evaluation_steps:
         lines["evaluated on"] = f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
     if config.augment:
         lines["augmentation"] = f"{', '.join(config.augment)} (on the {config.data.augment_on})"
+
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"
         lines["resumed"] = f"{start.name}: {done}{describe_resize(start, plan)}"
@@ -229,6 +233,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         lines["changed"] = "; ".join(
             f"{name} {_shown(before)} -> {_shown(now)}" for name, (before, now) in run.changed.items()
         )
+
+    # What a run does not have is left out.
     return {name: text for name, text in lines.items() if text}
 
 
@@ -240,6 +246,7 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty for the same."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
+    # A plan of its own for the current ranks, see planned_batch_sizes.
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"

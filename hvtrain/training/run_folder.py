@@ -73,17 +73,18 @@ def open_run_folder(
     """Creates or reopens the run folder, locks it, and sweeps leftovers of killed runs (chief only).
 
     Args:
-        config: of the run.
-        lock: that of the folder, which the run then holds.
-        begun: the folder in which an earlier attempt of this run began.
-        parent: where folders are made if run.dir is not set.
+        config: The run's settings.
+        lock: A free lock, which then locks the folder.
+        begun: The folder in which an earlier attempt of this run began, if any.
+        parent: Where folders are made if run.dir is not set.
 
     Raises:
-        ConfigError: the folder cannot be written, another run uses it, or it holds something else.
+        ConfigError: The folder cannot be written, another run uses it, or it holds something else.
     """
     folder = begun
     if folder is None:
         folder = Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent)
+
     checkpoints = folder / "checkpoints"
     refuse_files_of_others(folder)
     refuse_link(
@@ -126,6 +127,7 @@ def make_default_folder(config: RunConfig, parent: str) -> Path:
     number = 1
     while True:
         try:
+            # It fails for all but one of the runs that make the folder at the same time.
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
@@ -145,10 +147,12 @@ def refuse_files_of_others(folder: Path) -> None:
     if not others:
         return
     first_line = CONFIG_HEADER.splitlines()[0]
+    # A run's own configuration is told by its first line.
     try:
         is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
         is_of_a_run = False
+
     # A run folder whose config.yaml was edited or lost still has its checkpoints.
     if not is_of_a_run and not store.list_checkpoints(folder / "checkpoints"):
         raise ConfigError(
@@ -176,10 +180,10 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
     """Adds this start to starts.json, for the report (chief only). An error is only a warning.
 
     Args:
-        run: that starts.
-        hosts: of the ranks, by rank.
-        described: the lines of the summary, by name.
-        step: from which the run goes on; 0 at its beginning.
+        run: The run.
+        hosts: The host of each rank.
+        described: The lines of the summary, by name.
+        step: Steps that were done before this start.
     """
     try:
         earlier = read_starts(run.folder)
@@ -232,10 +236,11 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     """
     is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
+
     launcher: list[str] = []
     if len(hosts) > 1:
         launcher = ["horovodrun", "-np", str(len(hosts))]
-    counts = Counter(hosts)
+    counts = Counter(hosts)  # In the order of the ranks.
     if len(counts) > 1:
         launcher += ["-H", ",".join(f"{host}:{number}" for host, number in counts.items())]
     return shlex.join([*launcher, *program, *without_secrets(argv[1:])])

@@ -80,11 +80,13 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     """The model from raw examples to logits, compiled; its last layer is the trained model."""
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
+
     for part in (model, whole):
         # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and
         # Keras warns about an optimizer that is not built.
         task.compile(part, keras.optimizers.SGD())
         part.optimizer.build(part.trainable_variables)
+
     users_names = sorted(set(own_names(whole.get_compile_config())))
     if users_names:
         log.info(
@@ -126,6 +128,7 @@ def description(source: Source, task: Task, preprocessing: Preprocessing) -> dic
             lambda spec: {"shape": list(spec.shape), "dtype": spec.dtype.name},
             raw,
         )
+
     output_shape = task.output_shape(source)
     facts = source.facts()
     return {

@@ -58,10 +58,10 @@ def open_data(
     """Opens the data set (every rank).
 
     Args:
-        config: all settings.
-        strategy: started.
-        saved: meta of the checkpoint to resume, if any, whose plan continues.
-        fitted_files: what the run has fitted to its training data.
+        config: The run's settings.
+        strategy: The started strategy.
+        saved: Meta of the checkpoint to resume, if any, whose plan continues.
+        fitted_files: What the run has fitted to its training data.
 
     Returns:
         The data set, the plan for its size, and this rank's topology with its share.
@@ -182,7 +182,7 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
     inputs = source.element_spec[0]
     try:
         outputs = model(symbolic(inputs))
-    except Exception as error:
+    except Exception as error:  # A user's own layers may raise anything.
         location = place_of(error)
         where = f" ({location})" if location else ""
         kind = "images" if "image_shape" in source.facts() else "arrays"
@@ -190,10 +190,12 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
         needed = "one input"
         if isinstance(inputs, dict):
             needed = f"inputs named {', '.join(inputs)}"
+
         raise ConfigError(
             f"{name} must take {needed}, {kind} of shape {shapes} as {source.name} gives them; it failed "
             f"with {in_one_line(error)}{where}; tracebacks=true shows its traceback"
         ) from error
+
     # A step or a loss of the user's own may take whatever outputs it likes.
     if all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss")):
         task.check_outputs(outputs, name, source)
@@ -220,8 +222,8 @@ class LearningRate:
     with it from then on. Keras's own LearningRateSchedule cannot be set.
 
     Args:
-        schedule: a function of the step.
-        shift: optimizer steps that the schedule leaves out at the beginning; see StepPlan.
+        schedule: A function of the step.
+        shift: Optimizer steps that the schedule leaves out at the beginning; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:
@@ -259,6 +261,7 @@ class LearningRate:
 
     def assign(self, value: Any) -> None:
         """Sets the factor so that the rate of this step is `value`."""
+        # A scheduled rate of 0 has no factor that makes another rate of it.
         scheduled = self() / self.factor
         self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))
 
@@ -275,6 +278,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
 def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process with a callable learning rate."""
     arguments: dict[str, Any] = {"learning_rate": rate}
+    # Keras refuses 1.
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
@@ -292,11 +296,11 @@ def checkpoint_meta(
     """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
 
     Args:
-        config: all settings.
-        plan: whose shares are those with which the run began.
-        data: the data set's manifest.
-        run_id: the same for all starts of a run.
-        changes: of settings since the run began, see with_change.
+        config: The run's settings.
+        plan: The plan, whose shares are those with which the run began.
+        data: The data set's manifest.
+        run_id: The same for all starts of a run.
+        changes: Changes of settings since the run began, see with_change.
     """
     return {
         "num_ranks": len(plan.shares),

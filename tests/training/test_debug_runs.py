@@ -135,4 +135,4 @@ def test_profile_names_its_files(ranks, folder):
 def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
     run = SimpleNamespace(strategy=MirroredStrategy())
     with pytest.raises(ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"):
-        LayerSearch(RunContext(run, None, None, None, RunReport()))
+        LayerSearch(RunContext(run, None, None, None, RunReport([], {})))

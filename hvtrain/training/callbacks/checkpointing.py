@@ -211,6 +211,7 @@ class Checkpointing(_Saving):
         is_end = self.position.is_last or self.model.stop_training
         by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
         by_steps = self.position.is_multiple_of(self.config.every_steps)
+
         # _minutes_due is a collective. All ranks come to it or none: what stands before it is equal
         # on all of them.
         if is_end or by_epochs or by_steps or self._minutes_due():
@@ -220,6 +221,7 @@ class Checkpointing(_Saving):
                 # checkpoint.
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
             self._save(metrics)
+
         if is_end:
             self.run.state.note_keeper.note(self.comm.on_chief(self._finish))
 

@@ -128,6 +128,7 @@ class Progress(RunCallback):
         return f"Epoch {self.position.epoch + 1}/{self.position.plan.num_epochs}"
 
     def _step_time(self) -> list[str]:
+        # Until the last step, so that the line of an epoch leaves out its validation.
         seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step))
         if seconds >= 1:
             return [f"{seconds:.3g} s/step"]
@@ -147,6 +148,7 @@ class Progress(RunCallback):
 
     def _left(self) -> list[str]:
         """The time left of the whole run."""
+        # Until now: validations and checkpoints will take their time in the rest of the run too.
         steps = self.position.plan.num_steps - self.position.step
         seconds = steps * _seconds_per_step(
             self._first_call,

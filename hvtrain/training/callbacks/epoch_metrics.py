@@ -19,10 +19,10 @@ class EpochMetrics(keras.callbacks.Callback):
     """Puts the training metrics of the whole epoch, over all ranks, into its logs (every rank).
 
     Args:
-        strategy: of the run.
-        resumed: this rank's state from store.rank_state, after a resume within an epoch; else
+        strategy: The run's strategy.
+        resumed: This rank's state from store.rank_state, after a resume within an epoch; else
             empty. The model's metrics must be built.
-        results: adds metrics that follow from others.
+        results: Adds metrics that follow from others.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class EpochMetrics(keras.callbacks.Callback):
         # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
         # it never computes.
         left_out = metrics.keys() - logs.keys()
-        logs.update(
-            {name: value for name, value in self._results(metrics).items() if name not in left_out},
-        )
+        for name, value in self._results(metrics).items():
+            if name not in left_out:
+                logs[name] = value
 
 
 class SameLogs(RunCallback):
@@ -71,9 +71,9 @@ class Validation(RunCallback):
     val_*: a callback that waits for an improvement would count a repeated one.
 
     Args:
-        context: of the run.
-        dataset: this rank's shard; None: nothing is validated.
-        resumed: results that were unlogged where the run was interrupted.
+        context: The run's context.
+        dataset: This rank's shard; None: nothing is validated.
+        resumed: Results that were unlogged where the run was interrupted.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Validation(RunCallback):
         # validate_every_steps may have validated after this step already.
         if is_due and self.latest_step != self.position.step:
             self._validate()
+
         logs.update(self.unlogged)
         self.unlogged = {}
 

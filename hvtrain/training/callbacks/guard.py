@@ -66,11 +66,11 @@ def explain_errors(
     """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
 
     Args:
-        search: describes which value of a step was the first that is not finite. All ranks call it.
+        search: Describes which value of a step was the first that is not finite. All ranks call it.
 
     Raises:
-        TrainingError: for a gradient that is not finite.
-        DataError: for data that this rank cannot read.
+        TrainingError: A gradient is not finite.
+        DataError: This rank cannot read its data.
     """
     strategy = context.run.strategy
     steps_before = strategy.marks()[3]
@@ -187,6 +187,7 @@ class OneBatch(RunCallback):
         run = self.run
         batch = run.stream_from(self.position.plan.shift).take(1)
         if run.source.raw_batches:
+            # In the training prepare_step does it.
             batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))
         batch = batch.apply(tf.data.experimental.assert_cardinality(1))
         return run.task.results(run.strategy.evaluate(self.model, batch))
@@ -202,10 +203,10 @@ def is_learned(
     """True if the loss has fallen to LEARNED_LOSS of the first one, or the metric is good enough.
 
     Args:
-        before: the metrics of an evaluation before the first step.
-        after: those after the last step.
-        training: the logs of the last epoch.
-        best: the metric that the task judges models by.
+        before: The metrics of an evaluation before the first step.
+        after: Those after the last step.
+        training: The logs of the last epoch.
+        best: The metric that the task judges models by.
         sign: 1 if more of it is better, -1 if less is.
 
     >>> is_learned({"loss": 2.3}, {"loss": 0.6, "accuracy": 1.0}, {}, "accuracy", 1)

@@ -91,6 +91,7 @@ def make_callbacks(
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
     ]
+
     if is_chief and config.tracker:
         callbacks.append(tracking)
     if is_chief:
@@ -167,12 +168,12 @@ def own_callbacks(
     """Builds the user's callbacks, by name. Those of Keras that only write are on the chief alone.
 
     Args:
-        run: of which they are.
-        model: compiled.
+        run: The run, whose config names them.
+        model: The compiled model.
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: one of them would do harm, lacks a package, or monitors a metric that this run
+        ConfigError: One of them would do harm, lacks a package, or monitors a metric that this run
             does not have.
     """
     config = run.config
@@ -181,6 +182,7 @@ def own_callbacks(
         package, _, kind = settings["_target_"].rpartition(".")
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
+
     callbacks = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)

@@ -38,6 +38,7 @@ class Recording(RunCallback):
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
         # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
+
         record = EpochRecord(
             epoch=epoch + 1,
             step=self.position.step,
@@ -46,6 +47,7 @@ class Recording(RunCallback):
             examples_per_second=round(self._throughput.epoch_examples_per_second, 1),
             metrics=metrics,
         )
+
         self.report.records.append(record)
         if self._throughput.rank_seconds:
             self.report.rank_seconds[epoch + 1] = self._throughput.rank_seconds
@@ -57,8 +59,10 @@ class Recording(RunCallback):
         if self._can_append:
             save_history = append_history
             save_seconds = append_rank_seconds
+
         # Until both are written: a row that was cut short must not be followed by another.
         self._can_append = False
+
         try:
             save_history(self.run.folder, self.report.records)
             if self.report.records[-1].epoch in self.report.rank_seconds:

@@ -35,6 +35,7 @@ class Position(keras.callbacks.Callback):
     @property
     def in_epoch(self) -> bool:
         """True within an epoch; False after a step that ends an epoch or the run."""
+        # train.steps may end a run within an epoch.
         return self.plan.position(self.step)[1] > 0 and not self.is_last
 
     @property
@@ -59,22 +60,22 @@ class RunReport:
     """Results that callbacks fill in while a run trains, and that its end reads.
 
     Args:
-        records: rows of history.csv, those before a resume included.
-        rank_seconds: by epoch, seconds of a step's own work on each rank; empty if steps are not
+        records: Rows of history.csv, those before a resume included.
+        rank_seconds: Seconds of a step's own work on each rank, by epoch; empty if steps are not
             timed.
-        examples_each_epoch: examples that went through the steps of each whole epoch, over all
+        examples_each_epoch: Examples that went through the steps of each whole epoch, over all
             ranks.
-        unreadable: what data.on_error=skip left out on any rank, by its place. A damaged file that
+        unreadable: What data.on_error=skip left out on any rank, by its place. A damaged file that
             several ranks read counts once.
-        examples_per_second: of all ranks, after the warm-up; None before.
-        step_seconds: mean time of a step after the warm-up; None before.
-        split: parts of the time of a step; None if steps are not timed.
-        stopped_by: the signal or limit that ended training early, in words; empty if none did.
-        exit_code: of the process, after a signal; 0 without.
+        examples_per_second: Speed of all ranks after the warm-up; None before.
+        step_seconds: Mean time of a step after the warm-up; None before.
+        split: The time of a step by purpose; None if steps are not timed.
+        stopped_by: The signal or limit that ended training early, in words; empty if none did.
+        exit_code: The process's exit code after a signal; 0 without.
     """
 
-    records: list[EpochRecord] = field(default_factory=list)
-    rank_seconds: dict[int, list[float]] = field(default_factory=dict)
+    records: list[EpochRecord]
+    rank_seconds: dict[int, list[float]]
     examples_each_epoch: list[int] = field(default_factory=list)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
     examples_per_second: float | None = None
@@ -143,6 +144,7 @@ class RunCallback(keras.callbacks.Callback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
+        # Keras sets self.model before the training begins.
         self.run = context.run
         self.comm = context.run.strategy.comm
         self.position = context.position

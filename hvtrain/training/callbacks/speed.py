@@ -89,13 +89,16 @@ class Throughput(RunCallback):
         start_step = self.position.start_step
         self.epoch_seconds = 0.0
         self.rank_seconds: list[float] = []
+
         self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
         # A short run is half warm-up, so that it still has a speed.
         self._last_warmup_step = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
+
         self._last_step = start_step
         self._batch_began = 0.0
         self._steps = 0
         self._seconds = 0.0
+
         self._epoch_began = 0.0
         self._epoch_steps = 0
         self._epoch_step_seconds = 0.0

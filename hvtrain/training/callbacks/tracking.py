@@ -44,6 +44,7 @@ class Tracking(RunCallback):
         # From here on there may be a tracked run that must not stay open.
         self._is_open = True
         self._tracked = read_tracked(run.folder)
+
         facts = TrackedRun(run.folder.name, run.folder, to_dict(run.config), run.meta["changes"])
 
         def start(name: str, tracker: Tracker) -> None:
