@@ -35,7 +35,7 @@ def application(
     dropout: float = 0.0,
     **options: Any,
 ) -> keras.Model:
-    """keras.applications.<name> with random weights, global average pooling, dropout and a dense layer of logits.
+    """keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
     - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...)
@@ -63,12 +63,20 @@ def application(
     return keras.Model(image, logits(x, num_outputs), name=trunk.name)
 
 
-def body(image_shape: Sequence[int], name: str, pooling: str | None = None, **options: Any) -> keras.Model:
+def body(
+    image_shape: Sequence[int],
+    name: str,
+    pooling: str | None = None,
+    **options: Any,
+) -> keras.Model:
     """Builds Keras's own network without its head, with random weights. Raises ConfigError."""
-    networks = {key: value for key, value in vars(keras.applications).items() if inspect.isfunction(value)}
+    members = vars(keras.applications)
+    networks = {key: value for key, value in members.items() if inspect.isfunction(value)}
     if name not in networks:
         nearest = nearest_names(name, networks)
-        choices = f"the nearest: {', '.join(nearest)}" if nearest else f"it has {', '.join(sorted(networks))}"
+        choices = f"the nearest: {', '.join(nearest)}"
+        if not nearest:
+            choices = f"it has {', '.join(sorted(networks))}"
         raise ConfigError(f"keras.applications has no network {name!r}; {choices}")
 
     known_options = sorted(set(inspect.signature(networks[name]).parameters) - OURS)
@@ -95,8 +103,12 @@ def body(image_shape: Sequence[int], name: str, pooling: str | None = None, **op
         ) from error
 
 
-def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] | None = None) -> keras.Model:
-    """Rebuilds the network on another input, without rescaling and normalization, and with fresh names.
+def clone(
+    trunk: keras.Model,
+    image: Any,
+    changes: Mapping[str, dict[str, Any]] | None = None,
+) -> keras.Model:
+    """Rebuilds the network on another input, without rescaling, and with fresh names.
 
     Args:
         trunk: of keras.applications.
@@ -110,7 +122,7 @@ def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] 
     def rebuild(layer: Any) -> Any:
         name = names.get(layer.name, layer.name)
         if isinstance(layer, (layers.Rescaling, layers.Normalization)):
-            return layers.Identity(name=name)
+            return layers.Identity(name=name)  # The data set has normalized the images.
         config = layer.get_config() | changes.get(layer.name, {}) | {"name": name}
         return layer.__class__.from_config(config)
 
@@ -118,7 +130,7 @@ def clone(trunk: keras.Model, image: Any, changes: Mapping[str, dict[str, Any]] 
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:
-    """Returns new names of the layers that Keras named itself, by class name and a number counted in the process.
+    """Returns new names, by old ones, of the layers that Keras named by their class and a number.
 
     A second InceptionV3 in one process begins at conv2d_94 instead of conv2d, so it could not load
     a checkpoint of the first. Counting within the model gives both the same names.

@@ -21,7 +21,8 @@ ENDS = {
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 STRIDES = (8, 16, 32)
-# Filters of the low-level features, so few that they do not outweigh the others.
+# Filters of the low-level features, so few that they do not outweigh the others (the paper's table
+# 1).
 LOW_FILTERS = 48
 
 
@@ -65,18 +66,23 @@ def deeplabv3plus(
     for layer in trunk.layers:
         if isinstance(layer, layers.BatchNormalization):
             changes[layer.name] = {"momentum": norm_momentum}
+
+    # The backbone again, with these changes.
     trunk = clone(trunk, image, changes)
     low, high = (trunk.get_layer(name).output for name in ENDS[backbone])
 
-    # The paper's rates at a stride of 16 are 6, 12 and 18.
+    # 6, 12 and 18 at a stride of 16, doubled at 8, as in DeepLabv3 (Chen et al. 2017,
+    # arXiv:1706.05587).
     rates = atrous_rates or [96 // output_stride * factor for factor in (1, 2, 3)]
     x = _pyramid(high, filters, rates, norm_momentum)
     if dropout:
         x = layers.Dropout(dropout, name="aspp_dropout")(x)
+    # The decoder: two convolutions after the concatenation, which the paper found best.
     low = _pointwise(low, LOW_FILTERS, "decoder_low", norm_momentum)
     x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
         x = _separable(x, filters, 1, f"decoder_separable{number}", norm_momentum)
+    # In float32 whatever the policy, as networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
     return keras.Model(image, _resize(x, image.shape), name="deeplabv3plus")
 
@@ -96,13 +102,15 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
         if stride[layer.name] <= output_stride or not isinstance(layer, layers.Conv2D | layers.DepthwiseConv2D):
             continue
 
+        # A kernel of one pixel skips nothing, so it needs no dilation.
         size = layer.kernel_size[0]
         if size == 1:
             changes[layer.name] = {"strides": 1}
             continue
         rate = max(1, input_stride // output_stride)
         changes[layer.name] = {"strides": 1, "dilation_rate": rate}
-        if layer.padding == "valid":  # A layer before it pads, unevenly for a stride of 2 on an even side.
+        if layer.padding == "valid":
+            # A layer before it pads, unevenly for a stride of 2 on an even side.
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes
@@ -137,21 +145,39 @@ def _pyramid(features: Any, filters: int, rates: Sequence[int], momentum: float)
     branches = [_pointwise(features, filters, "aspp_point", momentum)]
     for number, rate in enumerate(rates, start=1):
         branches.append(_separable(features, filters, rate, f"aspp_rate{number}", momentum))
+    # Image-level features, as in DeepLabv3: the mean over the image, at each position.
     whole = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
     whole = _pointwise(whole, filters, "aspp_whole", momentum)
     branches.append(_resize(whole, features.shape))
-    return _pointwise(layers.Concatenate(name="aspp_concat")(branches), filters, "aspp_project", momentum)
+    return _pointwise(
+        layers.Concatenate(name="aspp_concat")(branches),
+        filters,
+        "aspp_project",
+        momentum,
+    )
 
 
 def _pointwise(x: Any, filters: int, name: str, momentum: float) -> Any:
-    x = layers.Conv2D(filters, 1, use_bias=False, kernel_initializer="he_normal", name=name)(x)
+    x = layers.Conv2D(
+        filters,
+        1,
+        use_bias=False,
+        kernel_initializer="he_normal",
+        name=name,
+    )(x)
     return _normalized(x, name, momentum)
 
 
 def _separable(x: Any, filters: int, rate: int, name: str, momentum: float) -> Any:
     """Separable 3x3 convolution, normalized after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
-    x = layers.DepthwiseConv2D(3, padding="same", dilation_rate=rate, use_bias=False, name=depthwise)(x)
+    x = layers.DepthwiseConv2D(
+        3,
+        padding="same",
+        dilation_rate=rate,
+        use_bias=False,
+        name=depthwise,
+    )(x)
     return _pointwise(_normalized(x, depthwise, momentum), filters, name, momentum)
 
 

@@ -1,4 +1,6 @@
-"""model.weights: a new run begins with the weights of another one, or of a file (rank 0 reads; the broadcast follows).
+"""model.weights: a new run begins with the weights of another one, or of a file.
+
+Rank 0 reads them, and the broadcast before the first step brings them to the others.
 
 Variables are matched by the path of their layer and their order in it. A head, the last layer with
 weights or what comes after a backbone of keras-hub, may be another one than the source's; whatever
@@ -51,7 +53,7 @@ class Slot:
         return f"{self.layer}/{self.index}"
 
     def key_in(self, arrays: Arrays) -> str:
-        """Returns the key of its value: the variable's path in a checkpoint, else its layer and its order there."""
+        """Returns the key of its value: the variable's path in a checkpoint, else `key`."""
         return self.variable.path if self.variable.path in arrays else self.key
 
     def fits(self, arrays: Arrays) -> bool:
@@ -73,9 +75,10 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
         ConfigError: the source cannot be read, or differs; names the first variable that differs.
     """
     path, arrays = _read(Path(source), model)
-    excepted_ids = {
-        id(variable) for pattern in excepted for variable in find_variables(model, pattern, "model.weights_except")
-    }
+    excepted_ids = set()
+    for pattern in excepted:
+        excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
+
     slots = [slot for slot in _slots(parts(model)) if id(slot.variable) not in excepted_ids]
 
     # The head is taken as a whole, or stays new as a whole.
@@ -85,7 +88,12 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     taken = [slot for slot in slots if not new_head or slot.layer not in head_layers]
     for slot in taken:
         if not slot.fits(arrays):
-            raise _difference(source, slot.path, arrays.get(slot.key_in(arrays)), slot.variable)
+            raise _difference(
+                source,
+                slot.path,
+                arrays.get(slot.key_in(arrays)),
+                slot.variable,
+            )
 
     unused = arrays.keys() - {slot.key_in(arrays) for slot in slots}
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
@@ -95,34 +103,42 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
 
+    # Nothing is assigned before everything is known to fit.
     for slot in taken:
         slot.variable.assign(arrays[slot.key_in(arrays)])
     _log_taken(path, taken, new_head, excepted)
     if unused and excepted:
-        ellipsis = " ..." * (len(unused_layers) > 5)
-        log.info("               not taken from there: %s%s", ", ".join(unused_layers[:5]), ellipsis)
+        named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
+        log.info("               not taken from there: %s", named)
 
 
-def _log_taken(path: Path, taken: Sequence[Slot], new_head: Sequence[Slot], excepted: Sequence[str]) -> None:
+def _log_taken(
+    path: Path,
+    taken: Sequence[Slot],
+    new_head: Sequence[Slot],
+    excepted: Sequence[str],
+) -> None:
     number = sum(int(np.prod(slot.variable.shape)) for slot in taken)
-    new = ", ".join([*(f"{slot.path} {tuple(slot.variable.shape)}" for slot in new_head), *excepted])
-    log.info(
-        "weights        %s parameters from %s%s",
-        f"{number:,}",
-        path,
-        f"; new: {new}" if new else "",
-    )
+    new = [f"{slot.path} {tuple(slot.variable.shape)}" for slot in new_head]
+    new += excepted
+    suffix = f"; new: {', '.join(new)}" if new else ""
+    log.info("weights        %s parameters from %s%s", f"{number:,}", path, suffix)
 
 
 def _slots(model_parts: Sequence[Part]) -> Iterator[Slot]:
     for part in model_parts:
         # A source has the matrices of model.lora_rank added to the kernels.
-        variables = [variable for variable in part.variables if not variable.name.startswith("lora_")]
-        for index, variable in enumerate(variables):
+        plain = [value for value in part.variables if not value.name.startswith("lora_")]
+        for index, variable in enumerate(plain):
             yield Slot(part.path, variable.name, index, variable)
 
 
-def _difference(source: str, path: str, array: np.ndarray | None, variable: Any) -> ConfigError:
+def _difference(
+    source: str,
+    path: str,
+    array: np.ndarray | None,
+    variable: Any,
+) -> ConfigError:
     def describe(value: Any) -> str:
         return "nothing" if value is None else f"shape {tuple(value.shape)}"
 
@@ -157,9 +173,11 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     """Reads the preferred model of a run folder, or its newest whole checkpoint."""
+    # Keras's files hold the averages of train.ema; the weights of a checkpoint are the raw ones.
     for name in RUN_FILES:
         if (path / name).is_file():
             return _read(path / name, model)
+    # From the newest one on; a damaged one is passed over, with a warning.
     for folder in reversed(store.list_checkpoints(path / "checkpoints")):
         try:
             return folder, _of_checkpoint(store.read(folder).arrays)
@@ -208,6 +226,8 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     if backbone is None or source_backbone is None:
         return {slot.key: slot.variable.numpy() for slot in _slots(parts(source))}
 
+    # The backbone may be deeper in one model than in the other, so its layers have other paths
+    # there.
     key_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
 
     def with_keys_of(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
@@ -220,8 +240,10 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
 
 
 def _of_checkpoint(arrays: Arrays) -> Arrays:
-    """Returns the model's weights in a checkpoint, those of model.lora_rank added to what they belong to."""
-    weights = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")}
+    """Returns the model's weights in a checkpoint, those of model.lora_rank added to the kernels."""
+    # Keys are model/NUMBER/PATH; others are of the optimizer and the ranks.
+    model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
+    weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}
     for path in [path for path in weights if path.endswith("_a") and "/lora_" in path]:
         # lora_kernel_a and lora_kernel_b belong to kernel.
         first = weights.pop(path)
@@ -249,6 +271,7 @@ def _read_h5(path: Path) -> Arrays:
                         raise ValueError(f"two layers have the name {layer}, which a .keras file could tell apart")
                     arrays[f"{layer}/{index}"] = np.asarray(inner[index])
             elif isinstance(inner, h5py.Group):
+                # Keras's groups have names that it made up; the layer's own is an attribute.
                 name = inner["vars"].attrs.get("name", key) if "vars" in inner else ""
                 walk(inner, f"{layer}/{name}".strip("/"))
 

@@ -22,17 +22,8 @@ from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import check_rate, logits, nearest_names
 
 # Arguments of keras-hub's constructors that are not up to the user.
-OURS = {
-    "self",
-    "args",
-    "kwargs",
-    "backbone",
-    "preprocessor",
-    "activation",
-    "name",
-    "compile",
-    "dtype",
-}
+OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
+OURS |= {"backbone", "preprocessor", "activation"}
 # In every preset, and in no run folder.
 CONFIG_FILE = "config.json"
 # Inputs of keras-hub's text models.
@@ -88,6 +79,7 @@ def hub_model(
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
+    # Facts of the data set, of which each constructor takes those that it has an argument for.
     facts = {
         "vocabulary_size": vocabulary_size,
         "max_sequence_length": max(lengths, default=None),
@@ -108,7 +100,7 @@ def hub_model(
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
         outputs = fit_outputs(network(named_inputs), named_inputs, output_shape, dropout, is_task)
     except ConfigError:
-        raise
+        raise  # It is a ValueError too, and says already what to do.
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
@@ -131,13 +123,11 @@ def _import_keras_hub() -> ModuleType:
 def _classes(hub: ModuleType) -> dict[str, Any]:
     """Returns the classes of backbones and tasks, by name."""
     bases = (hub.models.Backbone, hub.models.Task)
-    return {
-        name: value for name, value in vars(hub.models).items() if inspect.isclass(value) and issubclass(value, bases)
-    }
+    classes = {name: value for name, value in vars(hub.models).items() if inspect.isclass(value)}
+    return {name: kind for name, kind in classes.items() if issubclass(kind, bases)}
 
 
 def _find_class(hub: ModuleType, name: str) -> Any:
-    """Returns the class of that name. Raises ConfigError."""
     classes = _classes(hub)
     if name not in classes:
         nearest = nearest_names(name, classes) or ["BertBackbone", "GPT2CausalLM"]
@@ -149,29 +139,44 @@ def _find_class(hub: ModuleType, name: str) -> Any:
 
 
 def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
-    """Returns the chosen class, or its subclass for that backbone: BertTextClassifier for TextClassifier and Bert."""
-    suitable = {value for value in _classes(hub).values() if backbone in (value, getattr(value, "backbone_cls", None))}
-    matches = [chosen] if chosen in suitable else [value for value in suitable if issubclass(value, chosen)]
+    """Returns the chosen class, or its subclass for that backbone.
+
+    TextClassifier with a BertBackbone becomes BertTextClassifier.
+    """
+    kinds = set(_classes(hub).values())
+    suitable = {kind for kind in kinds if backbone in (kind, getattr(kind, "backbone_cls", None))}
+    matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
     if len(matches) != 1:
         raise ConfigError(
             f"model.name={chosen.__name__} does not go with model.preset, which has a "
-            f"{backbone.__name__}; choose {', '.join(sorted(value.__name__ for value in suitable))}"
+            f"{backbone.__name__}; choose {', '.join(sorted(kind.__name__ for kind in suitable))}"
         )
-    return matches[0]
+    return matches.pop()
 
 
 def _backbone_from_preset(hub: ModuleType, folder: str, options: dict[str, Any]) -> keras.Model:
-    """Builds the backbone of a preset, untrained: model.weights reads the weights on rank 0 alone."""
     policy = keras.config.dtype_policy()
-    return hub.models.Backbone.from_preset(folder, load_weights=False, name="backbone", dtype=policy, **options)
+    # Without weights, since rank 0 alone reads them: see first_weights.py.
+    return hub.models.Backbone.from_preset(
+        folder,
+        load_weights=False,
+        name="backbone",
+        dtype=policy,
+        **options,
+    )
 
 
-def _new_backbone(hub: ModuleType, chosen: Any, options: dict[str, Any], facts: Mapping[str, Any]) -> keras.Model:
-    """Builds the backbone of the class, with these options and those facts that it takes."""
+def _new_backbone(
+    hub: ModuleType,
+    chosen: Any,
+    options: dict[str, Any],
+    facts: Mapping[str, Any],
+) -> keras.Model:
+    """Builds the class's backbone, with these options and those facts that it takes."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind in (None, hub.models.Backbone):
-        subclasses = [value for value in _classes(hub).values() if issubclass(value, chosen) and value is not chosen]
-        examples = sorted({value.__name__ for value in subclasses})[:4]
+        subclasses = {kind for kind in _classes(hub).values() if issubclass(kind, chosen)}
+        examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
             f"model.name={chosen.__name__} is a kind of models; choose one, such as "
             f"{', '.join(examples)}, or give model.preset"
@@ -179,14 +184,14 @@ def _new_backbone(hub: ModuleType, chosen: Any, options: dict[str, Any], facts: 
 
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
-    known_facts = {key: value for key, value in facts.items() if key in parameters and value is not None}
-    options = known_facts | options
-    missing = [
-        key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in options
-    ]
+    known = {key: value for key, value in facts.items() if value is not None}
+    options = {key: value for key, value in known.items() if key in parameters} | options
+    required = [key for key, value in parameters.items() if value.default is value.empty]
+    missing = [key for key in required if key not in options]
     if missing:
         settings = " ".join(f"+model.backbone.{key}=..." for key in missing)
         raise ConfigError(f"{kind.__name__} needs {', '.join(missing)}; add {settings}")
+    # Fixed names, here and for tasks, so that variables have the same paths in each build.
     return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
 
 
@@ -197,7 +202,7 @@ def _new_task(
     options: dict[str, Any],
     num_outputs: int | None,
 ) -> keras.Model:
-    """Builds the task model of that class, with the options that were saved, those of the run, and the user's."""
+    """Builds the task model, with the options that were saved, those of the run, and the user's."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
     run_options: dict[str, Any] = {}
@@ -220,11 +225,16 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
-    """Returns those of __init__: for a class that inherits it, Python 3.10 gives those of Keras's __new__ instead."""
+    # Of __init__: for a class that inherits it, Python 3.10 gives those of Keras's __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 
-def _check_options(name: str, setting: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+def _check_options(
+    name: str,
+    setting: str,
+    options: Mapping[str, Any],
+    known: Collection[str],
+) -> None:
     unknown = [f"{setting}.{key}" for key in sorted(set(options) - set(known))]
     if unknown:
         raise ConfigError(
@@ -268,7 +278,9 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
         if derived is not None:
             named[name] = derived
 
-    if named.keys() != expected.keys() or any(len(named[name].shape) != len(expected[name].shape) for name in expected):
+    # A data set may leave the lengths of axes open, so only their number is compared.
+    axes = {name: len(tensor.shape) for name, tensor in named.items()}
+    if axes != {name: len(tensor.shape) for name, tensor in expected.items()}:
         raise ConfigError(
             f"{type(network).__name__} takes {_shapes(expected)}, and the data set gives "
             f"{_shapes(given_inputs)}; give it such inputs"
@@ -298,13 +310,19 @@ def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) ->
     return ops.cast(ops.not_equal(tokens, padding_token), "int32")
 
 
-def fit_outputs(outputs: Any, inputs: Any, shape: Sequence[Any] | None, dropout: float, has_head: bool) -> Any:
-    """Returns float32 logits of that shape for an example; without a shape the network's own outputs.
+def fit_outputs(
+    outputs: Any,
+    inputs: Any,
+    shape: Sequence[Any] | None,
+    dropout: float,
+    has_head: bool,
+) -> Any:
+    """Makes float32 logits of the network's outputs.
 
     Args:
         outputs: of the network.
         inputs: of the network, with the mask of a text.
-        shape: of an example's logits.
+        shape: of an example's logits; None: returns the outputs as they are.
         dropout: fraction dropped before the dense layer.
         has_head: the outputs are logits already.
     """
@@ -318,7 +336,8 @@ def fit_outputs(outputs: Any, inputs: Any, shape: Sequence[Any] | None, dropout:
         outputs = logits(outputs, shape[-1])
 
     # A segmentation model may give logits at a fraction of the image's size.
-    if len(shape) == 3 and len(outputs.shape) == 4 and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
+    is_image = len(shape) == 3 and len(outputs.shape) == 4
+    if is_image and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
         outputs = layers.Resizing(*shape[:2], dtype="float32", name="resize")(outputs)
     if outputs.dtype != "float32":
         outputs = layers.Activation("linear", dtype="float32", name="float32")(outputs)
@@ -341,35 +360,34 @@ def _features(outputs: Any, mask: Any, is_pooled: bool) -> Any:
 
 
 def preset_folder(preset: str, setting: str) -> str:
-    """Returns the folder's whole path, since keras-hub downloads what has the name of a preset that it knows.
-
-    Raises ConfigError, which names the setting, if there is no preset.
-    """
+    """Returns the folder's whole path. Raises ConfigError, naming the setting, if it is none."""
     path = Path(preset)
     if not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
         raise ConfigError(
             f"{setting}={preset} {problem}; give a folder that save_to_preset of keras-hub wrote: nothing is downloaded"
         )
+    # keras-hub would download a preset that it knows by a name such as bert_base_en.
     return str(path.resolve())
 
 
 def task_config(folder: str, kind: type) -> dict[str, Any]:
-    """Returns a preset's options of the task model, without its backbone; empty if it has none of that class."""
+    """Returns a preset's options of the task model; empty if it has none of that class."""
     path = Path(folder) / "task.json"
     saved = json.loads(path.read_text()) if path.is_file() else {}
     if saved.get("class_name") != kind.__name__:
         return {}
-    return {key: value for key, value in saved["config"].items() if key not in ("backbone", "preprocessor")}
+    parts = ("backbone", "preprocessor")
+    return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
 def backbone_of(model: keras.Model) -> keras.Model | None:
-    """Returns keras-hub's backbone in a model, whose weights presets have, whatever the task. None without one."""
+    """Returns the backbone of keras-hub in a model; None without one."""
     return _hub_layer(model, "Backbone")
 
 
 def task_of(model: keras.Model) -> keras.Model | None:
-    """Returns keras-hub's task model in a model: its backbone and a head. None without one."""
+    """Returns the task model of keras-hub in a model, a backbone and a head; None without one."""
     return _hub_layer(model, "Task")
 
 

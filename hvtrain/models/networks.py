@@ -20,7 +20,13 @@ BLOCKS = ((128,), (256, 256), (512, 512))
 KERNEL = 3
 
 
-def image_input(image_shape: Sequence[int], num_outputs: int, *, network: str, min_side: int = 1) -> Any:
+def image_input(
+    image_shape: Sequence[int],
+    num_outputs: int,
+    *,
+    network: str,
+    min_side: int = 1,
+) -> Any:
     """Makes the input layer for images of shape (height, width, channels).
 
     Args:
@@ -51,7 +57,12 @@ def image_input(image_shape: Sequence[int], num_outputs: int, *, network: str, m
 
 def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
     """Dense layer without activation; float32 whatever the policy, because losses in bfloat16 lose digits."""
-    return layers.Dense(num_outputs, kernel_initializer=initializer, dtype="float32", name="logits")(features)
+    return layers.Dense(
+        num_outputs,
+        kernel_initializer=initializer,
+        dtype="float32",
+        name="logits",
+    )(features)
 
 
 def check_outputs(network: str, num_outputs: int) -> None:
@@ -68,7 +79,13 @@ def _check_activation(network: str, name: str) -> None:
     _check_name(network, "activation", name, keras.activations.get, "relu, selu, gelu or tanh")
 
 
-def _check_name(network: str, option: str, name: str, get: Callable[[str], Any], examples: str) -> None:
+def _check_name(
+    network: str,
+    option: str,
+    name: str,
+    get: Callable[[str], Any],
+    examples: str,
+) -> None:
     """Raises ConfigError unless Keras has an activation or initializer of that name, which `get` looks up."""
     try:
         get(name)
@@ -83,7 +100,14 @@ def nearest_names(name: str, known: Iterable[str]) -> list[str]:
     ['ResNet50', 'ResNet101']
     """
     by_lower_case = {key.lower(): key for key in known}
-    return [by_lower_case[key] for key in difflib.get_close_matches(str(name).lower(), by_lower_case, n=4)]
+    return [
+        by_lower_case[key]
+        for key in difflib.get_close_matches(
+            str(name).lower(),
+            by_lower_case,
+            n=4,
+        )
+    ]
 
 
 def mlp(
@@ -117,7 +141,11 @@ def mlp(
     return keras.Model(inputs, logits(x, num_outputs), name="mlp")
 
 
-def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] = (0.25, 0.5)) -> keras.Model:
+def cnn(
+    image_shape: Sequence[int],
+    num_outputs: int,
+    dropout: Sequence[float] = (0.25, 0.5),
+) -> keras.Model:
     """The classic Keras MNIST network: 1,199,882 parameters on 28x28x1 with 10 classes; images from 6x6.
 
     Args:
@@ -130,6 +158,7 @@ def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] =
     for rate in dropout:
         check_rate("cnn", rate)
 
+    # The convolutions take 4 pixels of a side, and the pooling halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, num_outputs, network="cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -141,7 +170,11 @@ def cnn(image_shape: Sequence[int], num_outputs: int, dropout: Sequence[float] =
     return keras.Model(image, logits(x, num_outputs), name="cnn")
 
 
-def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int = 3) -> keras.Model:
+def resnet20(
+    image_shape: Sequence[int],
+    num_outputs: int,
+    blocks_per_stage: int = 3,
+) -> keras.Model:
     """Three stages of residual blocks, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2).
 
     272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving
@@ -157,22 +190,33 @@ def resnet20(image_shape: Sequence[int], num_outputs: int, blocks_per_stage: int
     if blocks_per_stage < 1:
         raise ConfigError(f"resnet20 was given blocks_per_stage={blocks_per_stage}; it needs at least 1 (3 is usual)")
     image = image_input(image_shape, num_outputs, network="resnet20")
-    x = layers.ReLU(name="relu")(_convolve(image, STAGES[0], strides=1, name="conv"))
+    x = _convolve(image, STAGES[0], strides=1, name="conv")
+    x = layers.ReLU(name="relu")(x)
+
     for stage, filters in enumerate(STAGES, start=1):
         for block in range(1, blocks_per_stage + 1):
             strides = 2 if stage > 1 and block == 1 else 1
             x = _residual_block(x, filters, strides, name=f"stage{stage}_block{block}")
+
     x = layers.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(image, logits(x, num_outputs, "he_normal"), name=f"resnet{6 * blocks_per_stage + 2}")
+    return keras.Model(
+        image,
+        logits(x, num_outputs, "he_normal"),
+        name=f"resnet{6 * blocks_per_stage + 2}",
+    )
 
 
 def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
     shortcut = x
+    # The blocks that halve the image also double the filters; others leave the shape as it is.
     if strides > 1:
         shortcut = _convolve(x, filters, strides, name=f"{name}_shortcut", size=1)
-    x = layers.ReLU(name=f"{name}_relu1")(_convolve(x, filters, strides, name=f"{name}_conv1"))
+
+    x = _convolve(x, filters, strides, name=f"{name}_conv1")
+    x = layers.ReLU(name=f"{name}_relu1")(x)
     x = _convolve(x, filters, strides=1, name=f"{name}_conv2")
-    return layers.ReLU(name=f"{name}_relu2")(layers.Add(name=f"{name}_add")([x, shortcut]))
+    x = layers.Add(name=f"{name}_add")([x, shortcut])
+    return layers.ReLU(name=f"{name}_relu2")(x)
 
 
 def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
@@ -210,11 +254,24 @@ def separable_cnn(
     with_unit_gain = f"{examples}; or unit_gain"
     _check_activation("separable_cnn", activation)
     _check_name("separable_cnn", "initializer", initializer, keras.initializers.get, examples)
-    _check_name("separable_cnn", "depthwise_initializer", depthwise_initializer, _depthwise, with_unit_gain)
+    _check_name(
+        "separable_cnn",
+        "depthwise_initializer",
+        depthwise_initializer,
+        _depthwise,
+        with_unit_gain,
+    )
 
-    image = image_input(image_shape, num_outputs, network="separable_cnn", min_side=2 ** len(BLOCKS))
+    # Each block's pooling halves the image.
+    image = image_input(
+        image_shape,
+        num_outputs,
+        network="separable_cnn",
+        min_side=2 ** len(BLOCKS),
+    )
     dense: Any = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
+
     for block, block_filters in enumerate(BLOCKS, start=1):
         for number, filters in enumerate(block_filters, start=1):
             x = layers.SeparableConv2D(
@@ -227,13 +284,14 @@ def separable_cnn(
                 name=f"separable{block}_{number}",
             )(x)
         x = layers.MaxPooling2D(2, name=f"pool{block}")(x)
+
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(512, name="dense", **dense)(x)
     return keras.Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    """Makes a new initializer for each layer, since one object draws the same numbers every time it is called."""
+    # A new one for each layer, since an object draws the same numbers every time it is called.
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)

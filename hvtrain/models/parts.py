@@ -37,7 +37,7 @@ class Part:
     variables: tuple[Any, ...]
 
     def names(self, variable: Any) -> tuple[str, ...]:
-        """Returns all names by which a pattern may call the variable: its path, and the layers that it is in."""
+        """Returns the names by which a pattern may call the variable: its path, and its layers'."""
         layer_names = self.path.split("/")
         paths = ("/".join(layer_names[:depth]) for depth in range(1, len(layer_names) + 1))
         return tuple(dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")]))
@@ -50,6 +50,7 @@ def parts(model: keras.Model) -> list[Part]:
     nested Sequential is in a variable's path if it was built by its first call, and not if it was
     loaded.
     """
+    # By identity: Keras's layers may be shared, and == on its variables compares their values.
     seen: set[int] = set()
     num_uses = Counter[str]()
 
@@ -70,7 +71,10 @@ def parts(model: keras.Model) -> list[Part]:
 
 
 def head_of(model: keras.Model) -> list[Part]:
-    """Returns what may be new for another task: the last layer with weights, or all after a backbone of keras-hub."""
+    """Returns the parts that may be new for another task.
+
+    That is the last layer with weights, or everything after a backbone of keras-hub.
+    """
     backbone = backbone_of(model)
     if backbone is None:
         return parts(model)[-1:]
@@ -79,7 +83,11 @@ def head_of(model: keras.Model) -> list[Part]:
 
 
 def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
-    """Returns the variables that the pattern names. Raises ConfigError, which names the setting, if none trains."""
+    """Returns the variables that the pattern names.
+
+    Raises:
+        ConfigError: none of them trains; names the setting.
+    """
     known_names: dict[str, None] = {}
     matches = []
     for part in parts(model):
@@ -91,7 +99,12 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
 
     trainable_ids = {id(variable) for variable in model.trainable_variables}
     if trainable_ids.isdisjoint(map(id, matches)):
-        nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
+        nearest = difflib.get_close_matches(
+            pattern.strip("*/"),
+            known_names,
+            n=4,
+            cutoff=0.5,
+        )
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
             f"{setting} names {pattern}, which matches nothing that trains; near names: {', '.join(nearest)}"
@@ -101,6 +114,7 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
 
 def describe_trainable(model: keras.Model) -> str:
     """Describes the trainable share; empty if every trainable weight trains."""
+    # Moving statistics never train, and are no part of the share.
     num_trainable = sum(_size(variable) for part in parts(model) for variable in part.layer._trainable_variables)
     num_trained = sum(map(_size, model.trainable_variables))
     if num_trained >= num_trainable:
@@ -113,9 +127,9 @@ def _size(variable: Any) -> int:
 
 
 def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
-    """Applies train.sync_batch_norm, model.lora_rank, model.freeze and train.remat to a built model, in place.
+    """Applies the settings that change a built model, in place; each rank does the same.
 
-    Each rank does the same.
+    These are train.sync_batch_norm, model.lora_rank, model.freeze and train.remat.
 
     Args:
         model: built, not compiled.
@@ -130,6 +144,7 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
         _synchronize(model, size)
     if options.lora_rank:
         add_lora(model, options.lora_rank)
+    # After LoRA, so that nothing at all trains of a part that is frozen.
     if options.freeze:
         freeze(model, options.freeze)
     if config.train.remat:
@@ -137,18 +152,22 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
 
 
 def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
-    """Makes what the patterns name not train. A layer of which nothing trains any more runs as in inference.
+    """Makes what the patterns name not train.
 
-    So batch normalization of a frozen part keeps its moving statistics.
+    A layer of which nothing trains any more runs as in inference.
 
     Raises:
         ConfigError: a pattern names nothing that trains, or nothing is left that trains.
     """
-    frozen_ids = {id(variable) for pattern in patterns for variable in find_variables(model, pattern, "model.freeze")}
+    frozen_ids = set()
+    for pattern in patterns:
+        frozen_ids |= set(map(id, find_variables(model, pattern, "model.freeze")))
     for part in parts(model):
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:
             variable.trainable = False
+        # Batch normalization, for one, uses its moving statistics as they are once it is not
+        # trainable.
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:
@@ -159,7 +178,7 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
 
 
 def add_lora(model: keras.Model, rank: int) -> None:
-    """Freezes a built model, apart from its head, and trains two small matrices in place of each large one.
+    """Freezes all but the head, and trains two small matrices in place of each large one.
 
     Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see
     head_of, trains as a whole, since it may be new. A saved model has the matrices added to the
@@ -195,25 +214,34 @@ def add_lora(model: keras.Model, rank: int) -> None:
 
 
 def _constraint(layer: Any) -> Any:
-    """Returns a constraint on the kernel, with which Keras cannot add the matrices; such a layer stays frozen."""
-    return getattr(layer, "kernel_constraint", None) or getattr(layer, "embeddings_constraint", None)
+    # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
+    return getattr(
+        layer,
+        "kernel_constraint",
+        None,
+    ) or getattr(
+        layer,
+        "embeddings_constraint",
+        None,
+    )
 
 
 def _save_plain(layer: Any) -> None:
-    """Keeps lora_rank out of the saved layer: Keras saves the sum as the kernel, and would load matrices of zeros."""
+    """Makes the layer save as a plain one."""
+    # Keras saves the sum as the kernel, and with lora_rank it would load matrices of zeros besides.
     get_config = layer.get_config
     layer.get_config = lambda: {key: value for key, value in get_config().items() if not key.startswith("lora_")}
 
 
 def _synchronize(model: keras.Model, size: int) -> None:
-    """Makes each batch normalization one over the batches of all ranks; with one rank Keras's is that already."""
+    """Makes each batch normalization one over the batches of all ranks."""
     norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     if not norms:
         raise ConfigError(
             f"train.sync_batch_norm=true, but {model.name} has no BatchNormalization; leave the setting out"
         )
     if size == 1:
-        return
+        return  # Keras's own normalizes over the joint batch already.
     from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
 
     for layer in norms:

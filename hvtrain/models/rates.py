@@ -29,7 +29,11 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
     return [factors.get(id(variable), 1.0) for variable in model.trainable_variables]
 
 
-def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], factors: Sequence[float]) -> None:
+def multiply_rates(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    factors: Sequence[float],
+) -> None:
     """Multiplies the learning rate of each variable by its factor, in place.
 
     A step of a Keras optimizer updates one variable after the other, each by the learning rate that
@@ -57,12 +61,17 @@ def multiply_rates(optimizer: keras.optimizers.Optimizer, variables: Sequence[An
     apply_weight_decay = inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(gradient, variable, learning_rate * factor_of.get(index_of(variable), 1.0))
+        return update_step(
+            gradient,
+            variable,
+            learning_rate * factor_of.get(index_of(variable), 1.0),
+        )
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
         for variable in variables:
             groups[factor_of.get(index_of(variable), 1.0)].append(variable)
+        # Keras reads the attribute for all variables of a call, so those of one factor go together.
         weight_decay = inner.weight_decay
         for factor, group in groups.items():
             inner.weight_decay = None if weight_decay is None else weight_decay * factor
@@ -113,11 +122,9 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
 
 @contextmanager
 def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
-    """Sets the model's weights to their averages for the block; afterwards they have the same bits as before.
-
-    Without a momentum, and before the first step, nothing changes.
-    """
+    """Sets the model's weights to their averages for the block, and then back, bit by bit."""
     inner = _inner(model.optimizer)
+    # Before the first step Keras's averages are zeros.
     if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
@@ -143,7 +150,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _overridden_steps(optimizer: Any) -> tuple[str, str]:
-    """Returns the name of the optimizer's class, and the methods of Keras's step that it overrides, joined.
+    """Returns the optimizer's class name, and the methods of Keras's step that it overrides.
 
     Like overridden_steps in keras/hooks.py, which imports Horovod; plans are made without it.
     """

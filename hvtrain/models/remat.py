@@ -1,4 +1,6 @@
-"""train.remat: the backward pass computes activations again, which are not kept (Chen et al. 2016, arXiv:1604.06174).
+"""train.remat: the backward pass computes activations again, which are not kept.
+
+After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
 Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
 with state, such as dropout or batch normalization, would change it twice. It also keeps what goes
@@ -31,8 +33,9 @@ class Segment:
 
 
 def recompute(model: keras.Model) -> None:
-    """Makes a built model keep only what goes from one segment of its layers to the next, and recompute the rest.
+    """Makes a built model keep only what goes from one segment of its layers to the next.
 
+    The backward pass recomputes the rest.
     With n layers of like size there are about sqrt(n) segments, and activations of 2 sqrt(n) layers
     in memory. Each is computed once more, with the same random numbers, and changes no state then.
     The values are the same. Of nested models the one with the most layers is divided.
@@ -41,6 +44,7 @@ def recompute(model: keras.Model) -> None:
         ConfigError: the model is neither Functional nor Sequential, so Keras does not know its
             layers.
     """
+    # A Sequential model keeps its layers as a Functional one.
     graphs = [getattr(layer, "_functional", None) or layer for layer in model._flatten_layers()]
     graphs = [graph for graph in graphs if hasattr(graph, "_nodes_by_depth")]
     if not graphs:
@@ -48,13 +52,18 @@ def recompute(model: keras.Model) -> None:
             f"train.remat=true needs a Functional or Sequential model, and {model.name} is a "
             f"{type(model).__name__}; call its blocks through keras.remat, or leave the setting out"
         )
+
     graph: Any = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
     weight_ids = {id(variable) for variable in model.weights}
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
-    def run(inputs: Any, operation_fn: Callable[[Any], Any] = lambda op: op, call_fn: Any = None) -> Any:
+    def run(
+        inputs: Any,
+        operation_fn: Callable[[Any], Any] = lambda op: op,
+        call_fn: Any = None,
+    ) -> Any:
         tensors = keras.tree.flatten(inputs)
         # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is
         # computed.
@@ -69,6 +78,7 @@ def recompute(model: keras.Model) -> None:
                 _run(segment, known, operation_fn)
             else:
                 _run_twice(segment, known, operation_fn, states)
+
         outputs = [known[id(symbol)] for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
@@ -76,10 +86,19 @@ def recompute(model: keras.Model) -> None:
 
 
 def divide(graph: Any) -> list[Segment]:
-    """Divides the calls of a Functional model into about sqrt(n) segments of like size, where little is in use."""
-    nodes = [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
+    """Divides the n calls of a Functional model into about sqrt(n) segments of like size.
+
+    They end where little is in use, such as between the blocks of a residual network.
+    """
+    # In the order of Keras's own loop, from the inputs to the outputs.
+    nodes: list[Any] = []
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        nodes += graph._nodes_by_depth[depth]
     nodes = [node for node in nodes if node.operation and not node.is_input]
-    last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
+
+    last_use: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        last_use.update({id(tensor): index for tensor in node.input_tensors})
     last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
 
     # After each call: the elements that later calls still use, and the elements of all outputs so
@@ -89,6 +108,7 @@ def divide(graph: Any) -> list[Segment]:
     live: dict[int, Any] = {id(tensor): tensor for tensor in graph.inputs}
     for index, node in enumerate(nodes):
         live.update({id(tensor): tensor for tensor in node.outputs})
+        # What no later call takes is free again.
         live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > index}
         in_use.append(sum(map(_elements, live.values())))
         totals.append(totals[-1] + sum(map(_elements, node.outputs)))
@@ -98,7 +118,8 @@ def divide(graph: Any) -> list[Segment]:
     cuts = {0, len(nodes)}
     for part in range(1, number):
         distance = [abs(total - totals[-1] * part / number) for total in totals]
-        near = [index for index in range(1, len(nodes)) if distance[index] <= totals[-1] / number / 2]
+        limit = totals[-1] / number / 2
+        near = [index for index in range(1, len(nodes)) if distance[index] <= limit]
         if near:
             cuts.add(min(near, key=lambda index: (in_use[index - 1], distance[index])))
     return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(sorted(cuts))]
@@ -106,9 +127,10 @@ def divide(graph: Any) -> list[Segment]:
 
 def _segment(nodes: list[Any], end: int, last_use: dict[int, int]) -> Segment:
     made = {id(tensor): tensor for node in nodes for tensor in node.outputs}
-    taken = {id(tensor): tensor for node in nodes for tensor in node.input_tensors if id(tensor) not in made}
+    inputs = {id(tensor): tensor for node in nodes for tensor in node.input_tensors}
+    takes = [tensor for key, tensor in inputs.items() if key not in made]
     gives = [tensor for key, tensor in made.items() if last_use.get(key, -1) >= end]
-    return Segment(nodes, list(taken.values()), gives)
+    return Segment(nodes, takes, gives)
 
 
 def _elements(tensor: Any) -> int:
@@ -123,8 +145,8 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
     """Adds what the segment's calls give to the known tensors, as Keras's own loop does."""
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(known)
-        outputs = operation_fn(node.operation)(*args, **kwargs)
-        known.update({id(symbol): tensor for symbol, tensor in zip(node.outputs, keras.tree.flatten(outputs))})
+        outputs = keras.tree.flatten(operation_fn(node.operation)(*args, **kwargs))
+        known.update({id(symbol): tensor for symbol, tensor in zip(node.outputs, outputs)})
 
 
 def _run_twice(
@@ -133,13 +155,14 @@ def _run_twice(
     operation_fn: Callable[[Any], Any],
     states: list[Any],
 ) -> None:
-    """Like _run, but its gradient runs the segment again, without effects, from the states of the first time.
+    """Like _run, but its gradient runs the segment again, from the states of the first time.
 
     Args:
         states: variables that are no weights, such as the seeds of dropout, which the second time
             must read as the first did.
     """
     before = [(state, tf.identity(state.value)) for state in states]
+
     # Others, such as masks and indices, have no gradient, and are kept.
     takes = list(filter(_is_floating, segment.takes))
     gives = list(filter(_is_floating, segment.gives))
@@ -149,13 +172,17 @@ def _run_twice(
         nonlocal is_again
         local = {id(symbol): known[id(symbol)] for symbol in segment.takes}
         local.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
+
+        # TensorFlow calls this function once now, and again when it takes the gradient.
         if is_again:
+            # The scope takes what the layers assign, so moving statistics move only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:
             _run(segment, local, operation_fn)
             _refuse_losses(segment)
             known.update({id(symbol): local[id(symbol)] for symbol in segment.gives})
+
         is_again = True
         return tuple(local[id(symbol)] for symbol in gives)
 
@@ -167,7 +194,9 @@ def _refuse_losses(segment: Segment) -> None:
     """Raises ConfigError for losses on activations, whose gradients would be lost."""
     for node in segment.nodes:
         operation = node.operation
-        if isinstance(operation, keras.layers.Layer) and any(layer._losses for layer in operation._flatten_layers()):
+        if not isinstance(operation, keras.layers.Layer):
+            continue
+        if any(layer._losses for layer in operation._flatten_layers()):
             raise ConfigError(
                 f"train.remat=true and a loss on activations of the layer {operation.name} "
                 "(activity_regularizer or add_loss) exclude each other; leave one out"

@@ -1,4 +1,4 @@
-"""A transformer over tokens: causal, to predict the next token, or looking both ways, to predict hidden ones."""
+"""A transformer over tokens: causal, to predict the next token, or in both directions, to predict hidden ones."""
 
 from typing import Any
 
@@ -24,8 +24,9 @@ def transformer(
     dropout: float = 0.1,
     mask_zero: bool = False,
 ) -> keras.Model:
-    """Pre-norm blocks of attention and MLP over learned positions (Radford et al. 2019), from tokens to logits.
+    """Pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
 
+    As GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
     The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
     defaults, 128 tokens and a vocabulary of 2,048.
 
@@ -54,12 +55,19 @@ def transformer(
         dtype="float32",
         name="token_embedding",
     )
+    # 0, 1, 2, ... for each example.
     positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
-    position_embedding = layers.Embedding(length, width, embeddings_initializer=_normal(), name="place_embedding")
+    position_embedding = layers.Embedding(
+        length,
+        width,
+        embeddings_initializer=_normal(),
+        name="place_embedding",
+    )
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Not as Keras's mask, which a sum of two embeddings drops.
+    # Not as Keras's mask, which a sum of two embeddings drops. [batch, 1, length]: the same for
+    # each position that attends.
     mask = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
@@ -67,24 +75,43 @@ def transformer(
     return keras.Model(tokens, embedding(x, reverse=True), name="transformer")
 
 
-def _block(x: Any, name: str, causal: bool, heads: int, mlp_ratio: int, dropout: float, mask: Any) -> Any:
-    """Attention over the positions of the mask, or all, then an MLP at each position; both add to x."""
+def _block(
+    x: Any,
+    name: str,
+    causal: bool,
+    heads: int,
+    mlp_ratio: int,
+    dropout: float,
+    mask: Any,
+) -> Any:
+    """Attention over the positions of the mask, or all, then an MLP; both add to x."""
     width = x.shape[-1]
-    attention = layers.MultiHeadAttention(heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention")
+    attention = layers.MultiHeadAttention(
+        heads,
+        width // heads,
+        kernel_initializer=_normal(),
+        name=f"{name}_attention",
+    )
+    # Normalized before each part, not after: the sum that runs through all blocks stays as it is.
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
     hidden = attention(hidden, hidden, use_causal_mask=causal, attention_mask=mask)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout1")(hidden)
     x = layers.Add(name=f"{name}_add1")([x, hidden])
 
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
-    hidden = layers.Dense(mlp_ratio * width, "gelu", kernel_initializer=_normal(), name=f"{name}_mlp1")(hidden)
+    hidden = layers.Dense(
+        mlp_ratio * width,
+        "gelu",
+        kernel_initializer=_normal(),
+        name=f"{name}_mlp1",
+    )(hidden)
     hidden = layers.Dense(width, kernel_initializer=_normal(), name=f"{name}_mlp2")(hidden)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout2")(hidden)
     return layers.Add(name=f"{name}_add2")([x, hidden])
 
 
 def _normal() -> keras.initializers.Initializer:
-    """Makes a new initializer for each layer, since one object draws the same numbers every time it is called."""
+    # A new one for each layer, since an object draws the same numbers every time it is called.
     return keras.initializers.RandomNormal(stddev=STDDEV)
 
 

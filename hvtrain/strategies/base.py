@@ -245,9 +245,6 @@ class Strategy:
             start_step: steps already done.
             callbacks: all of them, in the order of calls.
             call_steps: chooses the number of steps in each call of the graph.
-
-        Raises:
-            ConfigError: the plan has batches that this strategy cannot take.
         """
         self.check_plan(plan)
         step = self.train_step(model)
@@ -301,14 +298,15 @@ class Strategy:
         dataset: tf.data.Dataset,
         callbacks: Sequence[keras.callbacks.Callback],
     ) -> Collection[str]:
-        progress = self.watchdog.progress
         # Each batch is progress for the watchdog, which would else take a long validation for a
         # hang.
-        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
+        progress = self.watchdog.progress
+        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda *_: progress.beat())
+        callbacks = [beat, *callbacks]
         with self.watchdog.phase(VALIDATION), warnings.catch_warnings():
             # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            return model.evaluate(dataset, verbose=0, callbacks=[beat, *callbacks], return_dict=True)
+            return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
     def guards(self) -> list[keras.callbacks.Callback]:
         """Returns callbacks that check that ranks train together, to put before other callbacks. Not collective."""

@@ -104,11 +104,12 @@ class HorovodStrategy(Strategy):
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
         self.comm.topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         self.before_devices()
-        self.marks = StepMarks()  # Has variables, whose creation initializes TensorFlow's devices.
+        # Last, because it creates variables, which initializes TensorFlow's devices.
+        self.marks = StepMarks()
         return self.topology
 
     def before_devices(self) -> None:
-        """Runs in start once the ranks know each other, before TensorFlow initializes its devices (every rank)."""
+        """Is called by start once the ranks know each other, and TensorFlow has no device yet."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
         # In an elastic job it watched the earlier ranks, of which this one may be the last.
@@ -141,6 +142,7 @@ class HorovodStrategy(Strategy):
             check_finite=check_finite,
             bucket_bytes=self.bucket_bytes,
         )
+        # The reducer marks when gradients are ready and reduced, for the record and the watchdog.
         hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         if divide_losses:
             divide_losses_of(distributed)
@@ -153,6 +155,7 @@ class HorovodStrategy(Strategy):
         return [hvd.ReductionCheckCallback()]
 
     def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+        # A rank that left the loop alone would leave the others waiting in the next reduction.
         return [hvd.StopTogetherCallback(self.comm.sum_arrays)]
 
     def stop(self) -> None:

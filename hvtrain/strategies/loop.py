@@ -35,7 +35,12 @@ class CallSteps:
         broadcast: returns the chief's value on all ranks.
     """
 
-    def __init__(self, steps: int | None, intervals: Sequence[int], broadcast: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        steps: int | None,
+        intervals: Sequence[int],
+        broadcast: Callable[[Any], Any],
+    ) -> None:
         self._steps = steps or 1
         self._is_fixed = steps is not None
         self._intervals = intervals
@@ -44,7 +49,11 @@ class CallSteps:
 
     def next(self, step: int, end: int) -> int:
         """Returns the number of steps to do from this step of the run on, to `end` at most."""
-        return min(self._steps, end - step, *(interval - step % interval for interval in self._intervals))
+        return min(
+            self._steps,
+            end - step,
+            *(interval - step % interval for interval in self._intervals),
+        )
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, at the end of a call."""

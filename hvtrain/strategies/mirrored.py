@@ -124,6 +124,7 @@ class MirroredStrategy(Strategy):
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
+            # tf.distribute would give each replica the next batch; here they share one.
             parts = self.replicas.experimental_distribute_values_from_function(
                 lambda context: part_of(batch, context.replica_id_in_sync_group)
             )
@@ -167,6 +168,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
             for gpu in gpus[:number]:
                 tf.config.experimental.set_memory_growth(gpu, True)
         else:
+            # The one CPU becomes as many devices, since each replica needs its own.
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
     devices = tf.config.list_logical_devices("GPU" if gpus else "CPU")

@@ -58,7 +58,12 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
 
-    def __init__(self, communication: str = "auto", share_gpus: bool = False, pin_cores: bool = True) -> None:
+    def __init__(
+        self,
+        communication: str = "auto",
+        share_gpus: bool = False,
+        pin_cores: bool = True,
+    ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if communication not in COMMUNICATION:
             raise ConfigError(f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}")

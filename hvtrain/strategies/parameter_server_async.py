@@ -87,6 +87,7 @@ class Steps:
         with self.state.traced():
             computed = compute(self.model, batch, number, self.strategy.check_finite)
             self.model.optimizer.apply(computed.gradients, computed.variables)
+            # On the server, so that no worker's count is lost between a read and a write.
             for variable, count in computed.counts:
                 variable.value.assign_add(count)
             for variable, value in computed.statistics:

@@ -86,6 +86,7 @@ class SyncSteps(Steps):
         total = self._sum(variable, arrived)
         with tf.device(self._rows_of(variable).device):
             number = tf.reduce_sum(tf.cast(arrived, tf.float64))
+            # In float64, which holds each integer of 32 bits.
             if total.dtype.is_integer:
                 return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
             return total / tf.cast(number, total.dtype)
@@ -104,9 +105,11 @@ class SyncSteps(Steps):
                         arrived.add(worker)
                         self.strategy.steps_by_worker[worker] += 1
                     else:
+                        # A backup worker: its row belongs to an earlier step.
                         self.strategy.num_dropped += 1
                         self._begin(worker, parts)
             mask = tf.constant([worker in arrived for worker in range(self.workers.number)])
+            # Called on a server: operations without a device of their own run there, not here.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
 
@@ -120,6 +123,7 @@ class SyncSteps(Steps):
         """Copies the servers' state to the model. Late workers go on: they change only their own rows."""
         if self._is_settled:
             return
+        # Closes the last step, so that it does not include the time of callbacks.
         self._ended()
         self.state.pull(everything=True)
         self._is_settled = True

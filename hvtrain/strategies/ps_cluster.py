@@ -117,7 +117,12 @@ def worker_ranks(roles: Roles) -> list[int]:
     return list(range(roles.num_ps + 1, len(roles.names)))
 
 
-def join_cluster(num_ps: int, strategy: str, share_gpus: bool, check_workers: Callable[[int], None]) -> Cluster:
+def join_cluster(
+    num_ps: int,
+    strategy: str,
+    share_gpus: bool,
+    check_workers: Callable[[int], None],
+) -> Cluster:
     """Joins all processes into one cluster; TensorFlow's servers run when it returns (every process).
 
     Call it before TensorFlow has initialized a device; a later call returns the same cluster.
@@ -235,7 +240,13 @@ def _allow_threads() -> None:
         )
 
 
-def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_here: int, address: str) -> None:
+def _start_server(
+    spec: tf.train.ClusterSpec,
+    name: str,
+    gpu: int | None,
+    num_here: int,
+    address: str,
+) -> None:
     """Starts this process's server: `name` is "ps 0" or "worker 1"; num_here counts the processes of this host."""
     num_cores = os.cpu_count() or 1
     # Servers of one host share its cores: TensorFlow's default would be all cores for each of them.
@@ -250,7 +261,16 @@ def _start_server(spec: tf.train.ClusterSpec, name: str, gpu: int | None, num_he
 
     job, index = name.split()
     try:
-        _servers.append(tf.distribute.Server(spec, job, int(index), protocol="grpc", config=config, start=True))
+        _servers.append(
+            tf.distribute.Server(
+                spec,
+                job,
+                int(index),
+                protocol="grpc",
+                config=config,
+                start=True,
+            )
+        )
     except tf.errors.OpError as error:
         raise RankError(
             f"{name} cannot serve at {address}, which another process may have taken meanwhile: "

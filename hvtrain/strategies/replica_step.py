@@ -46,7 +46,11 @@ class ReplicaReducer(Reducer):
     def is_alone(self) -> bool:
         return self.num_replicas == 1
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None = None,
+    ) -> list[Any]:
         self.num_calls += 1
         reduced = list(gradients)
         variables = list(variables or ())

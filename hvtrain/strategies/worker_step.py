@@ -88,7 +88,14 @@ def _checked(gradients: list[Any]) -> list[Any]:
     """Returns the gradients, available only if all of them are finite."""
     present = [gradient for gradient in gradients if gradient is not None]
     with tf.control_dependencies([tf.debugging.Assert(are_finite(present), [NOT_FINITE])]):
-        return [tf.nest.map_structure(tf.identity, gradient, expand_composites=True) for gradient in gradients]
+        return [
+            tf.nest.map_structure(
+                tf.identity,
+                gradient,
+                expand_composites=True,
+            )
+            for gradient in gradients
+        ]
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
@@ -103,7 +110,11 @@ def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
     return tf.stack(numbers or [0.0])
 
 
-def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable[[], list[Any]], Any]:
+def reader(
+    batches: Any,
+    marks: StepMarks,
+    num_parts: int = 1,
+) -> tuple[Callable[[], list[Any]], Any]:
     """Makes a function that takes the next batch, cut into equal parts, and marks that a step begins with it.
 
     Returns it and the spec of a part.
@@ -115,6 +126,7 @@ def reader(batches: Any, marks: StepMarks, num_parts: int = 1) -> tuple[Callable
 
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
+        # The step before is over for the coordinator once it reads on.
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
@@ -144,7 +156,13 @@ class Workers:
         busy = {worker for worker, _ in self._calls.values()}
         return [worker for worker in range(self.number) if worker not in busy]
 
-    def call(self, worker: int, step: int, function: Callable[..., tf.Tensor], *arguments: Any) -> None:
+    def call(
+        self,
+        worker: int,
+        step: int,
+        function: Callable[..., tf.Tensor],
+        *arguments: Any,
+    ) -> None:
         """Begins a call for a step of the run, on a free worker."""
 
         def run() -> Any:
@@ -207,7 +225,11 @@ class ServerState:
 
         with replicas.scope():
             self.remote = [
-                tf.Variable(variable.value.read_value(), trainable=variable.trainable, name=variable.name)
+                tf.Variable(
+                    variable.value.read_value(),
+                    trainable=variable.trainable,
+                    name=variable.name,
+                )
                 for variable in self.variables
             ]
         # The values that the servers hold, as far as this process knows.
@@ -250,12 +272,24 @@ class ServerState:
                 optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
             }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
-            stack.enter_context(replaced(optimizer, "update_step", on_its_server(optimizer.update_step)))
+            stack.enter_context(
+                replaced(
+                    optimizer,
+                    "update_step",
+                    on_its_server(optimizer.update_step),
+                )
+            )
 
             # Keras reads the counter and writes it back, and increments of other workers in between
             # would be lost.
             counter = optimizer._iterations
-            stack.enter_context(replaced(counter, "assign_add", lambda by: counter.value.assign_add(by)))
+            stack.enter_context(
+                replaced(
+                    counter,
+                    "assign_add",
+                    lambda by: counter.value.assign_add(by),
+                )
+            )
             yield
 
 
