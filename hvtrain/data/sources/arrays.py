@@ -1,4 +1,7 @@
-"""Images that fit in memory as NumPy arrays, kept in their original type and normalized batch by batch."""
+"""Images that fit in memory as NumPy arrays.
+
+They stay in their original type, mostly bytes, and are normalized batch by batch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +17,10 @@ from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1]. "train" is required."""
+"""Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1].
+
+"train" is required.
+"""
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -24,17 +30,29 @@ class ArraySource(MemorySource):
 
     The first stream fits the normalization to the whole training part; see MemorySource.
 
+    Example:
+        source = ArraySource("cats", load_cats, image_shape=(64, 64, 3), num_classes=2)
+
     Args:
-        load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two are
-            optional.
+        name: of the data set, for messages and the manifest.
+        load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
+            are optional.
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
-        standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by max_value)
-            or "none".
-        num_validation: number of examples taken out of the training part at random, with a fixed seed.
+        origin: where the arrays come from, for the run's header.
+        standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by
+            max_value) or "none".
+        max_value: the largest value that a pixel may have.
+        num_validation: number of examples taken out of the training part at random, with a fixed
+            seed.
         shift_pixels, flip: augmentation of training batches; see Transform.
         class_names: by label, for users of the saved model.
         example_shape: of an example before load() reshaped it; the saved model takes that shape.
+        more_facts: for the model's builder and the task.
+
+    Raises:
+        ConfigError: for unknown names of options, and other numbers of class names than of classes.
+        DataError: once loaded, for arrays of wrong shapes, labels or values.
     """
 
     def __init__(
@@ -55,6 +73,7 @@ class ArraySource(MemorySource):
     ) -> None:
         if standardize not in STANDARDIZE:
             raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
+
         super().__init__(name, load, origin, num_validation, more_facts)
 
         self.image_shape = image_shape
@@ -62,13 +81,15 @@ class ArraySource(MemorySource):
             self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigError(f"{name}: {len(class_names)} class names for {num_classes} classes; give one for each")
+
         self.class_names = class_names
 
         self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
         self._standardize = standardize
         self._max_value = max_value
         self._example_shape = example_shape
-        self._range: tuple[float, float] | None = None  # Of training images; None until fitted.
+        # The smallest and the largest pixel of training; None until they are fitted.
+        self._range: tuple[float, float] | None = None
         self._dtype = np.dtype(np.float32)
 
     @property
@@ -84,8 +105,9 @@ class ArraySource(MemorySource):
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
-        if self._range:
+        if self._range:  # Also if fit_as() took them from the run's folder.
             return
+
         images = train.elements[0]
         mean, scale = fit(images, train.rows, self._standardize, self._max_value)
         self.transform = replace(self.transform, mean=mean, scale=scale)
@@ -98,13 +120,15 @@ class ArraySource(MemorySource):
             "mean": np.asarray(self.transform.mean),
             "scale": np.asarray(self.transform.scale),
             "range": np.asarray(self._range),
-            "dtype": np.zeros(0, self._dtype),  # An array's type is kept, without values.
+            # The file keeps an array's type: this one is there for its type alone.
+            "dtype": np.zeros(0, self._dtype),
         }
         return {FITTED_FILE: safetensors.save(arrays)}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         if FITTED_FILE not in files:
             return
+
         arrays = safetensors.load(files[FITTED_FILE])
         self.transform = replace(self.transform, mean=arrays["mean"], scale=arrays["scale"])
         self._range = tuple(arrays["range"].tolist())
@@ -115,7 +139,8 @@ class ArraySource(MemorySource):
             self.fit(self.parts()["train"])
 
     def preprocessing(self) -> Preprocessing:
-        self._fit_once()  # A run that had nothing left to do has opened no stream.
+        # No stream has fitted it, if the run had nothing left to do.
+        self._fit_once()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
             self.image_shape,
@@ -124,7 +149,10 @@ class ArraySource(MemorySource):
         )
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns the range of the type, 0 ... max_value or 0 ... 1, or that of the images if it is wider."""
+        """Returns 0 ... max_value for integers, 0 ... 1 for fractions.
+
+        If training images go beyond that, it is their own range.
+        """
         low, high = self.preprocessing().range or (0.0, 0.0)
         top = 1.0
         if np.issubdtype(self._dtype, np.integer):
@@ -134,13 +162,18 @@ class ArraySource(MemorySource):
         return low, high
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
-        """Returns a split in its final shapes. Raises DataError for wrong shapes, labels or values."""
+        """Returns a split in its final shapes.
+
+        Raises:
+            DataError: for wrong shapes, labels or values.
+        """
         images, *targets = elements
         where = f"{self.name}, {split} ({self.origin})"
 
+        # What users have, before an axis of channels is added.
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
-        if images.ndim == 3:
+        if images.ndim == 3:  # Without channels.
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
             raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
@@ -152,6 +185,7 @@ class ArraySource(MemorySource):
         return super().check(split, images, *targets)
 
     def _checked_labels(self, targets: np.ndarray, num_images: int, where: str) -> np.ndarray:
+        """Returns class indices [n]. Raises DataError for a wrong number, or values that are no classes."""
         labels = class_indices(targets, where)
         if len(labels) != num_images:
             raise DataError(f"{where}: {num_images} images but {len(labels)} labels; each image needs one")
@@ -159,13 +193,15 @@ class ArraySource(MemorySource):
         outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
         if outside.size:
             raise DataError(
-                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... {self.num_classes - 1}; "
-                "fix the labels or set num_classes"
+                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... "
+                f"{self.num_classes - 1}; fix the labels or set num_classes"
             )
+
         return labels
 
     def in_model_type(self, elements: Any) -> Any:
-        images, *others = elements  # Images keep their type: a shard of bytes takes a quarter of float32's memory.
+        # Images keep their type: as bytes they take a quarter of the memory of float32.
+        images, *others = elements
         if self._has_labels:
             others[0] = others[0].astype(np.int32)
         return images, *super().in_model_type(tuple(others))
@@ -184,16 +220,19 @@ class ImagesWithMasks(ArraySource):
         where = f"{self.name}, {split} ({self.origin})"
         height, width, _ = self.image_shape
 
-        if not np.issubdtype(masks.dtype, np.integer) or masks.shape[1:] != (height, width):
+        has_integers = np.issubdtype(masks.dtype, np.integer)
+        if not has_integers or masks.shape[1:] != (height, width):
             raise DataError(
-                f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, {height}, {width}] are "
-                "needed, a class for each pixel"
+                f"{where}: masks are {masks.dtype} of shape {masks.shape}; whole numbers [n, "
+                f"{height}, {width}] are needed, a class for each pixel"
             )
+
         if masks.size and not 0 <= masks.min() <= masks.max() <= IGNORED:
             raise DataError(
-                f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes from 0, and {IGNORED} "
-                "where a pixel does not count"
+                f"{where}: masks hold labels from {masks.min()} to {masks.max()}; give classes "
+                f"from 0, and {IGNORED} where a pixel does not count"
             )
+
         return super().check(split, images, masks.astype(np.uint8), *weights)
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
@@ -211,7 +250,9 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
         labels = labels[:, 0]
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
-            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per image (for one-hot "
-            "rows: labels.argmax(axis=1); for names: np.unique(labels, return_inverse=True)[1])"
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per "
+            "image (for one-hot rows: labels.argmax(axis=1); for names: np.unique(labels, "
+            "return_inverse=True)[1])"
         )
+
     return labels

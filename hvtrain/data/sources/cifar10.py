@@ -1,6 +1,7 @@
 """CIFAR-10: 60,000 color images of 32x32 pixels, from the binary version's files or through Keras.
 
-The binary version needs no unpickling. Keras's copy is pickled, and Keras checks the archive's SHA-256 first.
+The binary version needs no unpickling. Keras's copy is pickled, and Keras checks the archive's
+SHA-256 first.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from hvtrain.data.sources.keras_cache import KerasFiles
 from hvtrain.errors import DataError
 
 IMAGES_PER_FILE = 10_000
-RECORD_BYTES = 1 + 3 * 32 * 32  # One label, then the red, green and blue planes.
+# One label, then the red, green and blue planes.
+RECORD_BYTES = 1 + 3 * 32 * 32
+# The folder inside the archive.
 ARCHIVE_FOLDER = "cifar-10-batches-bin"
 FILES = {
     "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
@@ -49,11 +52,11 @@ def cifar10(
     shift_pixels: int = 4,
     flip: bool = True,
 ) -> ArraySource:
-    """Makes the source.
+    """Makes a source of 32x32 images in 10 classes.
 
     Args:
-        dir: the folder with the six .bin files, or the one that holds cifar-10-batches-bin; None: Keras's
-            cache, or its download.
+        dir: the folder with the six .bin files, or the one that holds cifar-10-batches-bin; None:
+            Keras's cache, or its download.
         num_validation, standardize, shift_pixels, flip: see ArraySource.
 
     Raises:
@@ -66,6 +69,7 @@ def cifar10(
     else:
         origin = f"dataset.dir={dir}"
         load = partial(_read_folder, _complete_folder(dir))
+
     return ArraySource(
         "cifar10",
         load,
@@ -81,6 +85,7 @@ def cifar10(
 
 
 def _complete_folder(dir: str) -> Path:
+    """Returns the folder with the files. Raises DataError if one is missing."""
     folder = user_path(dir)
     if (folder / ARCHIVE_FOLDER).is_dir():
         folder /= ARCHIVE_FOLDER
@@ -102,6 +107,8 @@ def _read_folder(folder: Path) -> Arrays:
 
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
         records = records.reshape(-1, RECORD_BYTES)
+        # From planes to channels last, as models take them.
         images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         arrays[split] = images, records[:, 0]
+
     return arrays

@@ -13,6 +13,7 @@ from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797
 MAX_VALUE = 16.0  # Of a pixel, in this data set.
+# The digits that have each trait.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
     "prime": (2, 3, 5, 7),
@@ -22,11 +23,19 @@ TRAITS = {
 
 
 def digits(
-    num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
+    num_test: int = 360,
+    num_validation: int = 0,
+    standardize: str = "scale",
+    shift_pixels: int = 0,
 ) -> ArraySource:
     """Makes a source of images with pixels 0 ... 16, in 10 classes.
 
-    The test part is stratified and the same in every run.
+    Args:
+        num_test: images of the test part, which is stratified and the same in every run.
+        num_validation, standardize, shift_pixels: see ArraySource.
+
+    Raises:
+        ConfigError: if num_test leaves too few images for testing or training.
     """
     return ArraySource(
         "digits",
@@ -38,9 +47,15 @@ def digits(
 
 
 def digits_traits(
-    num_test: int = 360, num_validation: int = 0, standardize: str = "scale", shift_pixels: int = 0
+    num_test: int = 360,
+    num_validation: int = 0,
+    standardize: str = "scale",
+    shift_pixels: int = 0,
 ) -> ArraySource:
-    """Makes a source of the same images with TRAITS of the digit as targets, float32 0 or 1 for each."""
+    """Makes a source of the same images with TRAITS of the digit as targets.
+
+    A target is float32 [traits], 0 or 1 for each; an image may have several.
+    """
 
     def traits(labels: np.ndarray) -> np.ndarray:
         columns = [np.isin(labels, members) for members in TRAITS.values()]
@@ -56,6 +71,7 @@ def digits_traits(
 
 
 def _image_options(num_validation: int, standardize: str, shift_pixels: int) -> dict[str, Any]:
+    """Returns what both sources tell ArraySource."""
     return {
         "image_shape": (8, 8, 1),
         "origin": "inside scikit-learn",
@@ -67,12 +83,17 @@ def _image_options(num_validation: int, standardize: str, shift_pixels: int) -> 
 
 
 def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Arrays]:
+    """Returns a function that loads the images, with targets made from the labels.
+
+    Raises ConfigError if num_test is out of range.
+    """
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
     def load() -> Arrays:
         images, labels = read()
         targets = targets_of(labels)
+        # By class, whatever the targets are: both sources have the same test part.
         is_test = stratified(labels, num_test)
         return {
             "train": (images[~is_test], targets[~is_test]),
@@ -83,11 +104,12 @@ def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Ca
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:
-    """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from the file in scikit-learn's package."""
+    """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
     # Importing the package would take longer than training on this data.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataError("dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn")
+
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     rows = np.loadtxt(file, np.uint8, delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)

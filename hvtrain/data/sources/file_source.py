@@ -1,8 +1,14 @@
-"""Base of the sources that read files: an example that cannot be read is named, or left out and counted."""
+"""Base of the sources that read files: names an example that cannot be read, or leaves it out.
+
+TensorFlow does not say which file its input pipeline could not read, and searching all files
+afterwards takes hours on a large data set. So a batch that fails is read again at once, each
+example alone.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -10,7 +16,12 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import describe_files, user_path
-from hvtrain.data.pipeline.streams import Postprocess, Read, StreamedSource, end_with_python
+from hvtrain.data.pipeline.streams import (
+    Postprocess,
+    Read,
+    StreamedSource,
+    end_with_python,
+)
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
 from hvtrain.errors import DataError
@@ -21,12 +32,32 @@ Example = Sequence[np.ndarray]
 """One example's part of a batch, as arrays of one element."""
 
 
-class FileSource(StreamedSource):
-    """A source of files with encoded images of any size. If they hold pixels, preprocessing() says so.
+class NotesFailure:
+    """Keeps the error that Python code of a stream raised: TensorFlow passes on only its text."""
 
-    on_error="stop": an example that cannot be read ends the stream with an error that explain() understands.
-    on_error="skip": it is noted. In training a good example of its batch takes its place, so that all batches
-    stay full and a stream stays a function of what the files hold; in evaluation it is left out.
+    _failure: DataError | None = None
+
+    def fail(self, message: str) -> DataError:
+        """Returns a DataError to raise, and keeps it for explain()."""
+        self._failure = DataError(message)
+        return self._failure
+
+    def explain(self, error: Exception) -> Exception:
+        if self._failure and "DataError" in str(error):
+            return self._failure
+        return error
+
+
+class FileSource(NotesFailure, StreamedSource):
+    """A source of files with encoded images of any size.
+
+    A subclass whose files hold pixels overrides preprocessing().
+
+    on_error="stop": an example that cannot be read ends the stream with an error that explain()
+        understands.
+    on_error="skip": it is noted. In training a good example of its batch takes its place, so that
+        all batches stay full and a stream stays a function of what the files hold. In evaluation
+        it is left out.
     """
 
     def __init__(self, dir: str, image_shape: Sequence[int], transform: Transform) -> None:
@@ -34,9 +65,10 @@ class FileSource(StreamedSource):
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform
-        self._noted: set[str] = set()  # The locations of all that was left out: each counts once.
-        self._new: list[Unreadable] = []
-        self._failure: DataError | None = None
+        self._new: list[Unreadable] = []  # Left out since the last call of unreadable().
+        # The locations of all that was left out: an example counts once, though every epoch meets
+        # it.
+        self._noted: set[str] = set()
 
     @abstractmethod
     def paths(self, split: str) -> list[str]:
@@ -76,16 +108,6 @@ class FileSource(StreamedSource):
         self._new = []
         return new
 
-    def explain(self, error: Exception) -> Exception:
-        if self._failure and "DataError" in str(error):
-            return self._failure
-        return error
-
-    def fail(self, message: str) -> DataError:
-        """Returns a DataError, and keeps it for explain(): TensorFlow passes on only its text."""
-        self._failure = DataError(message)
-        return self._failure
-
     def load(
         self,
         batches: tf.data.Dataset,
@@ -96,24 +118,39 @@ class FileSource(StreamedSource):
     ) -> tf.data.Dataset:
         end_with_python()
         repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
-        stream = read_batches(batches, self.reader(split, topology), repair, postprocess, topology)
+        read = self.reader(split, topology)
+        stream = read_batches(batches, read, repair, postprocess, topology)
+
+        # Batches that lost examples are cut again, since only the last one may be short.
         if batch_size and self.skips:
-            # Batches that lost examples are cut again, since only the last one may be short.
             stream = stream.unbatch().batch(batch_size)
         return stream
 
 
 class _BatchRepair:
-    """Reads what can be read of a stream's failed batches, each example alone, in plain Python."""
+    """Reads what can be read of a stream's failed batches, each example alone, in plain Python.
 
-    def __init__(self, source: FileSource, split: str, topology: Topology, is_training: bool) -> None:
+    Args:
+        source: locates the examples that fail, and notes them.
+        is_training: True if good examples take the places of those that fail.
+    """
+
+    def __init__(
+        self,
+        source: FileSource,
+        split: str,
+        topology: Topology,
+        is_training: bool,
+    ) -> None:
         self._source = source
         self._split = split
         self._topology = topology
         self._is_training = is_training
         self._num_local = source.shard_sizes(split, topology.size, topology.weights)[topology.rank]
         self._skipped: dict[str, Unreadable] = {}  # By location.
-        # The compiled reader is tried first; its errors quote the graph, so the plain one gives the reason.
+
+        # The compiled reader is tried first, since most examples of a failed batch are good. Its
+        # errors quote the graph, so the plain one gives the reason.
         read = source.sure_reader(split, topology)
         self._readers = tf.function(read), read
 
@@ -132,11 +169,16 @@ class _BatchRepair:
             if not good:
                 raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
             good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
+
         images = np.stack([image for image, _ in good]) if good else blank
         return images, np.array([label for _, label in good], np.int32)
 
     def _read(self, example: Example) -> tuple[np.ndarray, int] | None:
-        """Returns an image and its label; None if they are skipped. Raises DataError if the source does not skip."""
+        """Returns an image and its label; None if they are skipped.
+
+        Raises:
+            DataError: if the source does not skip, or nothing is left of the evaluation.
+        """
         source = self._source
         for read in self._readers:
             problem = ""
@@ -151,10 +193,12 @@ class _BatchRepair:
         item = source.locate(self._split, self._topology, example, problem)
         if not source.skips:
             raise source.fail(f"{item.location}: {item.problem}; fix or remove it, {LEAVE_OUT}")
+
         source.leave_out(item)
         self._skipped[item.location] = item
-        # A copy: batches are repaired in several threads.
-        num_skipped = sum(item.num_examples or 0 for item in list(self._skipped.values()))
+        # A copy, since batches are repaired in several threads.
+        skipped = list(self._skipped.values())
+        num_skipped = sum(item.num_examples or 0 for item in skipped)
         if not self._is_training and num_skipped == self._num_local:
             raise self._nothing_left(item, f"of the rank's part of {self._split}")
         return None
@@ -162,7 +206,8 @@ class _BatchRepair:
     def _nothing_left(self, item: Unreadable, scope: str) -> DataError:
         return self._source.fail(
             f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
-            "data.on_error=skip has nothing to go on with; check the files and the settings of dataset"
+            "data.on_error=skip has nothing to go on with; check the files and the settings of "
+            "dataset"
         )
 
 
@@ -173,40 +218,49 @@ def read_batches(
     postprocess: Postprocess,
     topology: Topology,
 ) -> tf.data.Dataset:
-    """Maps (step, batch) to postprocess(step, *read(batch)), in order, and repairs batches that cannot be read.
-
-    TensorFlow does not say which file its input pipeline could not read, and searching all files afterwards
-    takes hours on a large data set. So a batch that fails is read again at once, each example alone.
+    """Maps (step, batch) to postprocess(step, *read(batch)), in order.
 
     Args:
         batches: (step, batch) as the reader takes it.
         read: the reader.
-        repair: gives images and labels, in plain Python, for a batch that read() fails on or of which a
-            label is -1; see _BatchRepair.
+        repair: gives images and labels, in plain Python, for a batch that read() fails on or of
+            which a label is -1; see _BatchRepair.
         postprocess: what is done with each batch that was read.
+        topology: tells how many ranks share the cores of this host.
     """
 
-    def whole_or_repaired(step: tf.Tensor, batch: Any) -> tf.data.Dataset:
+    def whole_or_repaired(step, batch):
         single = tf.data.Dataset.from_tensors(batch)
         whole = single.map(read)
         images, labels = whole.element_spec
         blank = np.zeros([0, *images.shape[1:]], images.dtype.as_numpy_dtype)
 
-        def repaired(*batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            pixels, classes = tf.numpy_function(partial(repair, blank), batch, [images.dtype, labels.dtype])
+        def repaired(*batch):
+            types = [images.dtype, labels.dtype]
+            pixels, classes = tf.numpy_function(partial(repair, blank), batch, types)
+            # A Python function hides the shapes from the graph.
             return tf.ensure_shape(pixels, images.shape), tf.ensure_shape(classes, labels.shape)
 
-        whole = whole.filter(lambda images, labels: tf.reduce_all(labels >= 0)).ignore_errors()
+        whole = whole.filter(lambda _, labels: tf.reduce_all(labels >= 0)).ignore_errors()
         # The second part is made only if the first is empty.
         either = whole.concatenate(single.map(repaired)).take(1)
-        return either.map(lambda images, labels: postprocess(step, images, labels))
+        return either.map(lambda *pair: postprocess(step, *pair))
 
     threads = cores.each(topology.local_size)
-    return batches.interleave(whole_or_repaired, threads, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return batches.interleave(
+        whole_or_repaired,
+        threads,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
 
 
-def with_files(manifest: dict[str, Any], folder: Any, paths_of: Callable[[str], Sequence[str]]) -> dict[str, Any]:
-    """Adds names and sizes of the files, paths_of(split), to each split of a manifest."""
+def with_files(
+    manifest: dict[str, Any],
+    folder: Path,
+    paths_of: Callable[[str], Sequence[str]],
+) -> dict[str, Any]:
+    """Adds the names and sizes of a split's files, paths_of(split), to each split of a manifest."""
     for split, part in manifest["splits"].items():
         part.update(describe_files(folder, paths_of(split)))
     return manifest
@@ -236,27 +290,33 @@ class DealtSource(FileSource):
     @property
     @abstractmethod
     def counts(self) -> Mapping[str, Mapping[Any, int]]:
-        """Examples by split and piece. Counted on first use: what damage does depends on on_error."""
+        """Examples by split and piece.
+
+        Counted on first use, since on_error, which is set after opening, says what damage does.
+        """
 
     def num_examples(self, split: str) -> int:
         return sum(self.counts.get(split, {}).values())
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         counts = self.counts.get(split, {})
-        return [sum(counts[piece] for piece in shard) for shard in self.shards(split, num_shards, weights)]
+        shards = self.shards(split, num_shards, weights)
+        return [sum(counts[piece] for piece in shard) for shard in shards]
 
     def shards(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[list[Any]]:
         """Returns the pieces of each rank.
 
-        Each rank needs a piece for training, and raises DataError if there are too few; for evaluation it may
-        have none.
+        Raises:
+            DataError: if a rank would have no piece to train on. For evaluation it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
             raise DataError(
-                f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for {num_shards} ranks, and each "
-                f"rank reads its own; write at least {num_shards} {self.PIECE}s or use fewer ranks"
+                f"{self.origin} holds {len(counts)} {self.PIECE}s of training data for "
+                f"{num_shards} ranks, and each rank reads its own; write at least {num_shards} "
+                f"{self.PIECE}s or use fewer ranks"
             )
+
         return deal(counts, num_shards, weights)
 
     def shard(self, split: str, topology: Topology) -> list[Any]:
@@ -264,16 +324,29 @@ class DealtSource(FileSource):
         return self.shards(split, topology.size, topology.weights)[topology.rank]
 
 
-def deal(counts: Mapping[Piece, int], num_shards: int, weights: Sequence[int] = ()) -> list[list[Piece]]:
-    """Deals pieces to shards: the largest first, each to the shard that has least so far for its weight. Pure.
+def deal(
+    counts: Mapping[Piece, int],
+    num_shards: int,
+    weights: Sequence[int] = (),
+) -> list[list[Piece]]:
+    """Deals pieces to shards, so that each holds examples in proportion to its weight. Pure.
+
+    The largest piece comes first; each goes to the shard that has least so far for its weight.
 
     >>> deal({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
     """
     shards: list[list[Piece]] = [[] for _ in range(num_shards)]
+    weights = weights or [1] * num_shards
     loads = [0.0] * num_shards
+
+    def load_of(shard):
+        # Ties are broken by number, so that all ranks deal alike.
+        return loads[shard], len(shards[shard]), shard
+
     for piece in sorted(counts, key=lambda piece: (-counts[piece], piece)):
-        lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard]), shard))
+        lightest = min(range(num_shards), key=load_of)
         shards[lightest].append(piece)
-        loads[lightest] += counts[piece] / (weights[lightest] if weights else 1)
+        loads[lightest] += counts[piece] / weights[lightest]
+
     return shards

@@ -21,7 +21,7 @@ from hvtrain.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
-CACHE_BATCH = 32
+CACHE_BATCH = 32  # Images that are decoded at a time, when a shard is cached.
 
 Files = list[tuple[str, int]]
 """Paths and labels."""
@@ -32,18 +32,22 @@ class ImageFolder(FileSource, IndexedSource):
 
     Class names are the sorted folder names, the same in every split.
 
+    Example:
+        python -m hvtrain dataset=image_folder dataset.dir=flowers dataset.validation_fraction=0.1
+
     Args:
         dir: holds the folders train, validation and test; the last two are optional.
         image_shape: every image is resized to [height, width], and read with that many channels.
-        validation_fraction, test_fraction: taken out of train if there is no such folder, class by class
-            and the same in every run.
+        validation_fraction, test_fraction: taken out of train if there is no such folder, class by
+            class and the same in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
-        cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image) instead
-            of reading files again.
+        cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image)
+            instead of reading files again.
 
     Raises:
         ConfigError: if the fractions leave nothing to train on.
-        DataError: if a folder holds no classes, a class no images, or splits differ in their classes.
+        DataError: if a folder holds no classes, a class no images, or splits differ in their
+            classes.
     """
 
     name = "image_folder"
@@ -58,7 +62,8 @@ class ImageFolder(FileSource, IndexedSource):
         flip: bool = True,
         cache: bool = False,
     ) -> None:
-        super().__init__(dir, image_shape, Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip))
+        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        super().__init__(dir, image_shape, transform)
         self.class_names: list[str] = class_folders(self.folder / "train")
         self.num_classes = len(self.class_names)
         self._cache = cache
@@ -68,12 +73,15 @@ class ImageFolder(FileSource, IndexedSource):
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
             raise ConfigError(
-                f"dataset.validation_fraction={validation_fraction} and dataset.test_fraction={test_fraction}: each "
-                "must be 0 or more, their sum less than 1"
+                f"dataset.validation_fraction={validation_fraction} and "
+                f"dataset.test_fraction={test_fraction}: each must be 0 or more, their sum less "
+                "than 1"
             )
+
         self._files = self._list_splits(fractions)
 
     def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
+        """Lists each split's own folder, or takes a fraction of train in its place."""
         train_folder = self.folder / "train"
         train = list_files(train_folder, self.class_names)
         files: dict[str, Files] = {}
@@ -84,12 +92,14 @@ class ImageFolder(FileSource, IndexedSource):
                 differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
                 if differing:
                     raise DataError(
-                        f"{folder} and {train_folder} differ in their classes: {', '.join(differing[:5])}; every split "
-                        "needs the same class folders"
+                        f"{folder} and {train_folder} differ in their classes: "
+                        f"{', '.join(differing[:5])}; every split needs the same class folders"
                     )
+
                 files[split] = list_files(folder, self.class_names)
             elif fraction:
                 train, files[split] = split_off(train, fraction)
+
         return {**files, "train": train}
 
     def num_examples(self, split: str) -> int:
@@ -107,7 +117,7 @@ class ImageFolder(FileSource, IndexedSource):
             self._cached[key] = self._decode_all(split, topology)
         pixels, labels = self._cached[key]
 
-        def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def read(indices):
             return tf.gather(pixels, indices), tf.gather(labels, indices)
 
         return read
@@ -115,19 +125,22 @@ class ImageFolder(FileSource, IndexedSource):
     def sure_reader(self, split: str, topology: Topology) -> Read:
         paths, labels = self._shard(split, topology)
 
-        def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return decode_files(tf.gather(paths, indices), self.image_shape), tf.gather(labels, indices)
+        def read(indices):
+            images = decode_files(tf.gather(paths, indices), self.image_shape)
+            return images, tf.gather(labels, indices)
 
         return read
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         files = self._files[split]
-        path, _ = files[topology.share(len(files))[example[0][0]]]
+        number = example[0][0]  # Within the rank's shard.
+        path, _ = files[topology.share(len(files))[number]]
         return Unreadable(path, problem.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        return [decode_whole(tf.io.read_file(path), self.image_shape[2]) for path in paths[:number]]
+        channels = self.image_shape[2]
+        return [decode_whole(tf.io.read_file(path), channels) for path in paths[:number]]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns this rank's paths and labels."""
@@ -136,29 +149,37 @@ class ImageFolder(FileSource, IndexedSource):
         with tf.device("CPU:0"):
             paths = tf.constant([path for path, _ in local], tf.string)
             labels = tf.constant([label for _, label in local], tf.int32)
+
         return paths, labels
 
     def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Decodes this rank's images, uint8 [n, h, w, c], and returns them with their labels."""
         paths, labels = self._shard(split, topology)
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        # -1 stays where an image cannot be read, so that it is read again, and named, when it is used.
+        # -1 stays where an image cannot be read: then it is read again, and named, when it is used.
         readable_labels = np.full([len(paths)], -1, np.int32)
 
-        def read(number: tf.Tensor, path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def read(number, path):
             return number, decode(tf.io.read_file(path), self.image_shape)
 
+        # With their numbers, since ignore_errors() leaves gaps.
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
-        for numbers, batch in finish(images.batch(CACHE_BATCH), topology).as_numpy_iterator():
+        batches = finish(images.batch(CACHE_BATCH), topology)
+        for numbers, batch in batches.as_numpy_iterator():
             pixels[numbers] = batch
             readable_labels[numbers] = labels.numpy()[numbers]
+
         with tf.device("CPU:0"):
             return tf.constant(pixels), tf.constant(readable_labels)
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Returns the sorted names of the class folders. Raises DataError if there are none."""
+    """Returns the sorted names of the class folders.
+
+    Raises:
+        DataError: if there are none.
+    """
     names = []
     if folder.is_dir():
         names = sorted(path.name for path in _visible(folder) if path.is_dir())
@@ -168,7 +189,10 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def list_files(folder: Path, class_names: list[str]) -> Files:
-    """Returns all images of the classes, sorted by class and name. Logs how many other files there are.
+    """Returns all images of the classes, sorted by class and name.
+
+    Logs which other files there are, since a data set in an unknown format would be silently
+    smaller.
 
     Raises:
         DataError: if a class has no images.
@@ -181,24 +205,37 @@ def list_files(folder: Path, class_names: list[str]) -> Files:
             if path.suffix.lower() in SUFFIXES:
                 paths.append(str(path))
             else:
-                others["folder" if path.is_dir() else path.suffix or path.name] += 1
+                kind = path.suffix or path.name
+                others["folder" if path.is_dir() else kind] += 1
+
         if not paths:
             raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
         files += [(path, label) for path in sorted(paths)]
 
     if others:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
-        log.warning("%s: left out what is not %s: %s", folder, ", ".join(SUFFIXES), kinds)
+        log.warning(
+            "%s: left out what is not %s: %s",
+            folder,
+            ", ".join(SUFFIXES),
+            kinds,
+        )
+
     return files
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Returns the entries of a folder without hidden ones, such as .ipynb_checkpoints or macOS's ._NAME."""
+    """Returns the entries of a folder without hidden ones."""
+    # Such as .ipynb_checkpoints, and the ._NAME that macOS writes beside each file.
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
-    """Takes the same fraction, rounded, out of each class, chosen by a fixed seed. Returns (rest, part)."""
+    """Takes the same fraction, rounded, out of each class, chosen by a fixed seed.
+
+    Returns:
+        The rest, and the part that was taken out, both in the order of files.
+    """
     chosen: set[tuple[str, int]] = set()
     for label, group in groupby(files, key=itemgetter(1)):
         members = list(group)

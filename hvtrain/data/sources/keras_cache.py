@@ -1,8 +1,8 @@
 """Data sets that Keras caches or downloads, one rank of a host at a time.
 
-Keras writes a download in place, without a temporary name, so another rank could read half a file. A
-file lock beside the cache makes ranks take turns: those of one host, and of several hosts if their shared
-home supports locks.
+Keras writes a download in place, without a temporary name, so another rank could read half a file.
+A file lock beside the cache makes ranks take turns: those of one host, and of several hosts if
+their shared home supports locks.
 """
 
 import fcntl
@@ -26,11 +26,14 @@ FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder cannot b
 
 @dataclass(frozen=True)
 class KerasFiles:
-    """One of keras.datasets: its name, the files it keeps in the cache, the host it downloads from."""
+    """The files of one of keras.datasets."""
 
     name: str
+    """The module's name in keras.datasets."""
     cached: tuple[str, ...]
+    """The files that it keeps in the cache."""
     host: str
+    """The host that it downloads from."""
     advice: str
     """Another way to get the data, for error messages."""
 
@@ -44,28 +47,32 @@ class KerasFiles:
         with _turn(folder):
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock, so that the ranks of an offline host find out together, not one after the other.
+            # Outside the lock, so that the ranks of an offline host find out together, not one
+            # after the other.
             if not answers(self.host):
                 raise DataError(f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}")
             self.load()
+
         return f"Keras's cache ({folder})"
 
     def load(self) -> dict:
         """Returns whole arrays by split. Keras downloads them if need be, and checks its hashes."""
         folder = cache_folder()
         with _turn(folder):
+            # Keras sets none, so a download that stalls would never end.
             timeout = socket.getdefaulttimeout()
             socket.setdefaulttimeout(PROBE_SECONDS)
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()
-            except Exception as error:
+            except Exception as error:  # Of downloads, archives, pickles and NumPy.
                 paths = ", ".join(str(folder / name) for name in self.cached)
                 raise DataError(
-                    f"{self.name}: Keras could not read or fetch it ({error}); remove {paths} and try again, "
-                    f"or {self.advice}"
+                    f"{self.name}: Keras could not read or fetch it ({error}); remove {paths} "
+                    f"and try again, or {self.advice}"
                 ) from error
             finally:
                 socket.setdefaulttimeout(timeout)
+
         return {"train": train, "test": test}
 
 
@@ -83,6 +90,7 @@ def cache_folder() -> Path:
         # Anybody can make that folder first, with links in it that lead to files of this user.
         if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
             raise DataError(f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written")
+
     return home / "datasets"
 
 
@@ -90,6 +98,7 @@ def cache_folder() -> Path:
 def _turn(folder: Path) -> Iterator[None]:
     """Holds the lock of the cache folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    # O_NOFOLLOW: in a folder that others may write, the name may be a link to a file of this user.
     lock = os.open(folder / ".hvtrain.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

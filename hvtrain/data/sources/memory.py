@@ -1,4 +1,7 @@
-"""Data sets that fit in memory as arrays of any structure. Each rank keeps only its shard."""
+"""Data sets that fit in memory as arrays of any structure.
+
+Each rank loads the whole arrays, and keeps only its shard of them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,36 +17,42 @@ from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.errors import ConfigError, DataError
 
 Elements = Mapping[str, tuple[Any, ...]]
-"""Split name -> (inputs, targets) or (inputs, targets, weights), each a nested structure of arrays [n, ...].
+"""Split name -> (inputs, targets) or (inputs, targets, weights).
 
-All arrays of a split have the same length. "train" is required.
+Each is a nested structure of arrays [n, ...]. All arrays of a split have the same length. "train"
+is required.
 """
 
-SPLIT_SEED = 0  # Fixed, so that every run holds out the same examples, whatever its own seed.
+# Fixed, so that every run holds out the same examples, whatever its own seed.
+SPLIT_SEED = 0
 PART_NAMES = ("inputs", "targets", "weights")
 
 RENUMBER = "number what they name from 0 on, as numpy.unique(..., return_inverse=True) does"
 
 
 class Part(NamedTuple):
-    """One split, as row numbers of whole arrays: taking a validation part out of training copies nothing."""
+    """One split, as rows of whole arrays: to take validation out of training copies nothing."""
 
     elements: tuple[Any, ...]
+    """The whole arrays, as in Elements."""
     rows: np.ndarray
+    """The numbers of the split's rows."""
 
 
 class MemorySource(IndexedSource):
     """A data set from a function that returns whole arrays.
 
-    The function runs when counts, types or a stream are first needed. The first stream cuts the arrays
-    down to this rank's shards and drops the rest. Models get float32 for float64, and int32 for int64.
+    The function runs when counts, types or a stream are first needed. The first stream cuts the
+    arrays down to this rank's shards and drops the rest. Models get float32 for float64, and int32
+    for int64.
 
     Args:
         name: of the data set, for messages and the manifest.
-        load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two are
-            optional.
+        load: returns {"train": (inputs, targets), "test": ..., "validation": ...}; the last two
+            are optional.
         origin: where the arrays come from, for the run's header.
-        num_validation: number of examples taken out of the training part at random, with a fixed seed.
+        num_validation: number of examples taken out of the training part at random, with a fixed
+            seed.
         more_facts: for the model's builder and the task, such as num_classes, class_names or
             vocabulary_size.
 
@@ -74,14 +83,17 @@ class MemorySource(IndexedSource):
 
         self._counts: dict[str, int] = {}
         self._spec: tuple[Any, ...] = ()
-        self._parts: dict[str, Part] | None = None  # Whole arrays, only between counting and cutting.
-        # Of several ranks if a run resumes on another number of ranks; see regrouped() in streams.py.
+        # The whole arrays, between counting and cutting only.
+        self._parts: dict[str, Part] | None = None
+        # By rank: a run that resumes on another number of ranks reads the shards of several; see
+        # regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, tuple[Any, ...]]] = {}
 
     def num_examples(self, split: str) -> int:
         if not self._counts:
             self._parts = self._open()
             self._counts = {name: len(part.rows) for name, part in self._parts.items()}
+
         return self._counts.get(split, 0)
 
     @property
@@ -94,8 +106,9 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        digests: dict[int, str] = {}  # Validation and training may be rows of the same arrays.
-
+        # By identity, since validation and training may be rows of the same arrays, which are
+        # hashed once.
+        digests: dict[int, str] = {}
         for split, part in self.parts().items():
             key = id(part.elements)
             if key not in digests:
@@ -103,6 +116,7 @@ class MemorySource(IndexedSource):
             if split in manifest["splits"]:
                 content = np.frombuffer(digests[key].encode(), np.uint8)
                 manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
+
         return manifest
 
     def whole_targets(self) -> dict[str, Any]:
@@ -119,10 +133,10 @@ class MemorySource(IndexedSource):
         if topology not in self._shards:
             self._shards[topology] = self._cut_shards(topology)
 
-        empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), self._spec)
-        elements = self._shards[topology].get(split, empty)
+        # A split that does not exist has no examples.
+        elements = self._shards[topology].get(split, no_examples(self._spec))
 
-        def read(indices: tf.Tensor) -> tuple[Any, ...]:
+        def read(indices):
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
 
         return read
@@ -137,55 +151,76 @@ class MemorySource(IndexedSource):
         for split, part in parts.items():
             local = np.asarray(topology.share(len(part.rows)), np.int64)
             elements = self.in_model_type(_take(part.elements, part.rows[local]))
-            with tf.device("CPU:0"):  # The input pipeline runs there; a shard must not fill a GPU.
+            # The input pipeline runs on the CPU, so no shard belongs on a GPU.
+            with tf.device("CPU:0"):
                 shards[split] = tf.nest.map_structure(tf.constant, elements)
+
         return shards
 
     def fit(self, train: Part) -> None:
-        """Fits the transform to the whole training part, before shards are cut: it is equal on all ranks."""
+        """Fits the transform to the whole training part, so that it is equal on all ranks.
+
+        Called before shards are cut. By default there is nothing to fit.
+        """
 
     def parts(self) -> dict[str, Part]:
         """Returns the whole arrays by split, and loads them again if they were dropped."""
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
+        """Loads the whole arrays, notes the kind of an example, and takes the validation part out."""
         whole = self._load_checked()
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = tf.nest.map_structure(
-            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), empty
+            lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)),
+            empty,
         )
 
-        parts = {split: Part(elements, np.arange(_length(elements))) for split, elements in whole.items()}
+        parts = {}
+        for split, elements in whole.items():
+            num_rows = len(tf.nest.flatten(elements)[0])
+            parts[split] = Part(elements, np.arange(num_rows))
+
+        # A validation part of the user's own comes first.
         if self._num_validation and "validation" not in parts:
             self._hold_out_validation(parts)
         return parts
 
     def _load_checked(self) -> dict[str, tuple[Any, ...]]:
+        """Returns the whole arrays by split. Raises DataError if they cannot be used."""
         try:
-            splits = self._load()
-            arrays = {split: tf.nest.map_structure(np.asarray, tuple(part)) for split, part in splits.items()}
+            arrays = {}
+            for split, elements in self._load().items():
+                arrays[split] = tf.nest.map_structure(np.asarray, tuple(elements))
             return {split: self.check(split, *elements) for split, elements in arrays.items()}
         except OSError as error:
             raise DataError(f"{self.name} ({self.origin}) cannot be read: {error}; fix the file") from error
         except DataError as error:
-            if self.on_error == "skip":
-                raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
-            raise
+            if self.on_error != "skip":
+                raise
+            raise DataError(f"{error} (arrays are read as a whole, so data.on_error=skip does not help)") from error
 
     def _hold_out_validation(self, parts: dict[str, Part]) -> None:
+        """Takes validation out of the training part, at random."""
         train = parts["train"]
         num_train = len(train.rows)
         if self._num_validation >= num_train:
             raise ConfigError(
-                f"dataset.num_validation={self._num_validation} leaves nothing of {num_train} training "
-                f"examples; choose 0 ... {num_train - 1}"
+                f"dataset.num_validation={self._num_validation} leaves nothing of {num_train} "
+                f"training examples; choose 0 ... {num_train - 1}"
             )
+
+        # Sorted: within a part the examples keep the order in which they were given.
         order = np.random.default_rng(SPLIT_SEED).permutation(num_train)
         parts["validation"] = train._replace(rows=np.sort(order[: self._num_validation]))
         parts["train"] = train._replace(rows=np.sort(order[self._num_validation :]))
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
-        """Returns a split's elements. Raises DataError for unequal lengths and numbers that are not finite."""
+        """Returns a split's elements, once they are checked.
+
+        Raises:
+            DataError: for unequal lengths, and numbers that are not finite.
+        """
         where = f"{self.name}, {split} ({self.origin})"
         arrays = _named_arrays(elements)
 
@@ -200,6 +235,7 @@ class MemorySource(IndexedSource):
             if not is_finite.all():
                 row = int(np.argmin(is_finite.reshape(len(array), -1).all(axis=1)))
                 raise DataError(f"{where}: the {name} of example {row} hold NaN or infinite values; fix or drop it")
+
         return elements
 
     def in_model_type(self, elements: Any) -> Any:
@@ -214,6 +250,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
         DataError: for integers that 32 bits do not hold. Users' ids are often 64-bit hashes, which
             would silently become other ids.
     """
+    # By name, which is the same for either order of bytes.
     if array.dtype.name == "float64":
         return array.astype(np.float32)
     if array.dtype.name != "int64":
@@ -226,13 +263,25 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
     return narrow
 
 
+def no_examples(element_spec: Any) -> Any:
+    """Returns tensors of no examples of that kind."""
+    return tf.nest.map_structure(
+        lambda spec: tf.zeros([0, *spec.shape], spec.dtype),
+        element_spec,
+    )
+
+
 def known_facts(
     num_classes: int | None,
     class_names: Sequence[str] | None,
     others: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns the facts that a user gave, without those that are None."""
-    facts = {"num_classes": num_classes, "class_names": class_names, **(others or {})}
+    facts = {
+        "num_classes": num_classes,
+        "class_names": class_names,
+        **(others or {}),
+    }
     return {name: value for name, value in facts.items() if value is not None}
 
 
@@ -253,8 +302,5 @@ def _named_arrays(elements: tuple[Any, ...]) -> dict[str, np.ndarray]:
     for part, structure in zip(PART_NAMES, elements):
         for path, array in keras.tree.flatten_with_path(structure):
             arrays[".".join(map(str, (part, *path)))] = array
+
     return arrays
-
-
-def _length(elements: tuple[Any, ...]) -> int:
-    return len(tf.nest.flatten(elements)[0])

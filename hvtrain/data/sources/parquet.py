@@ -1,4 +1,7 @@
-"""Parquet files of encoded images or of pixels, dealt to the ranks by row group; only two columns are read."""
+"""Parquet files of encoded images or of pixels, dealt to the ranks by row group.
+
+Only two columns are read: a file with many more costs no more.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +23,8 @@ from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
+# A row's code is the number of its row group, shifted by so many bits, plus the row's own number.
 ROW_BITS = 40
-"""A row's code is the number of its row group, shifted by so many bits, plus the row's own number."""
 
 Batch = tuple[np.ndarray, ...]
 """Images, labels, and the codes of their rows."""
@@ -30,19 +33,25 @@ Content = tuple[Batch, np.ndarray]
 
 
 class Piece(NamedTuple):
-    """Row groups that are in memory together, and the numbers of their rows that are used, in order."""
+    """Row groups that are in memory together."""
 
     groups: list[RowGroup]
     rows: np.ndarray
+    """The numbers of their rows that are used, in order."""
 
 
 class Parquet(DealtSource):
     """Images or pixels, and labels, in the row groups of Parquet files.
 
-    Opening reads the footers, which hold the counts. Epoch e of a rank: its row groups in an order made from
-    (seed, e, rank), shuffle_groups of them read and their rows shuffled together, then the next ones. The
-    footers tell where each row comes, so a stream that starts in the middle reads no earlier row group.
-    Memory holds shuffle_groups row groups and, read ahead by a thread, as many again.
+    Opening reads the footers, which hold the counts. Epoch e of a rank: its row groups in an order
+    made from (seed, e, rank), shuffle_groups of them read and their rows shuffled together, then
+    the next ones. The footers tell where each row comes, so a stream that starts in the middle
+    reads no earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread,
+    as many again.
+
+    Example:
+        python -m hvtrain dataset=parquet dataset.dir=DIR dataset.image_shape=[64,64,3]
+            dataset.num_classes=5
 
     Args:
         dir: holds train*.parquet or train/, and likewise validation and test; or is one file, the
@@ -56,7 +65,8 @@ class Parquet(DealtSource):
 
     Raises:
         ConfigError: if a setting is out of range.
-        DataError: once counted, if there are no training rows, or files differ in their kind of column.
+        DataError: once counted, if there are no training rows, or files differ in their kind of
+            column.
     """
 
     name = "parquet"
@@ -80,10 +90,13 @@ class Parquet(DealtSource):
             raise ConfigError(f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1")
         if shuffle_groups < 1:
             raise ConfigError(f"dataset.shuffle_groups={shuffle_groups} is out of range; it must be at least 1")
-        super().__init__(dir, image_shape, Transform(scale=scale, shift_pixels=shift_pixels, flip=flip))
+
+        transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
+        super().__init__(dir, image_shape, transform)
         self.num_classes = num_classes
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
+
         # The problems of row groups that cannot be read, and of single rows in others.
         self._wrong_groups: dict[RowGroup, str] = {}
         self._wrong_rows: dict[tuple[RowGroup, int], str] = {}
@@ -91,34 +104,43 @@ class Parquet(DealtSource):
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
         counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
+        # The first file with each type of pixels, for the message if types differ too much.
         first_paths: dict[pa.DataType, Path] = {}
-        for split, of_split in counts.items():
+        for split in counts:
             for path in row_groups.find_files(self.folder, split):
-                of_split.update((group, group.num_rows) for group in self._read_footer(path, first_paths))
+                for group in self._read_footer(path, first_paths):
+                    counts[split][group] = group.num_rows
+
         if not counts["train"]:
             raise DataError(
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
+        # Files of encoded images may differ in their type of bytes, and files of pixels in their
+        # numbers.
         kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
             raise DataError(
                 f"{paths}: {self._columns.image} is encoded in one and pixels in the other; write both the same way"
             )
+
         self._encoded = any(kinds)
+        # Only bytes stay what they are: all other numbers become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         return counts
 
     def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
-        """Returns a file's row groups, and notes its path if it is the first with its type of pixels."""
+        """Returns a file's row groups; adds its path to first_paths if its type of pixels is new."""
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
             if not self.skips:
                 raise
+            # None: nobody knows how many rows a damaged file holds.
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
+
         if groups:
             first_paths.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
         return groups
@@ -128,18 +150,20 @@ class Parquet(DealtSource):
         return [group for groups in self.counts.values() for group in groups]
 
     def paths(self, split: str) -> list[str]:
+        # Without the files that hold no rows; in order, and each once.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
         groups = self.shard("train", request.topology)
         share = request.share_of(sum(group.num_rows for group in groups))
 
-        def batches() -> Iterator[Batch]:
+        def batches():
             _, first_step = request.position
             steps = (step % share.steps for step in itertools.count(first_step))
             sizes = (share.begin(step + 1) - share.begin(step) for step in steps)
             return self._cut(pieces_of(groups, self._shuffle_groups, request), sizes)
 
+        # Epochs that are cut to num_examples end with a smaller batch.
         batch_size = share.batch_size if share.is_full else None
         return self._stream(batches, batch_size).enumerate(request.start_step)
 
@@ -147,15 +171,17 @@ class Parquet(DealtSource):
         groups = self.shard(split, topology)
         num_local = sum(group.num_rows for group in groups)
 
-        def batches() -> Iterator[Batch]:
+        def batches():
+            # A row group at a time, in order: nothing is shuffled.
             pieces = (Piece([group], np.arange(group.num_rows)) for group in groups)
-            sizes = (min(batch_size, num_local - start) for start in range(0, num_local, batch_size))
+            starts = range(0, num_local, batch_size)
+            sizes = (min(batch_size, num_local - start) for start in starts)
             return self._cut(pieces, sizes)
 
         return self._stream(batches, None).enumerate()
 
     def reader(self, split: str, topology: Topology) -> streams.Read:
-        def decode(images: tf.Tensor, labels: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def decode(images, labels, codes):
             if self._encoded:
                 images = decode_batch(images, self.image_shape)
             return images, labels
@@ -163,6 +189,7 @@ class Parquet(DealtSource):
         return decode
 
     def preprocessing(self) -> Preprocessing:
+        # Only the count finds out whether images are encoded.
         if self.counts and self._encoded:
             return super().preprocessing()
         return self.transform.preprocessing(
@@ -173,20 +200,23 @@ class Parquet(DealtSource):
         )
 
     def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
+        """Returns a stream of what a Python generator yields: images, labels and codes."""
         if self._encoded:
             images = tf.TensorSpec([batch_size], tf.string)
         else:
             images = tf.TensorSpec([batch_size, *self.image_shape], self._pixel_type)
+
         labels = tf.TensorSpec([batch_size], tf.int32)
         codes = tf.TensorSpec([batch_size], tf.int64)
         return tf.data.Dataset.from_generator(batches, output_signature=(images, labels, codes))
 
     def _cut(self, pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[Batch]:
-        """Yields the rows of the pieces in batches of these sizes. The next piece is read while one is in use."""
-        pool = ThreadPoolExecutor(1, "parquet")
+        """Yields the rows of the pieces in batches of these sizes."""
+        pool = ThreadPoolExecutor(1, "parquet")  # Reads the next piece while one is in use.
         try:
             yield from rebatch(read_ahead(pool, self._read, pieces), sizes)
         finally:
+            # A stream that is dropped does not wait for a piece that nobody will use.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, piece: Piece) -> Content:
@@ -196,7 +226,10 @@ class Parquet(DealtSource):
         return (images, labels, codes), piece.rows
 
     def _read_group(self, group: RowGroup) -> Batch:
-        """Returns images, labels (-1 in rows that cannot be used), and codes."""
+        """Returns images, labels (-1 in rows that cannot be used), and codes.
+
+        Why they cannot be used is noted for locate(), which gets the codes of such rows.
+        """
         try:
             images, labels, wrong = row_groups.read_group(group, self._columns)
             self._wrong_rows.update({(group, row): problem for row, problem in wrong.items()})
@@ -204,6 +237,7 @@ class Parquet(DealtSource):
             self._wrong_groups[group] = str(error).removeprefix(f"{group} ")
             images = self._blank_images(group.num_rows)
             labels = np.full(group.num_rows, -1, np.int32)
+
         first_code = self._all_groups.index(group) << ROW_BITS
         return images, labels, first_code + np.arange(group.num_rows)
 
@@ -214,15 +248,24 @@ class Parquet(DealtSource):
         return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        number, row = divmod(int(example[-1][0]), 1 << ROW_BITS)
+        code = int(example[-1][0])
+        number, row = divmod(code, 1 << ROW_BITS)
         group = self._all_groups[number]
         if group in self._wrong_groups:
             return Unreadable(str(group), self._wrong_groups[group], group.num_rows)
         return Unreadable(f"{group}, row {row}", self._wrong_rows.get((group, row), problem))
 
 
-def pieces_of(groups: list[RowGroup], shuffle_groups: int, request: StreamRequest) -> Iterator[Piece]:
-    """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure."""
+def pieces_of(
+    groups: list[RowGroup],
+    shuffle_groups: int,
+    request: StreamRequest,
+) -> Iterator[Piece]:
+    """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
+
+    Pieces that the rank has used already are left out whole; of the first piece that it has begun,
+    and of the last one of an epoch, only the rows that it needs are used.
+    """
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position
     seed = request.seed
@@ -230,30 +273,45 @@ def pieces_of(groups: list[RowGroup], shuffle_groups: int, request: StreamReques
 
     for epoch in itertools.count(first_epoch):
         order = np.random.default_rng((seed, streams.ORDER, rank, epoch)).permutation(len(groups))
+        # Only the first epoch of a resumed run begins in the middle.
         begin = share.begin(steps_done) if epoch == first_epoch else 0
         piece_begin = 0  # Rows of the epoch before this piece.
+
         for number, start in enumerate(range(0, len(groups), shuffle_groups)):
             chosen = [groups[index] for index in order[start : start + shuffle_groups]]
             num_rows = sum(group.num_rows for group in chosen)
+            # The rows of this piece that are neither before the start nor after the epoch's end.
             low = max(begin - piece_begin, 0)
             high = min(share.num_examples - piece_begin, num_rows)
             if low < high:
+                # Seeded by the piece's number, so that no earlier piece need be shuffled.
                 random = np.random.default_rng((seed, streams.BLOCK, rank, epoch, number))
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
+
             piece_begin += num_rows
 
 
-def read_ahead(pool: Executor, read: Callable[[Piece], Content], pieces: Iterable[Piece]) -> Iterator[Content]:
-    """Yields read(piece) of each piece in turn. While one is in use, the next one is being read, and no other."""
+def read_ahead(
+    pool: Executor,
+    read: Callable[[Piece], Content],
+    pieces: Iterable[Piece],
+) -> Iterator[Content]:
+    """Yields read(piece) of each piece in turn.
+
+    While one is in use, the next one is being read, and no other: more would take more memory.
+    """
     reading: Future[Content] | None = None
     for piece in pieces:
         ready = reading.result() if reading else None
         try:
             reading = pool.submit(read, piece)
         except RuntimeError:
-            return  # Python is shutting down, and TensorFlow's threads still ask for more.
+            # Python is shutting down, and TensorFlow's threads still ask for more.
+            return
+
         if ready:
             yield ready
+
     if reading:
         yield reading.result()
 
@@ -261,7 +319,7 @@ def read_ahead(pool: Executor, read: Callable[[Piece], Content], pieces: Iterabl
 def rebatch(contents: Iterator[Content], sizes: Iterable[int]) -> Iterator[Batch]:
     """Yields batches of the given sizes, across the boundaries of pieces, until the pieces end."""
     arrays: Batch = ()
-    rows = np.empty(0, np.int64)
+    rows = np.empty(0, np.int64)  # Of these arrays, not yet used.
     for size in sizes:
         parts = []
         while size:
@@ -270,10 +328,12 @@ def rebatch(contents: Iterator[Content], sizes: Iterable[int]) -> Iterator[Batch
                 if content is None:
                     return
                 arrays, rows = content
+
             taken = rows[:size]
             rows = rows[size:]
             parts.append(tuple(array[taken] for array in arrays))
             size -= len(taken)
+
         yield _joined(parts)
 
 

@@ -12,15 +12,26 @@ from PIL import Image, UnidentifiedImageError
 from hvtrain.core.topology import Topology
 from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape, decode_files
+from hvtrain.data.pipeline.transform import (
+    IGNORED,
+    Transform,
+    check_image_shape,
+    decode_files,
+)
 from hvtrain.data.source import Preprocessing, reason
-from hvtrain.data.sources.file_source import decode_whole, decoded_preprocessing, with_files
+from hvtrain.data.sources.file_source import (
+    NotesFailure,
+    decode_whole,
+    decoded_preprocessing,
+    with_files,
+)
 from hvtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 
-MAX_PIXELS = 2**29  # Of an image, as in TensorFlow.
+# The most pixels of an image, as in TensorFlow.
+MAX_PIXELS = 2**29
 # Pillow refuses images of twice this limit; its own is that of photographs.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
@@ -28,20 +39,25 @@ Pairs = list[tuple[str, str]]
 """Paths of an image and of its mask."""
 
 
-class SegmentationFolder(IndexedSource):
-    """Images, resized and scaled to 0 ... 1, and masks of class indices, resized to the nearest pixel.
+class SegmentationFolder(NotesFailure, IndexedSource):
+    """Images, and a mask of class indices for each.
 
-    A mask is a grey or palette PNG whose values are classes; 255 is ignored.
+    Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel. A mask is a
+    grey or palette PNG whose values are classes; 255 is ignored.
+
+    Example:
+        python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
+            dataset.image_shape=[256,256,3] dataset.num_classes=21 model=deeplabv3plus
 
     Args:
-        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png for the splits train, validation and
-            test; or, as PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
+        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png for the splits train, validation
+            and test; or, as PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: every image is resized to [height, width], and read with that many channels.
         num_classes: with the background.
         class_names: by class.
-        shift_pixels, flip: augmentation of training images, with their masks; pixels that come in at a
-            border are ignored.
+        shift_pixels, flip: augmentation of training images, with their masks; pixels that come in
+            at a border are ignored.
 
     Raises:
         ConfigError: if there is not one name for each class.
@@ -63,32 +79,35 @@ class SegmentationFolder(IndexedSource):
             raise ConfigError(
                 f"dataset.class_names has {len(class_names)} names for {num_classes} classes; give one each"
             )
+
         self.folder = user_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
         self.class_names = class_names
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        self._failure: DataError | None = None
 
+        # PASCAL VOC lists its splits in files; without its folder of lists, each split is a folder.
         is_voc = (self.folder / "ImageSets").is_dir()
         list_pairs = voc_pairs if is_voc else folder_pairs
         self._pairs = {split: list_pairs(self.folder, split) for split in self.SPLITS}
         if not self._pairs["train"]:
             raise DataError(
-                f"{self.folder} holds no training images; files are needed as train/images/NAME.jpg and "
-                "train/masks/NAME.png, or in the layout of PASCAL VOC"
+                f"{self.folder} holds no training images; files are needed as "
+                "train/images/NAME.jpg and train/masks/NAME.png, or in the layout of PASCAL VOC"
             )
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
-        return tf.TensorSpec(self.image_shape, tf.float32), tf.TensorSpec(self.image_shape[:2], tf.uint8)
+        image = tf.TensorSpec(self.image_shape, tf.float32)
+        mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
+        return image, mask
 
     def num_examples(self, split: str) -> int:
         return len(self._pairs.get(split, []))
 
     def manifest(self) -> dict[str, Any]:
-        def paths(split: str) -> list[str]:
+        def paths(split):
             return [path for pair in self._pairs[split] for path in pair]
 
         return with_files(super().manifest(), self.folder, paths)
@@ -96,6 +115,7 @@ class SegmentationFolder(IndexedSource):
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
             raise ConfigError("dataset=segmentation_folder cannot skip what it cannot read; use data.on_error=stop")
+
         end_with_python()
         height, width, _ = self.image_shape
         pairs = self._shard(split, topology)
@@ -103,14 +123,15 @@ class SegmentationFolder(IndexedSource):
             image_paths = tf.constant([image for image, _ in pairs], tf.string)
 
         # By Pillow, since TensorFlow turns the palette of a PNG into colours.
-        def read_masks(indices: np.ndarray) -> np.ndarray:
+        def read_masks(indices):
+            size = width, height
             try:
-                return np.stack([read_mask(pairs[index], (width, height), self.num_classes) for index in indices])
+                masks = [read_mask(pairs[index], size, self.num_classes) for index in indices]
+                return np.stack(masks)
             except DataError as error:
-                self._failure = error
-                raise
+                raise self.fail(str(error)) from error
 
-        def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def read(indices):
             masks = tf.numpy_function(read_masks, [indices], tf.uint8)
             images = decode_files(tf.gather(image_paths, indices), self.image_shape)
             return images, tf.ensure_shape(masks, [None, height, width])
@@ -118,6 +139,7 @@ class SegmentationFolder(IndexedSource):
         return read
 
     def _shard(self, split: str, topology: Topology) -> Pairs:
+        """Returns this rank's pairs."""
         pairs = self._pairs.get(split, [])
         return [pairs[index] for index in topology.share(len(pairs))]
 
@@ -129,22 +151,26 @@ class SegmentationFolder(IndexedSource):
         return decoded_preprocessing(self.transform, self.image_shape)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        # Masks are no inputs of the saved model.
         pairs = self._shard(split, topology)[:number]
         return [decode_whole(tf.io.read_file(image), self.image_shape[2]) for image, _ in pairs]
 
     def explain(self, error: Exception) -> Exception:
-        if self._failure and "DataError" in str(error):
-            return self._failure
+        explained = super().explain(error)
+        if explained is not error:
+            return explained
+
         is_of_a_file = isinstance(error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError)
         # All images are read below, so not after another error, such as that of a layer.
         if not is_of_a_file or not re.search("DecodeImage|ReadFile", str(error)):
             return error
         for pairs in self._pairs.values():
             for image, _ in pairs:
-                try:
+                try:  # TensorFlow does not say which image it could not decode.
                     tf.io.decode_image(tf.io.read_file(image))
                 except tf.errors.OpError as failure:
                     return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
+
         return error
 
 
@@ -159,8 +185,10 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
         with Image.open(image) as picture, Image.open(mask) as labels:
             if picture.size != labels.size:
                 raise DataError(f"{mask} is {labels.size} pixels and its image {picture.size}; both need one size")
+            # In a picture of colours the numbers of the classes are lost.
             if labels.mode not in ("P", "L", "1"):
                 raise DataError(f"{mask} is a picture of mode {labels.mode}; a grey or palette PNG of labels is needed")
+            # Between two classes lies no class, so labels are not interpolated.
             classes = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
     except Image.DecompressionBombError as error:
         raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
@@ -172,12 +200,14 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
         raise DataError(
             f"{mask} has the label {classes[is_outside][0]}, outside 0 ... {num_classes - 1}; fix it or num_classes"
         )
+
     return classes
 
 
 def folder_pairs(folder: Path, split: str) -> Pairs:
     """Lists images and masks of the same name, sorted; none if there is no such folder."""
     images = folder / split / "images"
+    # Sorted, since folders list files in any order, and all ranks need the same.
     paths = []
     if images.is_dir():
         paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES)
@@ -189,11 +219,14 @@ def voc_pairs(folder: Path, split: str) -> Pairs:
     names = folder / "ImageSets" / "Segmentation" / VOC_LISTS[split]
     if not names.is_file():
         return []
-    paths = [folder / "JPEGImages" / f"{name}.jpg" for name in names.read_text(encoding="utf-8").split()]
+
+    stems = names.read_text(encoding="utf-8").split()
+    paths = [folder / "JPEGImages" / f"{stem}.jpg" for stem in stems]
     return [_pair(path, folder / "SegmentationClass") for path in paths]
 
 
 def _pair(image: Path, masks: Path) -> tuple[str, str]:
+    """Returns an image with its mask in a folder. Raises DataError if it is missing."""
     mask = masks / f"{image.stem}.png"
     if not mask.is_file():
         raise DataError(f"{image} has no mask; {mask} is needed")

@@ -1,4 +1,4 @@
-"""Drawn shapes on textured ground, with a mask for each image: segmentation that needs no download."""
+"""Drawn shapes on textured ground, with a mask for each: segmentation that needs no download."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,14 +6,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
-from hvtrain.data.sources.arrays import Arrays, ImagesWithMasks
+from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.errors import ConfigError
 
+# The shortest side of an image, in pixels.
 MIN_SIDE = 16
-MAX_SHAPES = 3  # In an image; they may hide each other in part.
-RADII = (0.2, 0.4)  # Of a shape's circumscribed circle, as shares of the image's shorter side.
-PATCHES = 6  # Of random brightness along each side of the image; brightness is linear between them.
-CONTRAST = 60  # Grey levels between the darkest and the brightest patch.
+# The most shapes in an image; they may hide each other in part.
+MAX_SHAPES = 3
+# The range of the radius of a shape's circumscribed circle, as shares of the image's shorter side.
+RADII = (0.2, 0.4)
+# Patches of random brightness along each side of the image; brightness is linear between them.
+PATCHES = 6
+# Grey levels between the darkest and the brightest patch, at most.
+CONTRAST = 60
+# The least difference in grey levels between the colours of a shape and of the ground, modulo 256.
+COLOUR_DISTANCE = 64
 
 Field = np.ndarray
 """A number for each pixel [h, w]."""
@@ -31,17 +38,18 @@ def shapes(
     shift_pixels: int = 0,
     flip: bool = False,
 ) -> ImagesWithMasks:
-    """Makes a source of discs, squares, triangles, rings and crosses in any size, rotation and colour.
+    """Makes a source of discs, squares, triangles, rings and crosses.
 
-    Only the form tells a shape's class. Example n of a split depends on the seed, the image_shape, the
-    noise and the border alone, and is the same on every rank.
+    They have any size, rotation and colour: only the form tells a shape's class. Example n of a
+    split depends on the seed, the image_shape, the noise and the border alone, and is the same on
+    every rank.
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
         num_train, num_validation, num_test: examples of each split.
-        noise: the most grey levels by which a value differs from what was drawn, up or down.
-        border: width in pixels of each shape's outline, which is labelled 255 and so ignored, as in
-            PASCAL VOC; 0: none.
+        noise: grey levels, at most, by which a value differs from what was drawn, up or down.
+        border: width in pixels of each shape's outline, which is labelled 255 and so ignored, as
+            in PASCAL VOC; 0: none.
         standardize, shift_pixels, flip: see ArraySource.
 
     Raises:
@@ -52,6 +60,7 @@ def shapes(
         raise ConfigError(
             f"dataset.image_shape={list(image_shape)} is too small for shapes; give sides of at least {MIN_SIDE}"
         )
+
     settings = {
         "num_train": num_train,
         "num_validation": num_validation,
@@ -65,15 +74,21 @@ def shapes(
         if value < lowest:
             raise ConfigError(f"dataset.{name}={value} is out of range; give a number from {lowest}")
 
-    def load() -> Arrays:
-        counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    def load():
+        counts = {
+            "train": num_train,
+            "validation": num_validation,
+            "test": num_test,
+        }
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
+            # Each split has random numbers of its own: its examples do not depend on other counts.
             rng = np.random.default_rng([seed, number])
             examples = [draw(rng, shape, noise, border) for _ in range(count)]
             if examples:
                 images, masks = zip(*examples)
                 arrays[split] = np.stack(images), np.stack(masks)
+
         return arrays
 
     class_names = ("ground", *DISTANCES)
@@ -91,11 +106,15 @@ def shapes(
 
 
 def draw(
-    rng: np.random.Generator, image_shape: tuple[int, int, int], noise: int, border: int
+    rng: np.random.Generator,
+    image_shape: tuple[int, int, int],
+    noise: int,
+    border: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
 
-    Uses only sums, products and roots: they round alike on every processor, so all hosts draw the same bits.
+    Uses only sums, products and roots: they round alike on every processor, so all hosts draw the
+    same bits.
     """
     height, width, channels = image_shape
     ground = rng.uniform(0, 255, channels)
@@ -108,12 +127,16 @@ def draw(
         radius = rng.uniform(*RADII) * min(height, width)
         y, x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
         cosine, sine = _direction(rng)
+
+        # The pixels' offsets from the shape's centre, in the shape's own directions.
         across = cosine * (xs - x) - sine * (ys - y)
         along = sine * (xs - x) + cosine * (ys - y)
         distance = list(DISTANCES.values())[label - 1](across, along, radius)
 
-        colour = (ground + rng.uniform(64, 192, channels)) % 256  # At least 64 grey levels from the ground's.
-        covered = np.clip(0.5 - distance, 0, 1)[..., np.newaxis]  # Share of each pixel, so that edges are smooth.
+        shift = rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)
+        colour = (ground + shift) % 256
+        # Edges are smooth: a pixel shows the shape by the share that it covers.
+        covered = np.clip(0.5 - distance, 0, 1)[..., np.newaxis]
         image += covered * (_textured(rng, image_shape, colour) - image)
         mask[distance <= 0] = label
         mask[np.abs(distance) < border / 2] = IGNORED
@@ -122,7 +145,11 @@ def draw(
     return np.clip(np.rint(image), 0, 255).astype(np.uint8), mask
 
 
-def _textured(rng: np.random.Generator, image_shape: tuple[int, int, int], colour: np.ndarray) -> np.ndarray:
+def _textured(
+    rng: np.random.Generator,
+    image_shape: tuple[int, int, int],
+    colour: np.ndarray,
+) -> np.ndarray:
     """Returns an image of the colour, with smooth random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
@@ -179,6 +206,7 @@ DISTANCES: dict[str, Callable[[Field, Field, float], Field]] = {
 }
 """The shapes by name; class 0 is the ground.
 
-Each function returns the pixels' distances from the outline, in pixels, negative inside. Beside corners the
-distance is too small. x and y are offsets from the centre; radius is that of the circumscribed circle.
+Each function returns the pixels' distances from the outline, in pixels, negative inside. Beside
+corners the distance is too small. x and y are offsets from the centre; radius is that of the
+circumscribed circle.
 """

@@ -24,7 +24,8 @@ FEATURES = (
     "integer_categorical",
     "string_categorical",
 )
-ENCODED_ROWS = 65_536  # Encoded at once, so that the columns of a large table are not in memory twice.
+# Rows that are encoded at once, so that the columns of a large table are not in memory twice.
+ENCODED_ROWS = 65_536
 
 ENCODER_FILE = "features.keras"
 TABLE_FILE = "table.json"
@@ -33,16 +34,24 @@ Columns = dict[str, np.ndarray]
 
 
 class Table(MemorySource):
-    """The rows of a table: a target column, and features from the others. The inputs are float32 [features].
+    """The rows of a table: a target column, and features from the others.
 
-    The features are fitted to the rows of the training part, the same on every rank, and are part of the
-    saved model, which takes the columns by name.
+    The inputs are float32 [features]; the targets are int32 classes or float32 numbers.
+
+    The features are fitted to the rows of the training part, the same on every rank, and are part
+    of the saved model, which takes the columns by name.
+
+    Example:
+        python -m hvtrain dataset=table dataset.file=houses.csv dataset.target=price task=regression
+            model=mlp
 
     Args:
         file: a .csv or .parquet file, or one of EMBEDDED.
-        target: the column to predict. Names, and whole numbers, are classes; other numbers stay numbers.
-        features: columns to use, and how: {age: float_normalized, city: string_categorical}, in the terms
-            of FeatureSpace; null: all but the target, numbers normalized and names as categories.
+        target: the column to predict. Names, and whole numbers, are classes; other numbers stay
+            numbers.
+        features: columns to use, and how: {age: float_normalized, city: string_categorical}, in
+            the terms of FeatureSpace; null: all but the target, numbers normalized and names as
+            categories.
         crosses: pairs of categorical columns whose combinations are features too.
         target_is: "class" or "number"; null: by the column's type.
         num_test, num_validation: rows taken out of the training part at random, with a fixed seed.
@@ -64,7 +73,11 @@ class Table(MemorySource):
     ) -> None:
         if target_is not in (None, "class", "number"):
             raise ConfigError(f"dataset.target_is={target_is} is not one of class, number, null")
-        for name, count in {"num_test": num_test, "num_validation": num_validation}.items():
+
+        for name, count in {
+            "num_test": num_test,
+            "num_validation": num_validation,
+        }.items():
             if count < 0:
                 raise ConfigError(f"dataset.{name}={count} is negative; 0 means none")
 
@@ -72,55 +85,94 @@ class Table(MemorySource):
             super().__init__(file, self._load_encoded, "inside scikit-learn")
         else:
             super().__init__(Path(file).stem, self._load_encoded, str(Path(file).absolute()))
+
         self._file = file
         self._target = target
         self._target_is = target_is
         self._features = features
         self._crosses = [tuple(pair) for pair in crosses]
         self._num_test = num_test
-        # Not the num_validation of MemorySource, which would divide the rows after the features are fitted.
+        # Not MemorySource's num_validation, which would divide the rows after the features are
+        # fitted to them.
         self._num_held_out = num_validation
         self._encoder: keras.Model | None = None
-        self._raw: dict[str, Columns] = {}  # Columns by split, as the saved model takes them.
+        # Columns by split, as the saved model takes them.
+        self._raw: dict[str, Columns] = {}
 
     def _load_encoded(self) -> Elements:
+        """Reads the table, and returns features and targets by split.
+
+        The features are fitted to the training rows, unless fit_as() gave those of an earlier run.
+        """
         columns = read_columns(self._file)
         if self._target not in columns:
-            raise ConfigError(f"dataset.target={self._target} is no column of {self.name}; it has {', '.join(columns)}")
+            raise self._no_column(f"target={self._target}", columns)
+
         targets = self._model_targets(columns.pop(self._target))
 
-        features = self._features or {name: _default_feature(values) for name, values in columns.items()}
-        features = dict(sorted(features.items()))  # Keras's models warn of another order of their inputs.
+        defaults = {name: _default_feature(values) for name, values in columns.items()}
+        # Sorted, since Keras's models warn of another order of their inputs.
+        features = dict(sorted((self._features or defaults).items()))
         self._features = features
         self._check_features(features, columns)
+        columns = self._typed_columns(features, columns)
 
-        categories = [name for name, feature in features.items() if feature == "string_categorical"]
-        columns |= text_columns(self._file, [name for name in categories if columns[name].dtype != object])
-        columns = {name: _feature_values(columns[name], feature, name, self.name) for name, feature in features.items()}
-
-        rows_of = self._split(len(targets))
-        self._raw = {split: {name: values[rows] for name, values in columns.items()} for split, rows in rows_of.items()}
+        # Only training rows are shown to the encoder, whose means and vocabularies all splits use.
+        splits = self._split(len(targets))
+        self._raw = {split: _take(columns, rows) for split, rows in splits.items()}
         if self._encoder is None:
             self._encoder = self._fit_encoder(self._raw["train"])
-        return {split: (self._encode(self._raw[split]), targets[rows]) for split, rows in rows_of.items()}
+
+        elements = {}
+        for split, rows in splits.items():
+            elements[split] = self._encode(self._raw[split]), targets[rows]
+        return elements
+
+    def _typed_columns(self, features: Mapping[str, str], columns: Columns) -> Columns:
+        """Returns the columns of the features in the types that these take."""
+        # Categories that look like numbers or booleans are read again, as text.
+        categories = [
+            name
+            for name, feature in features.items()
+            if feature == "string_categorical" and columns[name].dtype != object
+        ]
+        columns = {**columns, **text_columns(self._file, categories)}
+
+        typed = {}
+        for name, feature in features.items():
+            typed[name] = _feature_values(columns[name], feature, name, self.name)
+        return typed
 
     def _fit_encoder(self, train: Columns) -> keras.Model:
         """Returns a model from columns by name to features, float32 [rows, features]."""
-        space = keras.utils.FeatureSpace(self._features, crosses=self._crosses or None, output_mode="concat")
+        space = keras.utils.FeatureSpace(
+            self._features,
+            crosses=self._crosses or None,
+            output_mode="concat",
+        )
         space.adapt(tf.data.Dataset.from_tensor_slices(train))
-        return keras.Model(dict(space.get_inputs()), space.get_encoded_features(), name="features")
+        return keras.Model(
+            dict(space.get_inputs()),
+            space.get_encoded_features(),
+            name="features",
+        )
 
     def _encode(self, columns: Columns) -> np.ndarray:
+        """Returns the features of some rows, float32 [rows, features]."""
         pieces = []
         for start in range(0, _num_rows(columns), ENCODED_ROWS):
-            rows = slice(start, start + ENCODED_ROWS)
-            batch = {name: tf.constant(values[rows, None]) for name, values in columns.items()}
+            rows = _take(columns, slice(start, start + ENCODED_ROWS))
+            # A feature is one value of an example: [rows, 1].
+            batch = {name: tf.constant(values[:, None]) for name, values in rows.items()}
             pieces.append(self._encoder(batch).numpy())  # type: ignore[misc]
+
         return np.concatenate(pieces)
 
     def fitted(self) -> dict[str, bytes]:
-        self.num_examples("train")
+        self.num_examples("train")  # The features are fitted when the table is loaded.
         table = {"features": self._features, "classes": self.class_names}
+
+        # Keras saves to paths alone.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / ENCODER_FILE
             self._encoder.save(path)  # type: ignore[union-attr]
@@ -132,7 +184,9 @@ class Table(MemorySource):
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         if ENCODER_FILE not in files:
             return
+
         table = json.loads(files[TABLE_FILE])
+        # The defaults would follow the file's columns, which may have changed since the run began.
         self._features = table["features"]
         self.class_names = table["classes"]
         self._target_is = "class" if self.class_names else "number"
@@ -143,6 +197,7 @@ class Table(MemorySource):
 
     def _model_targets(self, values: np.ndarray) -> np.ndarray:
         """Returns the target column as indices of classes, int32, or as numbers, float32."""
+        # Fractions are numbers; names and whole numbers are classes.
         is_class = not np.issubdtype(values.dtype, np.floating)
         if self._target_is:
             is_class = self._target_is == "class"
@@ -155,51 +210,69 @@ class Table(MemorySource):
         names = [str(value) for value in distinct]
         self.class_names = self.class_names or names
         self.num_classes = len(self.class_names)
+        # Classes that the model knows keep their numbers; it has no output for others.
         unknown = [name for name in names if name not in self.class_names]
         if unknown:
             raise DataError(
-                f"{self.name}: the column {self._target} holds {unknown[0]}, which is none of the run's classes "
-                f"({', '.join(self.class_names)}); drop those rows"
+                f"{self.name}: the column {self._target} holds {unknown[0]}, which is none of "
+                f"the run's classes ({', '.join(self.class_names)}); drop those rows"
             )
+
         return np.array([self.class_names.index(name) for name in names], np.int32)[indices]
 
     def _check_features(self, features: Mapping[str, str], columns: Columns) -> None:
+        """Raises ConfigError for unknown columns and kinds of features."""
         for name, feature in features.items():
             if name not in columns:
-                raise ConfigError(f"dataset.features.{name} is no column of {self.name}; it has {', '.join(columns)}")
+                raise self._no_column(f"features.{name}", columns)
             if feature not in FEATURES:
                 raise ConfigError(f"dataset.features.{name}={feature} is not one of {', '.join(FEATURES)}")
+
         for name in (name for pair in self._crosses for name in pair):
             if not features.get(name, "").endswith("categorical"):
                 raise ConfigError(f"dataset.crosses names {name}, which is no categorical feature; make it one")
+
+    def _no_column(self, setting: str, columns: Columns) -> ConfigError:
+        return ConfigError(f"dataset.{setting} is no column of {self.name}; it has {', '.join(columns)}")
 
     def _split(self, num_rows: int) -> dict[str, np.ndarray]:
         """Returns the row numbers of each split, without empty splits."""
         num_train = num_rows - self._num_test - self._num_held_out
         if num_train < 1:
             raise ConfigError(
-                f"dataset.num_test={self._num_test} and num_validation={self._num_held_out} leave nothing of "
-                f"{num_rows} rows; take fewer"
+                f"dataset.num_test={self._num_test} and num_validation={self._num_held_out} "
+                f"leave nothing of {num_rows} rows; take fewer"
             )
+
         order = np.random.default_rng(SPLIT_SEED).permutation(num_rows)
+        # Sorted below, so that each part keeps the order of the table.
         train, validation, test = np.split(order, [num_train, num_train + self._num_held_out])
         splits = {"train": train, "validation": validation, "test": test}
         return {split: np.sort(rows) for split, rows in splits.items() if len(rows)}
 
     def preprocessing(self) -> Preprocessing:
         self.parts()
-        spec = {name: tf.TensorSpec((1,), values.dtype, name) for name, values in self._raw["train"].items()}
-        return Preprocessing(spec, [self._encoder], "columns of the table, by name")  # type: ignore[list-item]
+        spec = {}
+        for name, values in self._raw["train"].items():
+            spec[name] = tf.TensorSpec((1,), values.dtype, name)
+
+        layers: Any = [self._encoder]
+        return Preprocessing(spec, layers, "columns of the table, by name")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[Any]:
         self.parts()
         columns = self._raw[split]
+        # The first rows of the shard, since evaluation() gives these first.
         local = list(topology.share(_num_rows(columns)))[:number]
-        return [{name: values[row : row + 1] for name, values in columns.items()} for row in local]
+        return [_take(columns, slice(row, row + 1)) for row in local]
 
 
 def read_columns(file: str) -> Columns:
-    """Reads the columns of a CSV or Parquet file, or of one of EMBEDDED. Raises DataError for gaps."""
+    """Reads the columns of a CSV or Parquet file, or of one of EMBEDDED.
+
+    Raises:
+        DataError: if the file cannot be read, or has gaps.
+    """
     if file in EMBEDDED:
         return _embedded_columns(file)
 
@@ -208,6 +281,8 @@ def read_columns(file: str) -> Columns:
         raise DataError(
             f"dataset.file={file} is no file; give a .csv or .parquet file, or one of {', '.join(EMBEDDED)}"
         )
+
+    # Imported here: the tables inside scikit-learn do without it.
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -216,11 +291,13 @@ def read_columns(file: str) -> Columns:
         table = read(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
+
     refuse_gaps(table, table.column_names, file)
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
 def _embedded_columns(name: str) -> Columns:
+    """Reads a table that is part of scikit-learn."""
     from sklearn import datasets
 
     options = {}
@@ -232,12 +309,14 @@ def _embedded_columns(name: str) -> Columns:
 
 
 def text_columns(file: str, names: Sequence[str]) -> Columns:
-    """Reads columns of a CSV file as the text that stands there, for categories; empty for other files.
+    """Reads columns of a CSV file as the text that stands there; empty for other files.
 
-    As numbers or booleans, 00501 would become 501 and true True, and only where all rows of a file are such.
+    As numbers or booleans, 00501 would become 501 and true True, and only where all rows of a file
+    are such.
     """
     if not names or Path(file).suffix != ".csv":
         return {}
+
     from pyarrow import csv
 
     table = csv.read_csv(file, convert_options=text_options(names))
@@ -280,18 +359,27 @@ def _feature_values(values: np.ndarray, feature: str, name: str, table: str) -> 
             f"{table}: the column {name} holds {values[0]!r} and is to be {feature}; string_categorical takes names"
         )
 
+    # Gaps of a file's own are refused in refuse_gaps(); a file may also hold nan as a number.
     is_finite = np.isfinite(values)
     if not is_finite.all():
         row = int(np.argmin(is_finite))
         raise DataError(f"{table}: row {row} has {values[row]} as {name}; fill such gaps or drop these rows")
+
     if feature != "integer_categorical":
         return values.astype(np.float32)
 
+    # Categories are looked up by number, so 1.5 would become 1.
     integers = values.astype(np.int64)
     if not np.array_equal(integers, values):
         row = int(np.argmax(integers != values))
         raise DataError(f"{table}: row {row} has {values[row]} as {name}, which is {feature}; choose float_discretized")
+
     return integers
+
+
+def _take(columns: Columns, rows: Any) -> Columns:
+    """Returns some rows, by number or as a slice."""
+    return {name: values[rows] for name, values in columns.items()}
 
 
 def _num_rows(columns: Columns) -> int:

@@ -9,7 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.formats.documents import embedded, read_documents
-from hvtrain.data.formats.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from hvtrain.data.formats.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
 from hvtrain.errors import ConfigError
 
@@ -19,18 +23,23 @@ TOKENIZER_FILE = "tokenizer.model"
 WHOLE_DOCUMENTS = 20
 """Fewer documents are cut: they are one text, whose last parts are for validation and test."""
 
-# What is shown for a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section 3.1): mostly the mask,
-# sometimes a random token, else the token itself.
+# What is shown in place of a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section
+# 3.1): mostly the mask, sometimes a random token, else the token itself.
 MASK_SHARE = 0.8
 RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
-    """Rows of tokens, int32 [length], from documents that follow one another, each with a token for its end.
+    """Rows of tokens, int32 [length], from documents that follow one another.
 
-    With the objective causal, the targets are the next tokens. With masked, some tokens of the inputs are
-    masked, anew in each epoch of training and always the same in evaluation; the targets are all tokens,
-    and only masked ones have the weight 1.
+    Each document ends with a token for its end.
+
+    With the objective causal, the targets are the next tokens. With masked, some tokens of the
+    inputs are masked, anew in each epoch of training and always the same in evaluation; the
+    targets are all tokens, and only masked ones have the weight 1.
+
+    Example:
+        python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
 
     Args:
         file: a text file, a folder of .txt files, or a .csv or .parquet file; null: Python's own
@@ -41,11 +50,12 @@ class Text(MemorySource):
         length: tokens in an example. What does not fill the last row of a part is left out.
         objective: causal or masked.
         masked_share: of the tokens, for the objective masked.
-        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or its
-            last parts if there are fewer than WHOLE_DOCUMENTS.
+        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or
+            its last parts if there are fewer than WHOLE_DOCUMENTS.
 
     Raises:
-        ConfigError: if a setting is out of range, or a part of the text is shorter than one example.
+        ConfigError: if a setting is out of range, or a part of the text is shorter than one
+            example.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class Text(MemorySource):
         else:
             name = Path(file).stem
             origin = file
+
         super().__init__(name, self._rows_by_split, origin)
 
         self._file = file
@@ -103,6 +114,7 @@ class Text(MemorySource):
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
 
     def fitted(self) -> dict[str, bytes]:
+        # Of another text the same settings would train another tokenizer.
         return self.assets()
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
@@ -124,19 +136,28 @@ class Text(MemorySource):
         return self._mask(elements[0], seed)
 
     def _rows_by_split(self) -> Elements:
+        """Reads the text, and returns its rows of tokens by split."""
         documents = embedded() if self._file is None else read_documents(self._file, self._column)
         parts = cut(documents, **self._shares)
 
-        if self._tokenizer is None:  # Not again when the text is read again.
+        # Not again when the text is read again, or a run goes on with the tokenizer that it began
+        # with.
+        if self._tokenizer is None:
             if self._tokenizer_file is None:
                 self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
             else:
                 self._tokenizer = load_tokenizer(self._tokenizer_file)
+
         return {split: self._rows(split, texts) for split, texts in parts.items()}
 
     def _rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
+        """Returns the examples of a split: inputs, targets and, if tokens are masked, weights.
+
+        Raises ConfigError if the text is shorter than one example.
+        """
         tokens = self._tokenizer.join(documents)
         length = self._length
+        # The last token has no next one to be its target.
         num_targets = len(tokens) - 1 if self._is_causal else len(tokens)
         count = num_targets // length
         if count < 1:
@@ -144,19 +165,18 @@ class Text(MemorySource):
             if split in self._shares:
                 fix = f"change dataset.{split}_share={self._shares[split]}"
             raise ConfigError(
-                f"dataset.length={length} does not fit the {len(tokens):,} tokens of {self.name}, {split}; lower it "
-                f"or {fix}"
+                f"dataset.length={length} does not fit the {len(tokens):,} tokens of "
+                f"{self.name}, {split}; lower it or {fix}"
             )
 
         rows = tokens[: count * length].reshape(count, length)
         if self._is_causal:
             return rows, tokens[1 : count * length + 1].reshape(count, length)
         if split == "train":
-            return (
-                rows,
-                rows,
-                np.ones(rows.shape, np.float32),
-            )  # augment() masks them, anew in each epoch.
+            # augment() masks them, anew in each epoch.
+            return rows, rows, np.ones(rows.shape, np.float32)
+
+        # Evaluation is the same each time: masked once, with a fixed seed.
         with tf.device("CPU:0"):
             masked = self._mask(tf.constant(rows), tf.constant([SPLIT_SEED, count], tf.int64))
         return tuple(array.numpy() for array in masked)
@@ -166,12 +186,18 @@ class Text(MemorySource):
 
         A pure function of the tokens [batch, length] and the seed, int64 [2].
         """
+        # The tokenizer's own tokens are 0 ... size - 1.
         mask_token = self._tokenizer.size
         shape = tf.shape(tokens)
         random_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
         # Below 1 for tokens that are masked, and then uniform in 0 ... 1.
         draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
-        random_tokens = tf.random.stateless_uniform(shape, random_seed, maxval=mask_token, dtype=tf.int32)
+        random_tokens = tf.random.stateless_uniform(
+            shape,
+            random_seed,
+            maxval=mask_token,
+            dtype=tf.int32,
+        )
 
         shown = tf.where(draws < MASK_SHARE + RANDOM_SHARE, random_tokens, tokens)
         shown = tf.where(draws < MASK_SHARE, mask_token, shown)
@@ -194,14 +220,16 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
     if len(documents) < WHOLE_DOCUMENTS:
         return _cut_characters(documents, _ranges(sum(lengths), validation, test))
 
-    parts = _deal_documents(documents, lengths, _ranges(sum(lengths), validation, test))
-    if not all(parts.values()):  # One long document may cover the whole share of a split; then each counts 1.
-        parts = _deal_documents(documents, [1] * len(documents), _ranges(len(documents), validation, test))
+    parts = _deal_documents(documents, lengths, validation, test)
+    # One long document may cover the whole share of a split. Then documents are counted, not
+    # characters.
+    if not all(parts.values()):
+        parts = _deal_documents(documents, [1] * len(documents), validation, test)
     return parts
 
 
 def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
-    """Returns the characters or documents of each split, without empty splits."""
+    """Returns which characters, or documents, each split has, without empty splits."""
     train_end = round(total * (1 - validation - test))
     test_start = round(total * (1 - test))
     ranges = {
@@ -212,7 +240,11 @@ def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
     return {split: span for split, span in ranges.items() if span}
 
 
-def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
+def _cut_characters(
+    documents: Sequence[str],
+    ranges: Mapping[str, range],
+) -> dict[str, list[str]]:
+    """Cuts the documents as if they were one text; a document may go to several splits."""
     parts: dict[str, list[str]] = {split: [] for split in ranges}
     start = 0
     for text in documents:
@@ -220,25 +252,43 @@ def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> di
             piece = text[max(span.start - start, 0) : max(span.stop - start, 0)]
             if piece:
                 parts[split].append(piece)
+
         start += len(text)
+
     return parts
 
 
 def _deal_documents(
-    documents: Sequence[str], sizes: Sequence[int], ranges: Mapping[str, range]
+    documents: Sequence[str],
+    sizes: Sequence[int],
+    validation: float,
+    test: float,
 ) -> dict[str, list[str]]:
-    """Lays the documents in a row, in random order; each belongs to the split that its middle is in."""
-    splits = {}
+    """Lays the documents in a row, in random order. Each goes to the split of its middle."""
+    ranges = _ranges(sum(sizes), validation, test)
+    splits: dict[int, Any] = {}
     start = 0
     for index in np.random.default_rng(SPLIT_SEED).permutation(len(documents)):
         middle = start + sizes[index] // 2
-        splits[index] = next((split for split, span in ranges.items() if middle in span), None)
+        splits[index] = next((split for split in ranges if middle in ranges[split]), None)
         start += sizes[index]
 
-    return {split: [text for index, text in enumerate(documents) if splits[index] == split] for split in ranges}
+    # In the order of the documents, so that a part reads as the text does.
+    parts: dict[str, list[str]] = {split: [] for split in ranges}
+    for index, text in enumerate(documents):
+        if splits[index]:
+            parts[splits[index]].append(text)
+
+    return parts
 
 
-def _check(length: int, objective: str, masked_share: float, validation_share: float, test_share: float) -> None:
+def _check(
+    length: int,
+    objective: str,
+    masked_share: float,
+    validation_share: float,
+    test_share: float,
+) -> None:
     """Raises ConfigError for settings that no text fits."""
     if objective not in OBJECTIVES:
         raise ConfigError(f"dataset.objective={objective} is not one of {', '.join(OBJECTIVES)}")
@@ -251,11 +301,13 @@ def _check(length: int, objective: str, masked_share: float, validation_share: f
         "test_share": test_share,
     }
     for name, share in shares.items():
+        # Without any masked token there would be nothing to learn.
         lowest = 1e-6 if name == "masked_share" else 0
         if not lowest <= share < 1:
             raise ConfigError(f"dataset.{name}={share} is not a share between 0 and 1")
+
     if validation_share + test_share >= 1:
         raise ConfigError(
-            f"dataset.validation_share={validation_share} and test_share={test_share} leave nothing to train on; "
-            "lower them"
+            f"dataset.validation_share={validation_share} and test_share={test_share} leave "
+            "nothing to train on; lower them"
         )

@@ -20,8 +20,11 @@ INSTALL = "install scripts/lock/data.txt (docs/data.md)"
 class PreparedDataset(FunctionSource):
     """A data set of tensorflow_datasets, of which each rank reads an even part.
 
-    The files are read in another order in each epoch, and their examples shuffled within a buffer. A
-    resumed run reads the examples that it has seen again, but decodes no image of them.
+    Example:
+        python -m hvtrain dataset=tfds dataset.dataset=mnist dataset.image_shape=[28,28,1]
+
+    The files are read in another order in each epoch, and their examples shuffled within a buffer.
+    A resumed run reads the examples that it has seen again, but decodes no image of them.
 
     Args:
         dataset: its name, "mnist", "mnist:3.0.1" or "NAME/CONFIG".
@@ -29,7 +32,8 @@ class PreparedDataset(FunctionSource):
         input, target: names of features; None: those that the data set itself names as such.
         splits: of this run, as tensorflow_datasets writes them: {train: "train[:90%]", validation:
             "train[90%:]"}; None: those named train, validation and test.
-        image_shape: [height, width, channels] to which images are resized; their pixels become 0 ... 1.
+        image_shape: [height, width, channels] to which images are resized; their pixels become 0
+            ... 1.
         shuffle_buffer: examples, with encoded images, that are shuffled together.
 
     Raises:
@@ -50,8 +54,13 @@ class PreparedDataset(FunctionSource):
     ) -> None:
         builder = open_builder(dataset, data_dir)
         features = builder.info.features
+
+        # What the data set itself names as its inputs and targets, if it does.
         supervised = builder.info.supervised_keys or (None, None)
-        self._keys: list[Any] = [input or supervised[0], target or supervised[1]]
+        self._keys: list[Any] = [
+            input or supervised[0],
+            target or supervised[1],
+        ]
         unknown = [str(key) for key in self._keys if key not in features]
         if unknown:
             raise ConfigError(
@@ -64,6 +73,7 @@ class PreparedDataset(FunctionSource):
         if unknown:
             raise ConfigError(f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}")
 
+        # By name, so that the library's types need not be imported.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         self._image_shape = check_image_shape(image_shape) if image_shape is not None else None
         if self._images and self._image_shape is None:
@@ -71,22 +81,38 @@ class PreparedDataset(FunctionSource):
 
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
+
+        # A ClassLabel knows its classes.
         label = features[self._keys[1]]
         facts = {}
         if hasattr(label, "num_classes"):
-            facts = {"num_classes": label.num_classes, "class_names": label.names}
+            facts = {
+                "num_classes": label.num_classes,
+                "class_names": label.names,
+            }
+
         super().__init__(UserFunction(self._read, dataset), None, facts)
         self.name = dataset
         self.origin = str(builder.data_path)
 
-    def _read(self, shard: int, num_shards: int, split: str, seed: int, epoch: int, start: int) -> Any:
+    def _read(
+        self,
+        shard: int,
+        num_shards: int,
+        split: str,
+        seed: int,
+        epoch: int,
+        start: int,
+    ) -> Any:
         """Opens a shard from example `start` of the epoch on; see from_dataset()."""
         import tensorflow_datasets as tfds
 
         if split not in self._tfds_splits:
             return None
+
         tfds_split = self._tfds_splits[split]
         is_training = split == "train"
+        # It complains of unknown splits, and of more shards than there are examples.
         try:
             part = tfds.even_splits(tfds_split, num_shards, drop_remainder=False)[shard]
             examples = self._builder.as_dataset(
@@ -98,25 +124,32 @@ class PreparedDataset(FunctionSource):
             )
         except (ValueError, AssertionError) as error:
             raise DataError(
-                f"{self._builder.name}, {tfds_split} in {num_shards} shards: {str(error).splitlines()[0]}; choose "
-                "other splits or fewer ranks"
+                f"{self._builder.name}, {tfds_split} in {num_shards} shards: "
+                f"{str(error).splitlines()[0]}; choose other splits or fewer ranks"
             ) from error
 
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
+        # The seed of this shuffle is made from the run's and the epoch; see seeded() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
+        # Skipped before they are decoded.
         return examples.skip(start).map(self._decoded, num_parallel_calls=tf.data.AUTOTUNE)
 
     def _decoded(self, *values: Any) -> tuple[Any, ...]:
+        """Returns an example whose images are decoded, and scaled to 0 ... 1."""
         shape: Any = self._image_shape
-        return tuple(
-            tf.cast(decode(value, shape), tf.float32) / 255.0 if key in self._images else value
-            for key, value in zip(self._keys, values)
-        )
+
+        def decoded(key, value):
+            if key not in self._images:
+                return value
+            return tf.cast(decode(value, shape), tf.float32) / 255.0
+
+        return tuple(map(decoded, self._keys, values))
 
     def manifest(self) -> dict[str, Any]:
         folder = Path(self.origin)
         paths = sorted(str(path) for path in folder.iterdir() if path.is_file())
+        # The files of all splits: which split a file belongs to, only the library knows.
         return with_files(super().manifest(), folder, lambda _: paths)
 
     def preprocessing(self) -> Preprocessing:
@@ -151,8 +184,10 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         AssertionError,
     ) as error:
         problem = f"cannot be opened ({' '.join(str(error).split())[:120]})"
+
     name = dataset.partition(":")[0]
     raise DataError(
-        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, data_dir={str(folder)!r})"
-        ".download_and_prepare(), or set dataset.data_dir to the folder that holds it"
+        f"{dataset} {problem} in {folder}; prepare it once with tfds.builder({name!r}, "
+        f"data_dir={str(folder)!r}).download_and_prepare(), or set dataset.data_dir to the "
+        "folder that holds it"
     )

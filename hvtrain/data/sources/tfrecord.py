@@ -15,26 +15,37 @@ from hvtrain.data.formats.record_files import (
     scan_records,
     walk,
 )
-from hvtrain.data.pipeline.streams import BLOCK, FOREVER, ORDER, Read, derive_seed, unconverted
+from hvtrain.data.pipeline.streams import (
+    BLOCK,
+    FOREVER,
+    ORDER,
+    Read,
+    derive_seed,
+    unconverted,
+)
 from hvtrain.data.pipeline.transform import Transform, decode_batch
 from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import DataError
 
-SHORTENED = "dataset was expected to contain"  # TensorFlow's words if a file holds fewer records than before.
-INTERLEAVED_FILES = 8  # A constant: the order of examples must not depend on the machine.
-SEARCH_SECONDS = 5.0  # All that an error message may take to find a record in large files.
+# TensorFlow's words if a file holds fewer records than when it was counted (assert_cardinality).
+SHORTENED = "dataset was expected to contain"
+# A constant: the order of examples must not depend on the machine.
+INTERLEAVED_FILES = 8
+# The most time that an error message may take to find a record in large files.
+SEARCH_SECONDS = 5.0
 
 
 class TFRecords(DealtSource):
-    """Encoded images of any size, and labels, in the records of TFRecord files. Pixels are scaled to 0 ... 1.
+    """Encoded images of any size, and labels, in TFRecord files. Pixels are scaled to 0 ... 1.
 
-    Epoch e of a rank: its files in an order made from (seed, e, rank), eight read in turns, and the records
-    shuffled in blocks of shuffle_buffer. tf.data's shuffle() would mix TensorFlow's global seed into its own,
-    so that the order would depend on what else the process did.
+    Epoch e of a rank: its files in an order made from (seed, e, rank), eight read in turns, and
+    the records shuffled in blocks of shuffle_buffer. tf.data's shuffle() would mix TensorFlow's
+    global seed into its own, so that the order would depend on what else the process did.
 
     Args:
-        dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord; the last two are optional.
+        dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord; the last two are
+            optional.
         image_shape: [height, width, channels] to which images are resized.
         num_classes: labels are whole numbers from 0 to num_classes - 1.
         image_key, label_key: names of the features of a tf.train.Example.
@@ -59,7 +70,8 @@ class TFRecords(DealtSource):
         shift_pixels: int = 0,
         flip: bool = False,
     ) -> None:
-        super().__init__(dir, image_shape, Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip))
+        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        super().__init__(dir, image_shape, transform)
         self.num_classes = num_classes
         self._image_key = image_key
         self._label_key = label_key
@@ -68,16 +80,26 @@ class TFRecords(DealtSource):
             label_key: tf.io.FixedLenFeature([], tf.int64),
         }
         self._shuffle_buffer = shuffle_buffer
-        self._paths = {split: sorted(map(str, self.folder.glob(f"{split}*.tfrecord"))) for split in self.SPLITS}
-        self._opened: dict[str, int] = {}  # Files that streams of this process read, and their records.
+        # Files that streams of this process read, and how many records they held.
+        self._opened: dict[str, int] = {}
+
+        files = {split: self.folder.glob(f"{split}*.tfrecord") for split in self.SPLITS}
+        self._paths = {split: sorted(map(str, paths)) for split, paths in files.items()}
         if not self._paths["train"]:
             raise DataError(f"{self.folder} holds no train*.tfrecord; set dataset.dir to a folder that does")
 
     @cached_property
     def counts(self) -> dict[str, dict[str, int]]:
-        return {split: {path: self._count(path) for path in paths} for split, paths in self._paths.items()}
+        counts = {}
+        for split, paths in self._paths.items():
+            counts[split] = {path: self._count(path) for path in paths}
+        return counts
 
     def _count(self, path: str) -> int:
+        """Returns how many records of a file can be read. Raises DataError for a damaged file.
+
+        If the source skips, what comes after the damage is left out.
+        """
         offsets, problem = scan_records(Path(path), check_lengths=self.skips)
         if problem and not self.skips:
             raise DataError(f"{path}: {problem}; write or fetch it again, {LEAVE_OUT}")
@@ -98,14 +120,19 @@ class TFRecords(DealtSource):
         counts = self._open("train", request.topology)
         share = request.share_of(sum(counts.values()))
         first_epoch, steps_done = request.position
-        sizes = tf.constant([share.begin(step + 1) - share.begin(step) for step in range(share.steps)], tf.int64)
+        sizes = tf.constant(
+            [share.begin(step + 1) - share.begin(step) for step in range(share.steps)],
+            tf.int64,
+        )
 
         @unconverted
-        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        def epoch_batches(epoch):
             records = self._shuffled(list(counts), request, epoch).take(share.num_examples)
-            # Without this the search for records in files that were emptied meanwhile would never end.
+            # Without this the search for records in files that were emptied meanwhile would never
+            # end.
             records = records.apply(tf.data.experimental.assert_cardinality(share.num_examples))
-            # Only the first epoch of a resumed run begins in the middle. Records are skipped before they are decoded.
+            # Only the first epoch of a resumed run begins in the middle. Records are skipped
+            # before they are decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
             records = records.skip(tf.cast(share.begin(first_step, tf.minimum), tf.int64))
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)
@@ -123,39 +150,44 @@ class TFRecords(DealtSource):
         seed = request.seed
         rank = request.topology.rank
         file_order = derive_seed(seed, ORDER, rank, epoch)
-        shuffled_paths = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=file_order)
-        records = tf.data.Dataset.from_tensor_slices(shuffled_paths).interleave(
+        shuffled = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=file_order)
+        records = tf.data.Dataset.from_tensor_slices(shuffled).interleave(
             self._records,
             cycle_length=min(INTERLEAVED_FILES, len(paths)),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
+
         if self._shuffle_buffer < 2:
             return records
 
-        def shuffle_block(number: tf.Tensor, block: tf.Tensor) -> tf.Tensor:
-            return tf.random.experimental.stateless_shuffle(block, seed=derive_seed(seed, BLOCK, rank, epoch, number))
+        def shuffle_block(number, block):
+            block_seed = derive_seed(seed, BLOCK, rank, epoch, number)
+            return tf.random.experimental.stateless_shuffle(block, seed=block_seed)
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
     def _records(self, paths: tf.Tensor) -> tf.data.Dataset:
         """Returns the records of a file, or of several in turn.
 
-        If damaged records are left out, each comes as (location, data), read in Python, which is slower.
+        If damaged records are left out, each comes as (location, data), read in Python, which is
+        slower.
         """
         if not self.skips:
             return tf.data.TFRecordDataset(paths)
+
         signature = tf.TensorSpec([None, 2], tf.string)
         walked = partial(tf.data.Dataset.from_generator, walk, output_signature=signature)
         files = tf.data.Dataset.from_tensor_slices(tf.reshape(paths, [-1]))
         return files.flat_map(lambda path: walked(args=(path,)).unbatch())
 
     def reader(self, split: str, topology: Topology) -> Read:
-        def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def parse(records):
             if self.skips:
-                records = records[:, 1]
+                records = records[:, 1]  # Without their locations.
             features = tf.io.parse_example(records, self._features)
             labels = features[self._label_key]
+            # -1 marks an example that cannot be used; see Read in streams.py.
             is_class = (labels >= 0) & (labels < self.num_classes)
             labels = tf.cast(tf.where(is_class, labels, -1), tf.int32)
             return decode_batch(features[self._image_key], self.image_shape), labels
@@ -163,18 +195,23 @@ class TFRecords(DealtSource):
         return parse
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        # (location, data) if the source skips, else the data alone.
         *locations, record = example[0].ravel()
         if not problem:
             label = int(tf.io.parse_single_example(record, self._features)[self._label_key])
             problem = f"label {label} is outside 0 ... {self.num_classes - 1}"
+
         problem = problem.removeprefix("Name: <unknown>, ") if record else CORRUPTED
         if locations:
             return Unreadable(locations[0].decode(), problem)
 
         # A record that comes without its location is searched for by its bytes.
         location = find_record(self._opened, record, time.monotonic() + SEARCH_SECONDS)
-        not_found = f"{self.origin}, a record not found in {SEARCH_SECONDS:.0f} s (skip would name it)"
-        return Unreadable(location or not_found, problem)
+        if location is None:
+            seconds = f"{SEARCH_SECONDS:.0f} s"
+            location = f"{self.origin}, a record not found in {seconds} (skip would name it)"
+
+        return Unreadable(location, problem)
 
     def explain(self, error: Exception) -> Exception:
         """Explains damage between records, too, for which TensorFlow names no file."""
@@ -191,6 +228,6 @@ class TFRecords(DealtSource):
         if damage:
             return DataError(f"{damage}; write or fetch the file again, {LEAVE_OUT}")
         return DataError(
-            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not found in "
-            f"{SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
+            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not "
+            f"found in {SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
         )

@@ -7,7 +7,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.pipeline.transform import check_image_shape
-from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indices
+from hvtrain.data.sources.arrays import (
+    ArraySource,
+    ImagesWithMasks,
+    class_indices,
+)
 from hvtrain.data.sources.memory import MemorySource, known_facts
 from hvtrain.errors import ConfigError, DataError
 
@@ -33,9 +37,9 @@ def from_arrays(
 ) -> MemorySource:
     """Makes a source from arrays in memory: x are inputs, y targets and w weights of the examples.
 
-    x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of the
-    model's inputs. The caller's arrays stay in memory beside the shard; for large ones give MemorySource
-    or ArraySource a function that loads them.
+    x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of
+    the model's inputs. The caller's arrays stay in memory beside the shard; for large ones give
+    MemorySource or ArraySource a function that loads them.
 
     Example:
         source = from_arrays(x_train, y_train, x_test, y_test, num_validation=5000)
@@ -44,10 +48,11 @@ def from_arrays(
         images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. By
             default they are if x is an array of such a shape, and is of 8-bit numbers or has whole
             numbers as y.
-        num_classes: of targets that are one whole number each; by default the largest of y_train + 1.
-            If it is given, whole numbers [n, h, w] are masks of classes (255: ignored), which
+        num_classes: of targets that are one whole number each; by default the largest of y_train +
+            1. If it is given, whole numbers [n, h, w] are masks of classes (255: ignored), which
             augmentation moves with their images.
-        num_validation: number of examples taken out of the training part at random, with a fixed seed.
+        num_validation: number of examples taken out of the training part at random, with a fixed
+            seed.
         facts: more facts for the model's builder and the task, such as vocabulary_size.
         options: those of ArraySource, for images.
 
@@ -63,6 +68,8 @@ def from_arrays(
             "test": (x_test, y_test, w_test),
         },
     )
+
+    # What the arrays are is decided by the training part alone.
     x, y = arrays["train"][:2]
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
     has_labels = has_integers and y.shape[1:] in ((), (1,))
@@ -73,15 +80,21 @@ def from_arrays(
 
     has_names = isinstance(y, np.ndarray) and y.dtype.kind in "USO"
     if has_names:
-        class_indices(y, f"{name}, y_train")  # Raises an error that says how to number them.
+        # Raises an error that says how to number them.
+        class_indices(y, f"{name}, y_train")
+
+    # Of the training part: evaluation cannot have classes that the model does not know.
     if has_labels and num_classes is None:
         num_classes = int(np.max(class_indices(y, f"{name}, y_train"))) + 1
 
     if images:
+        # The caller may have said that they are images.
         if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
             shape = getattr(x, "shape", None)
             shown = "several arrays" if shape is None else shape[1:]
             raise DataError(f"{name}: x_train holds examples of shape {shown}; images [h, w] or [h, w, c] are needed")
+
+        # Images without channels have one.
         height, width, channels = (*x.shape[1:], 1)[:3]
         source_class = ImagesWithMasks if has_masks else ArraySource
         return source_class(
@@ -99,15 +112,29 @@ def from_arrays(
         raise ConfigError(f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out")
     if has_labels:
         arrays = {
-            split: (inputs, class_indices(targets, f"{name}, y_{split}"), *weights)
+            split: (
+                inputs,
+                class_indices(targets, f"{name}, y_{split}"),
+                *weights,
+            )
             for split, (inputs, targets, *weights) in arrays.items()
         }
+
     more_facts = known_facts(num_classes, class_names, facts)
-    return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=more_facts)
+    return MemorySource(
+        name,
+        lambda: arrays,
+        num_validation=num_validation,
+        more_facts=more_facts,
+    )
 
 
-def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> dict[str, tuple[Any, ...]]:
+def _arrays_by_split(
+    name: str,
+    splits: Mapping[str, tuple[Any, Any, Any]],
+) -> dict[str, tuple[Any, ...]]:
     """Returns the splits that were given, each as arrays (x, y) or (x, y, w)."""
+    # All splits need elements of one structure: that of train is the source's element_spec.
     has_weights = splits["train"][2] is not None
     arrays = {}
     for split, (x, y, w) in splits.items():
@@ -121,6 +148,7 @@ def _arrays_by_split(name: str, splits: Mapping[str, tuple[Any, Any, Any]]) -> d
 
         parts = (x, y, w) if has_weights else (x, y)
         arrays[split] = tf.nest.map_structure(np.asarray, parts)
+
     return arrays
 
 
@@ -137,11 +165,15 @@ def from_frame(
 ) -> MemorySource:
     """Makes a source of images from pandas or Polars DataFrames, or pyarrow Tables.
 
+    Example:
+        pixels = [f"pixel{number}" for number in range(784)]
+        source = from_frame(train, test, image_shape=[28, 28, 1], image_column=pixels)
+
     Args:
         train, test, validation: tables whose columns have to_numpy().
         image_shape: [height, width, channels].
-        image_column: a column of lists (or arrays) of height * width * channels numbers, or the names of
-            as many columns of one number each, as in pixel0 ... pixel783.
+        image_column: a column of lists (or arrays) of height * width * channels numbers, or the
+            names of as many columns of one number each, as in pixel0 ... pixel783.
         label_column: a column of whole numbers.
         options: those of from_arrays.
 
@@ -150,12 +182,14 @@ def from_frame(
     """
     shape = check_image_shape(image_shape)
     arrays: dict[str, Any] = {}
-    for split, frame in {"train": train, "test": test, "validation": validation}.items():
+    frames = {"train": train, "test": test, "validation": validation}
+    for split, frame in frames.items():
         if frame is not None:
             where = f"{name}, {split}"
             arrays[f"x_{split}"] = _frame_images(where, frame, shape, image_column)
             arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
 
+    # The saved model takes what the user has in the table.
     options.setdefault("example_shape", _example_shape(train, image_column, shape))
     return from_arrays(**arrays, name=name, images=True, **options)
 
@@ -166,22 +200,26 @@ def _frame_images(
     image_shape: tuple[int, int, int],
     image_column: str | Sequence[str],
 ) -> np.ndarray:
+    """Returns images [n, h, w, c] from the columns of a table."""
     num_pixels = int(np.prod(image_shape))
     if not isinstance(image_column, str):
         if len(image_column) != num_pixels:
             raise DataError(f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed")
+
         columns = [_frame_column(where, frame, column) for column in image_column]
         return np.stack(columns, axis=1).reshape(-1, *image_shape)
 
+    # A cell may hold an array of any shape.
     cells = [np.ravel(cell) for cell in _frame_column(where, frame, image_column)]
     for row, cell in enumerate(cells):
         has_numbers = cell.dtype.kind in "biuf"
         if cell.shape != (num_pixels,) or not has_numbers:
             content = f"{len(cell)} numbers" if has_numbers else f"a {type(cell[0]).__name__}"
             raise DataError(
-                f"{where}, row {row}: {image_column} holds {content}; {num_pixels} numbers are needed (encoded "
-                "images: write Parquet and choose dataset=parquet)"
+                f"{where}, row {row}: {image_column} holds {content}; {num_pixels} numbers are "
+                "needed (encoded images: write Parquet and choose dataset=parquet)"
             )
+
     return np.stack(cells).reshape(-1, *image_shape)
 
 
@@ -190,17 +228,19 @@ def _example_shape(
     image_column: str | Sequence[str],
     image_shape: tuple[int, int, int],
 ) -> tuple[int, ...]:
-    """Returns the shape of an example in the table: that of a cell's array, or of a row of numbers."""
+    """Returns the shape of an example in the table: of a cell's array, or of a row of numbers."""
     num_pixels = int(np.prod(image_shape))
     if isinstance(image_column, str):
         cell_shape = np.shape(frame[image_column].to_numpy()[0])
         if cell_shape and np.prod(cell_shape) == num_pixels:
             return cell_shape
+
     return (num_pixels,)
 
 
 def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:
-    # The columns of a pyarrow Table are arrays, without names; pandas allows names that are not strings.
+    """Returns a column as an array. Raises DataError if it is missing."""
+    # The columns of a pyarrow Table have no names; pandas allows names that are not strings.
     names = [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
     if column not in names:
         raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")

@@ -1,4 +1,9 @@
-"""Data sets from a user's own function, as a tf.data pipeline or a keras.utils.PyDataset: from_dataset."""
+"""Data sets from a user's own function: from_dataset.
+
+The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. Its
+streams keep the laws of all sources, see source.py: each epoch is opened anew, with seeds that are
+made from the run's, and each step's batch is checked to be there.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +17,21 @@ from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs, stream_error
 from hvtrain.data.pipeline.streams import finish
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.data.sources.memory import known_facts, set_class_attributes
-from hvtrain.data.sources.user_function import ShardKey, ShardReader, UserFunction
+from hvtrain.data.sources.memory import (
+    known_facts,
+    no_examples,
+    set_class_attributes,
+)
+from hvtrain.data.sources.user_function import (
+    ShardKey,
+    ShardReader,
+    UserFunction,
+)
 from hvtrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
+# What to do, at the end of messages.
 USE_SHARD = "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
 FIX_NUM_EXAMPLES = (
     "shards need equal parts of num_examples; correct it, or leave it out to have the examples of each shard counted"
@@ -30,9 +44,9 @@ class FunctionSource(Source):
 
     Args:
         function: the user's.
-        num_examples: by split, of which shards are taken to have equal parts. None: the function is called
-            for each shard, and its examples are counted, by reading them if tf.data does not know their
-            number. In a run each rank counts its own shards, and rank 0 the whole.
+        num_examples: by split, of which shards are taken to have equal parts. None: the function
+            is called for each shard, and its examples are counted, by reading them if tf.data does
+            not know their number. In a run each rank counts its own shards, and rank 0 the whole.
         more_facts: for the model's builder and the task.
 
     Raises:
@@ -53,6 +67,7 @@ class FunctionSource(Source):
         self._num_examples = num_examples
         self._more_facts = dict(more_facts or {})
         set_class_attributes(self, self._more_facts)
+        # Of shards that this rank has counted, and of those that others have.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: tuple[Any, ...] = ()
 
@@ -71,6 +86,7 @@ class FunctionSource(Source):
         return self._element_spec
 
     def facts(self) -> dict[str, Any]:
+        # Inputs of three dimensions are taken for images, unless the user's facts say otherwise.
         shape = tuple(getattr(self.element_spec[0], "shape", ()))
         image_facts = {"image_shape": shape} if len(shape) == 3 else {}
         return {**image_facts, **super().facts(), **self._more_facts}
@@ -78,12 +94,16 @@ class FunctionSource(Source):
     def num_examples(self, split: str) -> int:
         if self._num_examples is not None:
             return self._num_examples.get(split, 0)
-        return self._count(_whole(split)) if split in self._splits else 0
+        if split not in self._splits:
+            return 0
+        return self._count(_whole(split))
 
     def own_counts(self, topology: Topology) -> dict[ShardKey, int]:
         if self._num_examples is not None:
             return {}
+
         keys = [key for split in self._splits for key in _shard_keys(topology, split)]
+        # The whole as well, to be compared with the sum of its shards.
         if topology.is_chief:
             keys += [_whole(split) for split in self._splits]
         return {key: self._count(key) for key in keys}
@@ -93,6 +113,7 @@ class FunctionSource(Source):
             self._counts.update(rank_counts)
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
+        # Told numbers are divided equally; counted shards are as large as they are.
         whole = self.num_examples(split)
         if self._num_examples is not None or not whole:
             return super().shard_sizes(split, num_shards, weights)
@@ -100,75 +121,104 @@ class FunctionSource(Source):
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         rank_sizes = [[self._count(key) for key in _shard_keys(rank, split)] for rank in ranks]
         sizes = [size for of_rank in rank_sizes for size in of_rank]
+
+        # A function that ignores its shard would have all ranks train on the same examples.
         if len(sizes) > 1 and min(sizes) == whole:
             raise DataError(f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}")
         if sum(sizes) != whole:
             raise DataError(
-                f"{self.name}: the {len(sizes)} shards of {split} hold {' + '.join(map(str, sizes))} examples and the "
-                f"whole {whole:,}; each example must be in one shard"
+                f"{self.name}: the {len(sizes)} shards of {split} hold "
+                f"{' + '.join(map(str, sizes))} examples and the whole {whole:,}; each example "
+                "must be in one shard"
             )
+
         return [sum(of_rank) for of_rank in rank_sizes]
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         topology = request.topology
-        share = request.share_of(self.shard_sizes("train", topology.size, topology.weights)[topology.rank])
+        sizes = self.shard_sizes("train", topology.size, topology.weights)
+        share = request.share_of(sizes[topology.rank])
         first_epoch, steps_done = request.position
         values = {"seed": request.seed, "batch_size": share.batch_size}
         shards = self._open_shards("train", topology, shuffled=True, values=values)
 
-        def open_epoch(epoch: int) -> tf.data.Dataset:
+        def open_epoch(epoch):
+            # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
             examples = self._examples(shards, share, epoch, share.begin(step))
             return cut_epoch(examples.batch(share.batch_size), share, step, shards[0].call)
 
         # Opened here, so that an error of the function is raised as it is, not by TensorFlow.
-        first = [open_epoch(first_epoch)]
-        spec = first[0].element_spec
-        stream = join_epochs(lambda epoch: first.pop() if first else open_epoch(epoch), first_epoch, spec)
-        return finish(stream, topology)
+        ready = [open_epoch(first_epoch)]
+        spec = ready[0].element_spec
+
+        def next_epoch(epoch):
+            return ready.pop() if ready else open_epoch(epoch)
+
+        return finish(join_epochs(next_epoch, first_epoch, spec), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
         if not number:
-            empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), self.element_spec)
-            return finish(tf.data.Dataset.from_tensor_slices(empty).batch(batch_size), topology)
+            empty = tf.data.Dataset.from_tensor_slices(no_examples(self.element_spec))
+            return finish(empty.batch(batch_size), topology)
 
         num_steps = -(-number // batch_size)
         share = Share(batch_size, num_steps, number)
-        shards = self._open_shards(split, topology, shuffled=False, values={"batch_size": batch_size})
+        values = {"batch_size": batch_size}
+        shards = self._open_shards(split, topology, shuffled=False, values=values)
         batches = self._examples(shards, share).batch(batch_size)
+        # Each example counts once, so one too many is an error as well as one too few.
         return finish(cut_epoch(batches, share, 0, shards[0].call, ends=True), topology)
 
     def explain(self, error: Exception) -> Exception:
         message = stream_error(error)
         if message:
             return self._wrong_number(message)
+
+        # TensorFlow's error quotes the type of the one that its Python call raised.
         failure = self._function.failure
         if failure and f"{type(failure).__name__}: " in str(error):
             return failure
         return error
 
     def _open_shards(
-        self, split: str, topology: Topology, shuffled: bool, values: Mapping[str, Any]
+        self,
+        split: str,
+        topology: Topology,
+        shuffled: bool,
+        values: Mapping[str, Any],
     ) -> list[ShardReader]:
+        """Returns readers of this rank's shards: of one, or of several if ranks are unlike."""
         if self.on_error == "skip":
             raise ConfigError(
-                f"{self.name}: hvtrain cannot skip what a function cannot read; use data.on_error=stop, and "
-                "dataset.ignore_errors() in the function"
+                f"{self.name}: hvtrain cannot skip what a function cannot read; use "
+                "data.on_error=stop, and dataset.ignore_errors() in the function"
             )
-        return [ShardReader(self._function, key, shuffled, values) for key in _shard_keys(topology, split)]
 
-    def _examples(self, shards: list[ShardReader], share: Share, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
+        keys = _shard_keys(topology, split)
+        return [ShardReader(self._function, key, shuffled, values) for key in keys]
+
+    def _examples(
+        self,
+        shards: list[ShardReader],
+        share: Share,
+        epoch: int = 0,
+        start: int = 0,
+    ) -> tf.data.Dataset:
         """Returns a rank's examples of an epoch from `start` on.
 
         Raises:
-            DataError: if a shard is the whole data set, too small, or of another type than the data set.
+            DataError: if a shard is the whole data set, too small, or of another type than the
+                data set.
         """
         call = shards[0].call
+        # Several shards are joined first, and then cut: the start may be in any of them.
         is_alone = len(shards) == 1
         opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
         counts = [count for _, count in opened if count is not None]
 
+        # What is known before it is read is checked now; cut_epoch() checks the rest as it is read.
         if len(counts) == len(shards):
             number = sum(counts)
             _, num_shards, split = shards[0].key
@@ -178,12 +228,14 @@ class FunctionSource(Source):
             if number < share.num_examples:
                 raise self._wrong_number(f"{call} gives {number:,} examples and {share.num_examples:,} are needed")
 
+        # The model was built for the kind that the whole had when it was first opened.
         parts = [part for part, _ in opened]
         if parts[0].element_spec != self.element_spec:
             raise DataError(
                 f"{call} gives {_types_in_words(parts[0].element_spec)} and at first "
                 f"{_types_in_words(self.element_spec)}; all parts of the data need one kind"
             )
+
         if is_alone:
             return parts[0]
         return reduce(tf.data.Dataset.concatenate, parts).skip(start)
@@ -203,19 +255,25 @@ class FunctionSource(Source):
                     self._function.call_in_words(key),
                 )
                 number = examples.read_all()
+
             self._counts[key] = number
+
         return self._counts[key]
 
     def _open(self, key: ShardKey) -> Any:
+        """Opens a shard with the default values. Raises DataError if training has none."""
         examples = self._function.open(key)
         if examples is None and key.split == "train":
-            raise DataError(f"{self._function.call_in_words(key)} returned None; training needs examples")
+            call = self._function.call_in_words(key)
+            raise DataError(f"{call} returned None; training needs examples")
+
         if examples and key == _whole("train"):
             self._element_spec = examples.element_spec
         return examples
 
 
 def _whole(split: str) -> ShardKey:
+    """Returns the only shard of one."""
     return ShardKey(0, 1, split)
 
 
@@ -225,6 +283,7 @@ def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
     >>> _shard_keys(Topology(1, 2, weights=(6, 2)), "train")
     [ShardKey(shard=3, num_shards=4, split='train')]
     """
+    # Reduced: weights of 6 and 2 make 4 shards, not 8.
     weights = reduced(topology.weights) or (1,) * topology.size
     first = sum(weights[: topology.rank])
     shards = range(first, first + weights[topology.rank])
@@ -232,7 +291,8 @@ def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
 
 
 def _types_in_words(spec: Any) -> str:
-    return ", ".join(f"{part.dtype.name} {tuple(part.shape)}" for part in tf.nest.flatten(spec))
+    parts = tf.nest.flatten(spec)
+    return ", ".join(f"{part.dtype.name} {tuple(part.shape)}" for part in parts)
 
 
 def from_dataset(
@@ -244,16 +304,18 @@ def from_dataset(
     class_names: Sequence[str] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> FunctionSource:
-    """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts of the data.
+    """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts.
 
-    It returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets, weights), or a
-    keras.utils.PyDataset of batches of one size. It may declare more arguments:
+    It returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets,
+    weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments:
 
     - split: "train", "validation" or "test"; it then returns None for one that there is not.
-    - seed, epoch: of the run, both whole numbers. Shuffles of tf.data do not need them: they are seeded.
-    - start: examples of the epoch that a resumed run has seen. The function then leaves them out, which may
-      be faster than to read and drop them.
-    - batch_size: for a PyDataset, whose batches need not be of that size. It is 1 where examples are counted.
+    - seed, epoch: of the run, both whole numbers. Shuffles of tf.data do not need them: they are
+      seeded.
+    - start: examples of the epoch that a resumed run has seen. The function then leaves them out,
+      which may be faster than to read and drop them.
+    - batch_size: for a PyDataset, whose batches need not be of that size. It is 1 where examples
+      are counted.
 
     Example:
         def numbers(shard, num_shards):
@@ -263,11 +325,13 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: of all shards together, by split, or of training alone; None: they are counted.
+        num_examples: of all shards together, by split, or of training alone; None: they are
+            counted.
         facts: for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take a shard and num_shards, or needs other arguments.
+        ConfigError: if the function does not take a shard and num_shards, or needs other
+            arguments.
     """
     if isinstance(num_examples, int):
         num_examples = {"train": num_examples}

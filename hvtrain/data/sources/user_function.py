@@ -1,4 +1,4 @@
-"""A user's function that opens shards of a data set, and a shard through the epochs of one stream."""
+"""A user's function that opens shards of a data set, and the epochs of one shard."""
 
 import inspect
 import logging
@@ -10,20 +10,36 @@ import keras
 import tensorflow as tf
 
 from hvtrain.data.pipeline.epochs import seeded
-from hvtrain.data.sources.user_examples import PipelineExamples, PyDatasetExamples
-from hvtrain.errors import ConfigError, DataError, UserError, in_one_line, place_of
+from hvtrain.data.sources.user_examples import (
+    PipelineExamples,
+    PyDatasetExamples,
+)
+from hvtrain.errors import (
+    ConfigError,
+    DataError,
+    UserError,
+    in_one_line,
+    place_of,
+)
 
 log = logging.getLogger(__name__)
 
 REQUIRED = ("shard", "num_shards")
-DEFAULTS: Mapping[str, Any] = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
-"""Arguments that a function may declare besides, and their values where its examples are counted."""
+# More arguments that a function may declare, and their values where its examples are counted.
+DEFAULTS: Mapping[str, Any] = {
+    "split": "train",
+    "epoch": 0,
+    "seed": 0,
+    "start": 0,
+    "batch_size": 1,
+}
 
 
 class ShardKey(NamedTuple):
-    """Names a shard: its number, how many shards there are, and of which split."""
+    """Names a shard."""
 
     shard: int
+    """Its number, from 0 to num_shards - 1."""
     num_shards: int
     split: str
 
@@ -31,10 +47,14 @@ class ShardKey(NamedTuple):
 class UserFunction:
     """The function, called with those arguments that it declares.
 
+    Args:
+        function: the user's; see from_dataset().
+        name: of the data set; by default that of the function.
+
     Attributes:
         declared: names of the arguments that it takes, among those that it may take.
-        failure: the last error that a call raised. TensorFlow, which makes some of the calls, keeps only
-            its text.
+        failure: the last error that a call raised. TensorFlow, which makes some of the calls,
+            keeps only its text.
         has_logged: whether the log says what the function's pipelines cost or cannot do.
 
     Raises:
@@ -42,8 +62,11 @@ class UserFunction:
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        # functools.partial hides the name and the file.
         inner = function.func if isinstance(function, partial) else function
-        self.name = name or f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+        # An object with __call__ has no name of its own.
+        inner_name = getattr(inner, "__qualname__", type(inner).__name__)
+        self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
         self.failure: UserError | None = None
         self.has_logged = False
@@ -51,6 +74,7 @@ class UserFunction:
 
         known = {*REQUIRED, *DEFAULTS}
         parameters = inspect.signature(function).parameters.values()
+        # **kwargs takes all that there is.
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}
         self.declared = known if takes_all else names & known
@@ -60,9 +84,14 @@ class UserFunction:
             raise ConfigError(
                 f"{self.name} takes no {' and no '.join(missing)}; it must return a part of the data for each shard"
             )
+
         for parameter in parameters:
-            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_named and parameter.default is parameter.empty and parameter.name not in known:
+            is_named = parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            is_needed = is_named and parameter.default is parameter.empty
+            if is_needed and parameter.name not in known:
                 raise ConfigError(
                     f"{self.name} needs {parameter.name}, which nothing gives (it may take "
                     f"{', '.join((*REQUIRED, *DEFAULTS))}); set it with functools.partial"
@@ -74,7 +103,14 @@ class UserFunction:
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
     def open(self, key: ShardKey, **values: Any) -> PipelineExamples | PyDatasetExamples | None:
-        """Calls the function, with DEFAULTS for the values that are left out. Returns None if it does.
+        """Calls the function.
+
+        Args:
+            key: of the shard.
+            values: other arguments; those that are left out are the DEFAULTS.
+
+        Returns:
+            The shard's examples, or None if the function returns that.
 
         Raises:
             ConfigError: if it fails.
@@ -83,6 +119,7 @@ class UserFunction:
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.call_in_words(key)
         try:
+            # A shuffle of the function's is then the same whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
                 if isinstance(shard, tf.data.Dataset):
@@ -90,21 +127,20 @@ class UserFunction:
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.fail)
         except UserError as error:
+            # It says what is wrong, and needs no line of the user's code.
             raise self.fail(error) from error.__cause__
-        except Exception as error:
+        except Exception as error:  # The user's code may raise anything.
             cause = in_one_line(error)
-            place = place_of(error)
-            if place:
-                cause = f"{cause} ({place})"
-            raise self.fail(ConfigError(f"{call} failed: {cause}; tracebacks=true shows its traceback")) from error
+            location = place_of(error)
+            if location:
+                cause = f"{cause} ({location})"
+            message = f"{call} failed: {cause}; tracebacks=true shows its traceback"
+            raise self.fail(ConfigError(message)) from error
 
-        if shard is not None:
-            raise self.fail(
-                DataError(
-                    f"{call} returned a {type(shard).__name__}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
-                )
-            )
-        return None
+        if shard is None:
+            return None
+        message = f"{call} returned a {type(shard).__name__}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
+        raise self.fail(DataError(message))
 
     def fail(self, error: UserError) -> UserError:
         """Notes an error, and returns it."""
@@ -124,23 +160,36 @@ class ShardReader:
         values: more arguments for the function, equal in all epochs, such as the seed.
     """
 
-    def __init__(self, function: UserFunction, key: ShardKey, shuffled: bool, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        function: UserFunction,
+        key: ShardKey,
+        shuffled: bool,
+        values: Mapping[str, Any],
+    ) -> None:
         self.key = key
         self.call = function.call_in_words(key)
         self._function = function
         self._shuffled = shuffled
         self._values = values
+        # A PyDataset that goes from epoch to epoch.
         self._kept: PyDatasetExamples | None = None
 
     def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
-        """Returns the examples from `start` on, and the number of all of them in the epoch, if it is known."""
+        """Opens the shard's examples from `start` on.
+
+        Returns:
+            The examples, and the number of all of them in the epoch; None if it is not known.
+        """
         shard = self._open(epoch, start)
         if isinstance(shard, PyDatasetExamples):
+            # A function that declares epoch wants to be called for each.
             if "epoch" not in self._function.declared:
                 self._kept = shard
             seed = (self._values["seed"], epoch) if self._shuffled else None
             return shard.go_to(epoch).examples(start, seed), shard.count()
 
+        # A function that declares start has left these examples out itself.
         num_left_out = start if "start" in self._function.declared else 0
         self._log_limits(shard, start - num_left_out)
         number = shard.count()
@@ -149,32 +198,41 @@ class ShardReader:
         return shard.examples(start - num_left_out), number
 
     def _open(self, epoch: int, start: int) -> PipelineExamples | PyDatasetExamples:
-        # A PyDataset cannot go back to an earlier epoch, as a stream that is read from its start again needs.
+        """Returns what the function opens, or the PyDataset that is kept."""
+        # A PyDataset cannot go back to an earlier epoch, as a stream that is read from its start
+        # again needs.
         if self._kept and self._kept.epoch <= epoch:
             return self._kept
+
         shard = self._function.open(self.key, epoch=epoch, start=start, **self._values)
         if shard is None:
-            raise self._function.fail(DataError(f"{self.call} returned None, and examples were expected"))
+            message = f"{self.call} returned None, and examples were expected"
+            raise self._function.fail(DataError(message))
+
         return shard
 
     def _log_limits(self, shard: PipelineExamples, num_dropped: int) -> None:
         """Logs, once for a function, what its pipelines cost or cannot do."""
         if self._function.has_logged or not self._shuffled:
             return
+
         self._function.has_logged = True
         name = self._function.name
+
         if num_dropped:
             log.info(
-                "%s: the first %s examples of the epoch are read again and dropped; a function that declares start "
-                "can leave them out itself",
+                "%s: the first %s examples of the epoch are read again and dropped; a function "
+                "that declares start can leave them out itself",
                 name,
                 f"{num_dropped:,}",
             )
+
         if "epoch" not in self._function.declared and not shard.shuffles:
             log.warning(
                 "%s: it neither shuffles nor declares epoch, so all epochs may come in one order",
                 name,
             )
+
         if not shard.is_deterministic:
             log.warning(
                 "%s: deterministic=False was found, so a resumed run will not end with the same bits",
