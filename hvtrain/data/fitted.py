@@ -24,6 +24,7 @@ CLASSES_FILE = "classes.json"
 def collect(source: Source) -> dict[str, bytes]:
     """The source's fitted values and class names, as files by name (every rank)."""
     files = dict(source.fitted())
+    # Not fitted, but as decisive: the model gives indices of these names.
     class_names = source.facts().get("class_names")
     if class_names:
         files[CLASSES_FILE] = json.dumps([str(name) for name in class_names]).encode()
@@ -89,6 +90,7 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
     Raises:
         DataError: They differ.
     """
+    # Data without names of classes pass: there is nothing to compare.
     old_names = json.loads(files.get(CLASSES_FILE, b"null"))
     new_names = [str(name) for name in source.facts().get("class_names") or ()]
     if not old_names or not new_names:

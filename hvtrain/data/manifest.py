@@ -66,6 +66,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     measured = set(paths[::step])
 
     sizes: dict[str, int | None] = {}
+    # Sorted, so that the order in which a file system lists files does not matter.
     for path in sorted(paths):
         is_inside = folder in Path(path).parents
         name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
@@ -86,6 +87,7 @@ def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
+        # The first row is always among those that are read.
         step = -(-array.nbytes // MAX_BYTES) or 1
         digest.update(np.ascontiguousarray(array[::step]).data)
     return digest.hexdigest()
@@ -108,6 +110,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]
+    # A damaged checkpoint's manifest may lack any key. The new one is ours.
     old_splits = old.get("splits", {})
     new_splits = new["splits"]
     for split in {**old_splits, **new_splits}:
@@ -124,6 +127,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
             noun = key.removeprefix("num_")
             changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
 
+    # Both list their files only if there are few of them.
     old_files = old.get("files")
     new_files = new.get("files")
     if old_files is not None and new_files is not None:
@@ -187,7 +191,11 @@ def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None
 
 
 def summarize(changes: Sequence[str]) -> str:
-    """The first differences in one line, and the number of all others."""
+    """The first differences in one line, and the number of all others.
+
+    >>> summarize([f"{name} is new" for name in "abcdefg"])
+    'a is new; b is new; c is new; d is new; e is new; and 2 more'
+    """
     shown = "; ".join(changes[:MAX_DIFFERENCES])
     num_hidden = len(changes) - MAX_DIFFERENCES
     return f"{shown}; and {num_hidden:,} more" if num_hidden > 0 else shown

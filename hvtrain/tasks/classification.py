@@ -93,7 +93,7 @@ class Classification(Task):
             "class": classes,
             "name": np.array(names, object)[classes],
             "probability": probabilities.max(axis=-1),
-            **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
+            **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
         }
 
     def review(
@@ -168,8 +168,8 @@ class Multilabel(Task):
         decoded = self.decode(outputs)
         probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
         return {
-            **{str(name): decoded[:, index] for index, name in enumerate(names)},
-            **{f"p.{name}": probabilities[:, index] for index, name in enumerate(names)},
+            **{str(name): column for name, column in zip(names, decoded.T)},
+            **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
         }
 
     def review(

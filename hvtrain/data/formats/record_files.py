@@ -70,6 +70,7 @@ def masked_crc(data: bytes) -> bytes:
     >>> masked_crc(bytes(8)).hex()
     '29039807'
     """
+    # Bit by bit, with the reflected polynomial of CRC-32C: only lengths, of 8 bytes, are checked.
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -84,6 +85,7 @@ def walk(path: bytes) -> Iterator[np.ndarray]:
 
     The data of a damaged record are empty.
     """
+    # tf.data calls it, and gives strings as bytes.
     name = path.decode()
     offsets, _ = scan_records(Path(name), check_lengths=True)
     reader = tf_record_random_reader(name)
@@ -141,6 +143,7 @@ def find_damage(
     # TensorFlow names the begin of the record's header, or of its data.
     suspects = {int(match[1]), int(match[1]) - HEADER_BYTES} if match else set()
     for path, count in counts.items():
+        # Lengths first: they are read fast, and a file that was cut or replaced shows there.
         offsets, defect = scan_records(Path(path), skips)
         if len(offsets) != count or (defect and not skips):
             return f"{path}: {defect or f'holds {len(offsets)} records and had {count} before'}"
@@ -188,5 +191,6 @@ def write_tfrecords(
                 }
                 example = tf.train.Example(features=tf.train.Features(feature=features))
                 writer.write(example.SerializeToString())
+        # A run that is killed while it writes leaves no file that looks whole.
         paths.append(partial.rename(path))
     return paths

@@ -1,9 +1,9 @@
 """Parquet files: their places on disk, the rows of each row group, and one row group as arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -83,6 +83,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
         raise DataError(
             f"{path} is not a Parquet file, or is damaged: {_first_line(error)}; write it again, {LEAVE_OUT}"
         ) from error
+    # Groups without rows are legal, and there is nothing to read in them.
     groups = [RowGroup(str(path), index, count) for index, count in enumerate(counts) if count]
     return groups, schema
 
@@ -93,6 +94,7 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
     Raises:
         DataError: A column is missing or has a type that does not fit.
     """
+    # Types stand in the footer, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
     if not pa.types.is_integer(label):
@@ -123,9 +125,12 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
             table = file.read_row_group(group.number, columns=[columns.image, columns.label], use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
         raise DataError(f"{group} cannot be read: {_first_line(error)}") from error
+    # Batches were planned with the footer's counts, when the data set was opened.
     if table.num_rows != group.num_rows:
         raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
 
+    # A row that cannot be used keeps its place, with the label -1. Batches are then cut as planned,
+    # and the source repairs or leaves out such rows. The first problem of a row is named.
     problems: dict[int, str] = {}
     images = _column(table, columns.image)
     labels = _column(table, columns.label)
@@ -157,8 +162,9 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
             f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}",
         )
 
+    # list_flatten() leaves out null rows, and rows of another length would shift all after them.
     whole_rows = np.flatnonzero((lengths == num_pixels) & ~pc.is_null(images).to_numpy())
-    if len(whole_rows) < len(images):
+    if len(whole_rows) < len(images):  # take() copies.
         images = images.take(pa.array(whole_rows))
     flat = pc.list_flatten(images)
     is_missing = pc.is_null(flat, nan_is_null=True).to_numpy()
@@ -179,32 +185,31 @@ def _note(problems: dict[int, str], rows: pa.ChunkedArray, problem: str) -> None
         problems.setdefault(int(row), problem)
 
 
-def _path(names: list[str], column: str) -> list[str]:
-    """Splits record.field, unless a column bears that name itself."""
-    return [column] if column in names else column.split(".")
-
-
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    name, *fields = _path(table.column_names, column)
-    return pc.struct_field(table[name], fields) if fields else table[name]
+    """A column, or the field of a struct; its parents' nulls count as its own."""
+    if column in table.column_names:
+        return table[column]
+    name, *fields = column.split(".")
+    return pc.struct_field(table[name], fields)
 
 
 def _type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
-    """The type of a column or a field. Raises DataError if there is none."""
-    parent: Any = schema
-    for name in _path(schema.names, column):
-        fields = parent if isinstance(parent, pa.Schema | pa.StructType) else ()
-        if name not in [field.name for field in fields]:
-            raise DataError(f"{path} has no column {column}; it has {', '.join(_names(schema))}")
-        parent = parent.field(name).type
-    return parent
+    """The type of a column, or of the field of a struct. Raises DataError if there is none."""
+    fields = dict(_fields(schema))
+    # A column whose own name has dots comes before a field.
+    types = {**fields, **{field.name: field.type for field in schema}}
+    if column not in types:
+        raise DataError(f"{path} has no column {column}; it has {', '.join(fields)}")
+    return types[column]
 
 
-def _names(schema: pa.Schema) -> Iterator[str]:
-    """Names of all columns, and of the fields of those that are structs."""
-    for column in schema:
-        fields = column.type if pa.types.is_struct(column.type) else ()
-        yield from [f"{column.name}.{field.name}" for field in fields] or [column.name]
+def _fields(parent: Iterable[pa.Field], prefix: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    """Names and types of all columns; instead of a struct, those of its fields."""
+    for field in parent:
+        if pa.types.is_struct(field.type):
+            yield from _fields(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field.type
 
 
 def _first_line(error: Exception) -> str:

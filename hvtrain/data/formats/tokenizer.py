@@ -79,6 +79,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
+            # Longer lines are left out, by default those of more than 4192 bytes.
             max_sentence_length=2**30,
             num_threads=1,
             minloglevel=3,
@@ -111,6 +112,7 @@ def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
     >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], max_characters=6)
     ['one', 'six']
     """
+    # From all parts of the text, since its first part may be about one topic.
     lines = [line for document in documents for line in document.splitlines() if line]
     step = -(-sum(map(len, lines)) // max_characters)
     return lines[:: step or 1]

@@ -205,9 +205,14 @@ class Labels:
         soften: Callable[[Any], tf.Tensor] | None = None,
         width: int = 1,
     ) -> None:
-        self.soften = soften
         self.width = width
-        self.are_mixed = False
+        self._soften = soften
+        # The same function, once a layer mixes targets. Until then they pass by all layers.
+        self._soften_mixed: Callable[[Any], tf.Tensor] | None = None
+
+    @property
+    def are_mixed(self) -> bool:
+        return self._soften_mixed is not None
 
     def spec(self, image_shape: tuple[int, int, int]) -> tf.TensorSpec:
         return tf.TensorSpec([None, self.width], tf.float32)
@@ -216,24 +221,24 @@ class Labels:
         """Raises ConfigError if the layer mixes targets that cannot be mixed."""
         if LABELS in layer.unchanged:
             return
-        if self.soften is None:
+        if self._soften is None:
             raise ConfigError(
                 f"{layer.name} mixes the targets of examples, and those of this run cannot be "
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
                 "regression, without weights of examples"
             )
-        self.are_mixed = True
+        self._soften_mixed = self._soften
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
-        if self.are_mixed and self.soften:
-            return tf.reshape(self.soften(targets), [-1, self.width])
-        # No layer changes them, so zeros stand for them in the batch.
-        return tf.zeros([tf.shape(images)[0], self.width])
+        if self._soften_mixed is None:
+            # No layer changes them, so zeros stand for them in the batch.
+            return tf.zeros([tf.shape(images)[0], self.width])
+        return tf.reshape(self._soften_mixed(targets), [-1, self.width])
 
     def decode(self, rows: tf.Tensor, targets: Any) -> Any:
-        if not (self.are_mixed and self.soften):
+        if self._soften_mixed is None:
             return targets
-        soft = self.soften(targets)
+        soft = self._soften_mixed(targets)
         return tf.ensure_shape(tf.reshape(rows, tf.shape(soft)), soft.shape)
 
 

@@ -227,18 +227,20 @@ def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Te
 
     In turn, since the pipeline decodes several batches at once.
     """
-    pixels = tf.TensorSpec(image_shape, tf.uint8)
-    return tf.map_fn(lambda image: decode(image, image_shape), encoded, fn_output_signature=pixels)
+    return tf.map_fn(
+        lambda image: decode(image, image_shape),
+        encoded,
+        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
+    )
 
 
 def decode_files(paths: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
     """Reads the files of these paths and decodes them, as decode_batch() does."""
-
-    def read_and_decode(path: tf.Tensor) -> tf.Tensor:
-        return decode(tf.io.read_file(path), image_shape)
-
-    pixels = tf.TensorSpec(image_shape, tf.uint8)
-    return tf.map_fn(read_and_decode, paths, fn_output_signature=pixels)
+    return tf.map_fn(
+        lambda path: decode(tf.io.read_file(path), image_shape),
+        paths,
+        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
+    )
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:
