@@ -62,7 +62,7 @@ def main() -> int:
     comparison = {
         **facts,
         "interrupted": ended_by is not None,
-        **summary(strategies, contest.rounds, contest.whole, contest.errors, options.np, target),
+        **summary(contest, target),
     }
     comparison["conclusion"] += facts["warnings"]
     write(comparison, folder)

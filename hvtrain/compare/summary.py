@@ -1,87 +1,73 @@
 """A comparison as plain values: the content of compare.json, which table, page and picture show. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from hvtrain.compare.conclusion import against, on_examples, on_scaling, on_speed, on_target, on_test
+from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import SINGLE, Contestant
 from hvtrain.compare.one_run import Training
 from hvtrain.compare.rounds import Ratio
-from hvtrain.core.run_files import EpochRecord
 
+Curve = list[dict[str, Any]]
+"""A point for each epoch of a whole run: epoch, seconds, examples, and metrics."""
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse")
 # Of a default target, the first that all runs have. Metrics in validation say more than those in training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 
-def summary(
-    contestants: Sequence[Contestant],
-    rounds: Mapping[str, Mapping[int, Training]],
-    whole: Mapping[str, Training],
-    errors: Mapping[str, str],
-    num_ranks: int,
-    target: tuple[str, float] | None,
-) -> dict[str, Any]:
+def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any]:
     """Joins all runs of a comparison.
 
     Args:
-        contestants: the strategies.
-        rounds: short runs by contestant and round.
-        whole: whole runs by contestant.
-        errors: of contestants that failed.
-        num_ranks: of all strategies but `single`.
+        contest: with the runs so far.
         target: metric and value; None: the best value that all whole runs reached.
     """
-    names = [contestant.name for contestant in contestants]
-    speeds = {name: speeds_of(rounds.get(name, {})) for name in names}
-    target = target or best_of_all([training.epochs for training in whole.values()])
+    speeds = {each.name: speeds_of(contest.rounds.get(each.name, {})) for each in contest.contestants}
+    curves = {name: curve(training) for name, training in contest.whole.items()}
+    target = target or best_of_all(list(curves.values()))
     reached = {}
     if target:
-        reached = {name: reached_at(training.epochs, *target) for name, training in whole.items()}
+        reached = {name: reached_at(points, *target) for name, points in curves.items()}
 
-    entries = []
-    for contestant in contestants:
-        name = contestant.name
-        epoch, seconds = reached.get(name) or (None, None)
-        entries.append(
-            {
-                **_entry(contestant, speeds, rounds.get(name, {}), whole.get(name)),
-                "error": errors.get(name),
-                "target_epoch": epoch,
-                "target_seconds": seconds,
-            }
-        )
+    num_ranks = contest.launcher.num_ranks
     return {
         "num_ranks": num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
-        "strategies": entries,
+        "strategies": [
+            _entry(each, contest, speeds, curves.get(each.name, []), reached.get(each.name))
+            for each in contest.contestants
+        ],
         "conclusion": [
             *on_speed(speeds),
             *on_scaling(speeds, num_ranks),
-            *_on_whole_runs(whole, target, reached),
-            *(f"{name} failed: {error}" for name, error in errors.items()),
+            *_on_target(target, reached, contest.whole),
+            *_on_whole_runs(contest.whole),
+            *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
     }
 
 
-def _on_whole_runs(
-    whole: Mapping[str, Training],
+def _on_target(
     target: tuple[str, float] | None,
     reached: Mapping[str, tuple[int, float] | None],
+    whole: Mapping[str, Training],
 ) -> list[str]:
-    """States what the whole runs say: time to the target, test metric, numbers of examples."""
-    lines = []
-    if target and whole:
-        metric, value = target
-        known = _metric_names(training.epochs for training in whole.values())
-        if metric in known:
-            lines.append(on_target(metric, value, reached))
-        else:
-            lines.append(f"{metric} is not a metric of these runs; they have {', '.join(known)}.")
+    if not target or not whole:
+        return []
+    metric, value = target
+    known = dict.fromkeys(name for training in whole.values() for row in training.epochs for name in row.metrics)
+    if metric not in known:
+        return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
+    return [on_target(metric, value, reached)]
 
+
+def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
+    """States the test accuracies, and whether the runs trained on different numbers of examples."""
+    lines = []
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     tests = {name: metrics for name, metrics in tests.items() if metrics}
     if len(tests) > 1:
@@ -91,33 +77,31 @@ def _on_whole_runs(
             metric = accuracies[0]
             lines.append(on_test(metric, {name: metrics[metric] for name, metrics in tests.items()}))
 
-    examples = {
-        name: training.result["num_steps"] * training.result["global_batch"] for name, training in whole.items()
-    }
+    results = {name: training.result for name, training in whole.items()}
+    examples = {name: result["num_steps"] * result["global_batch"] for name, result in results.items()}
     return lines + on_examples(examples)
 
 
 def _entry(
     contestant: Contestant,
+    contest: Contest,
     speeds: Mapping[str, Mapping[int, float]],
-    rounds: Mapping[int, Training],
-    whole: Training | None,
+    points: Curve,
+    reached: tuple[int, float] | None,
 ) -> dict[str, Any]:
-    """One strategy in compare.json. What whole runs measure is None or empty without one."""
-    speed = speeds[contestant.name]
-    comparison = None
-    if not contestant.is_single:
-        comparison = against(speed, speeds.get(SINGLE, {}))
-
-    runs = [*rounds.values()]
-    if whole:
-        runs.append(whole)
+    """One strategy in compare.json. What a whole run measures is None or empty without one."""
+    name = contestant.name
+    speed = speeds[name]
+    comparison = None if contestant.is_single else against(speed, speeds.get(SINGLE, {}))
+    rounds = contest.rounds.get(name, {})
+    whole = contest.whole.get(name)
+    runs = [*rounds.values(), *([whole] if whole else [])]
     record = runs[-1].result if runs else {}
-    differences = dict.fromkeys([*contestant.differences, *record.get("differences", ())])
+    target_epoch, target_seconds = reached or (None, None)
     return {
-        "name": contestant.name,
+        "name": name,
         "words": list(contestant.overrides),
-        "differences": list(differences),
+        "differences": list(dict.fromkeys([*contestant.differences, *record.get("differences", ())])),
         "examples_per_second": median(speed.values()) if speed else None,
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
         "against_single": asdict(comparison[0]) if comparison else None,
@@ -126,11 +110,14 @@ def _entry(
         "global_batch": record.get("global_batch"),
         "num_parameters": record.get("num_parameters"),
         "versions": record.get("versions"),
-        "num_steps": whole.result.get("num_steps") if whole else None,
-        "seconds": whole.seconds if whole else None,
-        "cpu_seconds": whole.cpu_seconds if whole else None,
+        "num_steps": whole and whole.result.get("num_steps"),
+        "seconds": whole and whole.seconds,
+        "cpu_seconds": whole and whole.cpu_seconds,
         "tests": _test_metrics(whole) if whole else {},
-        "curve": curve(whole) if whole else [],
+        "curve": points,
+        "error": contest.errors.get(name),
+        "target_epoch": target_epoch,
+        "target_seconds": target_seconds,
     }
 
 
@@ -153,7 +140,7 @@ def speeds_of(rounds: Mapping[int, Training]) -> dict[int, float]:
     return {number: rate for number, rate in speeds.items() if rate}
 
 
-def curve(training: Training) -> list[dict[str, Any]]:
+def curve(training: Training) -> Curve:
     """Returns one point for each epoch, without metrics that are not finite.
 
     Seconds are those of training alone, without start, validation and checkpoints.
@@ -177,32 +164,29 @@ def lower_is_better(metric: str) -> bool:
     return any(part in _LOWER_IS_BETTER for part in metric.split("_"))
 
 
-def reached_at(epochs: Sequence[EpochRecord], metric: str, value: float) -> tuple[int, float] | None:
+def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
-    sign = -1 if lower_is_better(metric) else 1
-    seconds = 0.0
-    for record in epochs:
-        seconds += record.seconds
-        # A NaN, here a missing metric, is never greater or equal.
-        if sign * record.metrics.get(metric, math.nan) >= sign * value:
-            return record.epoch, seconds
+    sign = _sign(metric)
+    for point in points:
+        if metric in point and sign * point[metric] >= sign * value:
+            return point["epoch"], point["seconds"]
     return None
 
 
-def best_of_all(runs: Sequence[Sequence[EpochRecord]]) -> tuple[str, float] | None:
+def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
     """Returns the metric to compare, in validation if there is any, and the best value that every run reached."""
-    metrics = [set(_metric_names([epochs])) for epochs in runs]
-    shared = set.intersection(*metrics) if metrics else set()
+    names = [{name for point in points for name in point} for points in curves]
+    shared = set.intersection(*names) if names else set()
     metric = next((name for name in _TARGET_METRICS if name in shared), None)
     if metric is None:
         return None
-    sign = -1 if lower_is_better(metric) else 1
-    bests = [max(sign * record.metrics[metric] for record in epochs if metric in record.metrics) for epochs in runs]
+    sign = _sign(metric)
+    bests = [max(sign * point[metric] for point in points if metric in point) for points in curves]
     return metric, sign * min(bests)
 
 
-def _metric_names(runs: Iterable[Sequence[EpochRecord]]) -> list[str]:
-    return list(dict.fromkeys(name for epochs in runs for record in epochs for name in record.metrics))
+def _sign(metric: str) -> int:
+    return -1 if lower_is_better(metric) else 1
 
 
 def _test_metrics(training: Training) -> dict[str, float]:

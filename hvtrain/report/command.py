@@ -6,7 +6,6 @@ from pathlib import Path
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.report import comparison, page
-from hvtrain.report.curves import charts_of, write_png
 from hvtrain.report.run_files import read_run
 from hvtrain.system.command import Parser
 
@@ -27,16 +26,9 @@ def main() -> int:
     if is_comparison:
         write_atomic(path, comparison.html(runs))
         print(path)
-        return 0
-
-    write_atomic(path, page.html(runs[0]))
-    charts = charts_of(runs[0])
-    if charts:
-        curves = path.parent / page.CURVES_FILE
-        write_png(charts, curves)
-        print(f"{path} and {curves}")
     else:
-        print(path)
+        written = page.write_page(runs[0], path)
+        print(" and ".join(map(str, written)))
     return 0
 
 

@@ -41,10 +41,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
     try:
         # This process still holds the lock of the folder, by which it looks like a running one.
         run = replace(read_run(folder), state="finished")
-        write_atomic(folder / REPORT_FILE, html(run, with_diff))
-        charts = charts_of(run)
-        if charts:
-            write_png(charts, folder / CURVES_FILE)
+        write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:
         log.warning(
             "%s is not written: %s; python -m hvtrain report %s tries again",
@@ -54,6 +51,17 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         )
 
 
+def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
+    """Writes the page of a run, and its curves beside it if it has any; returns the files."""
+    write_atomic(path, html(run, with_diff))
+    charts = charts_of(run)
+    if not charts:
+        return [path]
+    curves = path.parent / CURVES_FILE
+    write_png(charts, curves)
+    return [path, curves]
+
+
 def html(run: RunFiles, with_diff: bool = True) -> str:
     """Returns the page of a run, with or without the uncommitted changes of the user's checkout."""
     start = run.last_start
@@ -61,29 +69,22 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     if git and not with_diff:
         git = {**git, "diff": _DIFF_LEFT_OUT}
     description = start.get("described", {})
-    split = run.result.get("split")
-
     return render(
         "page.html.j2",
         title=run.name,
         run=run,
+        start=start,
+        git=git,
         state=state_text(run),
         numbers=_numbers(run),
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
         figures=_figures(run.review),
         proof=_proof(run.result.get("proof")),
-        differences=run.result.get("differences", []),
-        split=_split(split) if split else [],
-        slowest=_slowest_rank(run.result) if split else "",
-        command=start.get("command"),
-        again=_command_again(run, start),
-        place=start.get("folder"),
+        split=_split(run.result.get("split")),
+        again=_command_again(run),
         described=[item for item in description.items() if item[0] not in _SHOWN_ELSEWHERE],
-        starts=run.starts,
         changes=_changes(run.result),
-        messages=run.messages,
-        environment=_environment(run, start, description),
-        git=git,
+        environment=_environment(run, description.get("devices", "")),
         settings=[(name, yaml_text(value)) for name, value in flatten(run.config).items()],
     )
 
@@ -190,31 +191,19 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     return numbers
 
 
-def _split(split: dict[str, Any]) -> list[tuple[str, float, str, int]]:
+def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
     """The parts of a step's time: name, share of the whole, milliseconds, and number of the color."""
-    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART}
-    total = sum(seconds.values()) or 1.0
+    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART} if split else {}
+    total = sum(seconds.values())
     return [
         (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name]) for name, part in seconds.items() if part
     ]
 
 
-def _slowest_rank(result: dict[str, Any]) -> str:
-    if result["num_ranks"] == 1:
-        return ""
-    split = result["split"]
-    return (
-        f"Means over {result['num_ranks']} ranks. "
-        f"Slowest: rank {split['slowest_rank']} on {split['slowest_host']}, "
-        f"with {1000 * split['slowest_seconds']:.2f} ms of its own work in a step; "
-        f"the median is {1000 * split['median_seconds']:.2f} ms."
-    )
-
-
-def _command_again(run: RunFiles, start: dict[str, Any]) -> str:
+def _command_again(run: RunFiles) -> str:
     """The command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
-    processes = sum(start.get("hosts", {}).values())
+    processes = sum(run.last_start.get("hosts", {}).values())
     if processes > 1:
         command = ["horovodrun", "-np", str(processes), *command]
     return shlex.join(command)
@@ -229,7 +218,8 @@ def _changes(result: dict[str, Any]) -> list[tuple[Any, str, str, str]]:
     ]
 
 
-def _environment(run: RunFiles, start: dict[str, Any], description: dict[str, str]) -> list[tuple[str, str]]:
+def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
+    start = run.last_start
     versions = start.get("versions") or run.result.get("versions", {})
     system = start.get("system") or {}
     git = start.get("git") or {}
@@ -237,7 +227,7 @@ def _environment(run: RunFiles, start: dict[str, Any], description: dict[str, st
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "hosts": ", ".join(hosts),
-        "devices": description.get("devices", ""),
+        "devices": devices,
         "processor": f"{system['processor']}, {system['cores']} cores" if system else "",
         "system": system.get("system", ""),
         "git commit": f"{git['commit']} ({git['branch']})" if git else "",

@@ -19,6 +19,10 @@ WIDTH = 80
 MIN_SCORE_WIDTH = 16
 MIN_NAME_WIDTH = 12
 
+COLUMNS = (
+    *("run", "state", "resumable", "metric", "score", "sign"),
+    *("examples_per_second", "num_ranks", "progress", "began", "error"),
+)
 Row = dict[str, Any]
 """A run as --json prints it. Unknown values are None, an unknown date is empty."""
 
@@ -81,40 +85,26 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 def run_row(path: Path, folder: Path) -> Row:
     """Describes the run in `path`, below the listed folder. A damaged run has that state, and the error."""
     name = str(path.relative_to(folder)) if path != folder else path.absolute().name
-    row: Row = {
-        "run": name,
-        "state": "damaged",
-        "resumable": False,
-        "metric": None,
-        "score": None,
-        "sign": None,
-        "examples_per_second": None,
-        "num_ranks": None,
-        "progress": None,
-        "began": "",
-        "error": None,
-    }
+    row: Row = dict.fromkeys(COLUMNS)
+    row.update(run=name, state="damaged", resumable=False, began="")
     try:
         run = read_run(path)
     except UserError as error:
-        return {**row, "error": str(error)}
+        row["error"] = str(error)
+        return row
 
-    metric, score = run.score or (None, None)
-    if score is not None and not math.isfinite(score):  # It can be neither sorted nor written as JSON.
-        metric = None
-        score = None
-    return {
-        **row,
-        "state": run.state,
-        "resumable": run.is_resumable,
-        "metric": metric,
-        "score": score,
-        "sign": run.sign,
-        "examples_per_second": run.examples_per_second,
-        "num_ranks": run.num_ranks,
-        "progress": run.progress,
-        "began": run.began,
-    }
+    row.update(
+        state=run.state,
+        resumable=run.is_resumable,
+        sign=run.sign,
+        examples_per_second=run.examples_per_second,
+        num_ranks=run.num_ranks,
+        progress=run.progress,
+        began=run.began,
+    )
+    if run.score and math.isfinite(run.score[1]):  # Another one can be neither sorted nor written as JSON.
+        row["metric"], row["score"] = run.score
+    return row
 
 
 def table(rows: list[Row]) -> list[str]:

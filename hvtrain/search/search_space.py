@@ -81,7 +81,10 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
-    settings = {str(key): _setting(f"{path}: {key}", value) for key, value in tree.items()}
+    settings = {}
+    for key, value in tree.items():
+        name = str(key)
+        settings[name] = _setting(f"{path}: {name}", value)
     return SearchSpace(path, settings)
 
 

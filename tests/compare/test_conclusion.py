@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from hvtrain.compare.contest import WHOLE, Contest
 from hvtrain.compare.contestants import ORDER, Contestant, contestants
 from hvtrain.compare.one_run import Launcher, Training
 from hvtrain.compare.rounds import Ratio
-from hvtrain.compare.summary import best_of_all, reached_at, summary, table
+from hvtrain.compare.summary import best_of_all, curve, reached_at, summary, table
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import aligned
@@ -43,7 +44,8 @@ def compared(errors: dict[str, str] | None = None, target: tuple[str, float] | N
     rounds = {name: {n: training(speed) for n, speed in times(by).items()} for name, by in SPEEDS.items()}
     whole = {"single": training(100, (0.5, 0.9)), "horovod": training(134, (0.6, 0.8, 0.85), differences=["stale"])}
     errors = {"mirrored": "the whole run: no GPU <here>"} if errors is None else errors
-    return summary([SINGLE, HOROVOD, MIRRORED], rounds, whole, errors, 2, target)
+    contest = Contest([SINGLE, HOROVOD, MIRRORED], Launcher(2), Path(), 6, 100, False, rounds, whole, errors)
+    return summary(contest, target)
 
 
 SPEEDS = {"single": 1.0, "horovod": 1.34, "mirrored": 0.89}
@@ -91,11 +93,11 @@ def test_only_rounds_that_both_ran_are_compared() -> None:
 
 
 def test_time_to_the_target_is_that_of_the_first_epoch_which_reaches_it() -> None:
-    epochs = training(100, (0.5, 0.9, 0.7)).epochs
+    epochs = curve(training(100, (0.5, 0.9, 0.7)))
     assert reached_at(epochs, "val_accuracy", 0.9) == (2, 4.0)
     assert reached_at(epochs, "loss", 0.5) == (2, 4.0), "a loss falls"
     assert reached_at(epochs, "val_accuracy", 0.91) is None and reached_at(epochs, "unknown", 0.1) is None
-    assert best_of_all([epochs, training(100, (0.85,)).epochs]) == ("val_accuracy", 0.85), "all of them reach it"
+    assert best_of_all([epochs, curve(training(100, (0.85,)))]) == ("val_accuracy", 0.85), "all of them reach it"
     assert best_of_all([]) is None
 
 
@@ -142,7 +144,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
 def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
     facts = {"command": "x", "date": "d", "machine": {}, "num_rounds": 6, "speed_steps": 9, "versions": {}}
     secret = replace(HOROVOD, overrides=("dataset.api_key=hunter2",))
-    found = {**facts, "interrupted": True, **summary([SINGLE, secret], {}, {}, {}, 2, None)}
+    found = {**facts, "interrupted": True, **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None)}
     write(found, tmp_path)
     assert "hunter2" not in (tmp_path / "compare.json").read_text()
     page = (tmp_path / "compare.html").read_text()
