@@ -68,11 +68,13 @@ def start(process: OwnProcess, command: Sequence[str], variables: Mapping[str, s
         rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), process.seconds)
 
         interface = process.interface or str(interfaces.interface_of(own_address))
+        # What the user has set wins over these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,
             # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
             "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, process.seconds):.0f}",
         }
+        # These win over the user's: they describe this launch.
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
@@ -157,6 +159,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, *_: object) -> None:
+        # Before the command has started, there is nothing to save.
         if not children:
             sys.exit(128 + number)
         with suppress(ProcessLookupError):

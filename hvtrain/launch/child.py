@@ -11,6 +11,7 @@ from typing import Any
 
 from hvtrain.system.console import signals_held
 
+# A launcher ends its ranks by force 30 s after the first signal (supervisor.py), and at once after the second.
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _LOGS_LINE = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -41,6 +42,7 @@ def started(
 
     output_file = log.open("wb") if log else nullcontext(subprocess.PIPE)
     with output_file as output, signals_held() as release:
+        # Signals are held: Python drops what a handler raises while it forks, so a Ctrl-C would be lost.
         process = subprocess.Popen(
             command,
             env=environment,

@@ -39,7 +39,8 @@ from hvtrain.system import addresses
 def main() -> int:
     """Makes the job of the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
-    end = line.index("--") if "--" in line else len(line)
+    end = [*line, "--"].index("--")
+    # Intermixed, because cluster=KIND may stand before, between and after the options.
     options = parser().parse_intermixed_args(line[:end])
     if end == len(line):
         raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
@@ -80,8 +81,9 @@ class _Run:
 
 def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) -> _Run | None:
     """The run of the arguments after --; None if they only ask to see it composed."""
-    first = arguments[0] if arguments else ""
+    first = next(iter(arguments), "")
     if Path(first).name.startswith("python"):
+        # Only a run has settings in which a cluster's file could pass the number of servers on.
         if options.num_ps and cluster.kind != "ssh":
             raise ConfigError(f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out")
         strategy = {"num_ps": options.num_ps} if options.num_ps else {}
@@ -89,6 +91,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) ->
     if first and "=" not in first and not first.startswith("-"):
         raise ConfigError(f"{first!r} is not a run setting; a command of your own begins with python")
 
+    # Before any rank starts, so that what is wrong is said once and here. Empty after --help or --cfg.
     trees = compose(arguments)
     if not trees:
         return None
@@ -162,6 +165,7 @@ def _job(
 ) -> Job:
     """The job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
+    # Without hosts, this one alone.
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
 
@@ -246,6 +250,7 @@ def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:
     """Writes the command with the environment that it would have here; readable by its owner only, for its values."""
+    # Taken from the shell that runs the script: they belong to a user, a terminal or an agent, or are secret.
     kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", addresses.VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
     values = shlex.join(f"{name}={value}" for name, value in job.environment.items() if name not in kept)

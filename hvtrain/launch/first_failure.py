@@ -44,7 +44,7 @@ _SIGNALS = {128 + number: number.name for number in signal.Signals if number != 
 
 @dataclass(frozen=True)
 class End:
-    """How the first rank ended.
+    """The end of the first rank that ended.
 
     Args:
         rank: its number, or HOST[SLOT] in an elastic job; "" if only a host was lost.
@@ -170,7 +170,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a launch ended.
+    """The cause of a launch's end, and its exit code.
 
     Args:
         who: the rank, or what else failed.

@@ -54,6 +54,7 @@ def main() -> None:
     library = b"".join(path.read_bytes() for path in (Path(horovod.__file__).parent / "tensorflow").glob("mpi_lib*.so"))
     launch.mpi_built = lambda verbose=False: b"MPI_Allreduce" in library
     launch.gloo_built = lambda verbose=False: b"GlooContext" in library
+    # run_commandline calls it first, so that everything is prepared before Horovod acts.
     launch.parse_args = _prepared(launch.parse_args)
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
@@ -97,7 +98,10 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         if by_gloo and args.num_proc:
             changes.give_gloo_time(args)
 
-        folder = Path(os.environ[on_host.MARK]) if on_host.MARK in os.environ else None
+        # Without a supervisor there is no folder, and nobody who needs what would be written there.
+        folder = None
+        if on_host.MARK in os.environ:
+            folder = Path(os.environ[on_host.MARK])
         # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
         if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
             calls = HostCalls((socket.gethostname(),) * args.num_proc)
@@ -128,8 +132,10 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
     args.ssh_port = None
     args.ssh_identity_file = None
+    # It was checked above, with a reason in one line.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
 
+    # Horovod itself gives Open MPI the interfaces of --network-interfaces for the ranks' own traffic.
     if args.nics:
         options = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
         options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *remote_hosts.MPI_NOTICES_CUTS]
@@ -151,6 +157,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
     args.nics = args.nics or {_interface_towards(hosts)}
 
+    # Ranks that run already wait for those that start now, and Horovod prints nothing about it.
     start = driver.ElasticDriver._start_worker_processes
 
     def start_and_report(job: Any, slots: list[Any]) -> None:

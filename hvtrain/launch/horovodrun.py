@@ -22,6 +22,7 @@ def main() -> None:
     output = PrefixedOutput() if keeps_marks else PlainOutput()
     variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
+        # This interpreter, though nothing may be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
         ending = Launch(line, variables, output, Path(folder)).run(Signals())
 

@@ -53,14 +53,16 @@ class Roles:
 
     @property
     def reason(self) -> str:
-        """Why launchers that start equal ranks cannot start these processes; empty if they can.
+        """The reason why launchers that start equal ranks cannot start these processes; empty if they can.
 
         >>> Roles(2, 1).reason
         'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
         """
         if self.num_ps:
             return f"needs a coordinator and {self.num_ps} parameter server(s) besides its {self.num_workers} worker(s)"
-        return "trains all its replicas in one process" if self.num_replicas else ""
+        if self.num_replicas:
+            return "trains all its replicas in one process"
+        return ""
 
     def label(self, rank: int) -> str:
         """A rank as messages name it.
@@ -214,7 +216,7 @@ def place_ranks(job: Job) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How hosts are reached and ranks are started.
+    """Options of a launch: how hosts are reached and ranks are started.
 
     Args:
         ssh: how hosts are reached.
@@ -257,17 +259,20 @@ def launcher_command(
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
-    line.append(f"--{job.controller}")
+    hosts = ""
+    if not options.discovery_script:
+        hosts = hosts_option(_hosts_of_processes(job))
     values = {
         "-np": job.num_processes,
         "--min-np": job.min_ranks,
         "--max-np": job.max_ranks,
         "--host-discovery-script": options.discovery_script,
-        "-H": None if options.discovery_script else hosts_option(_hosts_of_processes(job)),
+        "-H": hosts,
         "--ssh-port": options.ssh.port,
         "--ssh-identity-file": options.ssh.identity_file,
         "--network-interfaces": options.interfaces,
     }
+    line.append(f"--{job.controller}")
     for name, value in values.items():
         if value:
             line += [name, str(value)]

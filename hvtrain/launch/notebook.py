@@ -105,8 +105,9 @@ def _launch(line: list[str], folder: Path) -> None:
         cause = failure("".join(last_lines), process.returncode).removeprefix("FIRST FAILURE ")
         rank = re.match(r"rank \d+ ", cause)
         sys.stderr.writelines(line for line in last_lines if rank and line.startswith(f"[{rank[0]}"))
-        has_logs = any(folder.glob("*.log"))
-        raise RankError(f"{cause}; what each rank said is in {folder}" if has_logs else cause)
+        if any(folder.glob("*.log")):
+            cause = f"{cause}; what each rank said is in {folder}"
+        raise RankError(cause)
 
 
 def _show(lines: Iterable[str], last_lines: deque[str]) -> None:

@@ -26,7 +26,7 @@ _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 class Answer(TypedDict):
-    """How many processes were asked or ended, and oom_kills() then."""
+    """The number of processes that were asked, counted or ended, and oom_kills() then."""
 
     count: int
     oom_kills: int | None
@@ -97,7 +97,7 @@ def _left(mark: str) -> list[int]:
 
 
 def oom_kills() -> int | None:
-    """How many processes this host's kernel has killed for lack of memory since boot; None if it does not say."""
+    """Counts processes that this host's kernel has killed for lack of memory since boot; None if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):

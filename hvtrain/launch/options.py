@@ -40,6 +40,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         more_help=_clusters_help,
     )
+    # clusters/choice.py takes these apart.
     options.add_argument("settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below")
     _add_ranks(options)
     _add_starting(options)
@@ -98,6 +99,7 @@ def _add_starting(parser: Parser) -> None:
     }.items():
         launchers.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=about)
 
+    # -p and -i as ssh itself has them, -np and -H as horovodrun and mpirun.
     group.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config")
     group.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     group.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
@@ -118,6 +120,7 @@ def _add_starting(parser: Parser) -> None:
 
 
 def _add_by_hand(parser: Parser) -> None:
+    # The names that users of TensorFlow know from TF_CONFIG.
     group = parser.add_argument_group("one process by hand", BY_HAND)
     group.add_argument(
         "--job-name",
@@ -159,6 +162,7 @@ def check(options: argparse.Namespace, cluster: Cluster, roles: Roles) -> None:
         "--max-np": options.max_np,
         "--host-discovery-script": options.host_discovery_script,
     }
+    # What only means something where this launcher itself starts the ranks.
     over_ssh = {
         "-p": options.port,
         "-i": options.identity_file,

@@ -101,7 +101,7 @@ class RankOutput:
         if text in _BY_SHELL:
             return
         if line.rank == 0:
-            write(sys.stdout if line.stream == "stdout" else sys.stderr, text)
+            write(getattr(sys, line.stream), text)
         elif text.strip():
             write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
 

@@ -25,6 +25,7 @@ FEWEST_FILES = 128
 ON_HOST = (host_facts, interfaces, on_host)
 
 _FILE = "hosts.json"
+# Hosts that are asked at the same time. Each is an ssh process on this host.
 _PARALLEL_CALLS = 32
 
 # Exit codes by which _LOOK tells a host that lacks something from an ssh that failed (255).
@@ -76,6 +77,16 @@ class HostCalls:
             answers = pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)
             return dict(zip(self.remote, answers))
 
+    def count(self, function: str, mark: str, *arguments: int) -> int:
+        """Calls a function of on_host here, and then on the other hosts until one has ranks. Returns their number."""
+        count: int = getattr(on_host, function)(mark, *arguments)["count"]
+        for host in self.remote:
+            if count:
+                break
+            result = self.call(host, function, mark, *arguments)
+            count = result["count"] if result else 0
+        return count
+
     def call(self, host: str, function: str, mark: str, *arguments: int | None) -> Answer | None:
         """Calls a function of on_host on another host. Returns None if ssh did not reach it."""
         text = request(ON_HOST, function, mark, *arguments)
@@ -85,6 +96,7 @@ class HostCalls:
             return None
 
         result: Answer | None = answer(done.stdout)
+        # ssh was let in, but Python did not run there: the host is not lost, and nothing is known of it.
         if result is None and done.returncode != SSH_FAILED:
             return Answer(count=0, oom_kills=None)
         return result
@@ -199,7 +211,7 @@ def address_towards(host: str) -> str:
 
 
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
-    """What on_host.look returns on another host. Raises RankError if the host cannot take part."""
+    """Calls on_host.look on another host. Raises RankError if the host cannot take part."""
     text = request(ON_HOST, "look", address_towards(host))
     try:
         done = ssh.run(host, ["sh", "-c", _LOOK, sys.executable, str(Path.cwd()), LOADER], text)

@@ -24,6 +24,7 @@ SECONDS_BETWEEN_TRIES = 0.3
 # Connections that the kernel keeps for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
 
+# Of a body, whatever its head says: strangers reach the port too.
 _MAX_BYTES = 1 << 20
 _OK, _NOT_YET, _TOO_LATE, _REFUSED = 200, 404, 408, 409
 _CLAIMS = "/claim"
@@ -54,6 +55,7 @@ class Rendezvous(ThreadingHTTPServer):
 
     def serve(self) -> None:
         """Answers, in threads of its own."""
+        # close() waits for one interval.
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -87,6 +89,7 @@ class Rendezvous(ThreadingHTTPServer):
                     f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
                     "give all the same -np and --num-ps"
                 )
+            # A rank out of range is an IndexError, which handle_error drops with the caller.
             rank = range(num_ranks)[claim["rank"]]
             holder = self._rank_hosts.get(rank)
             if holder:
@@ -95,6 +98,7 @@ class Rendezvous(ThreadingHTTPServer):
             self._rank_hosts[rank] = [str(part) for part in claim["host"]]
             self._changed.notify_all()
             while len(self._rank_hosts) < num_ranks:
+                # In short intervals: nothing notifies of a caller that hangs up.
                 self._changed.wait(0.1)
                 if _has_hung_up(connection):
                     del self._rank_hosts[rank]
@@ -218,6 +222,7 @@ def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], host: S
         try:
             connection.connect()
         except OSError as error:
+            # Rank 0's process may start later than this one.
             if time.monotonic() < deadline:
                 time.sleep(SECONDS_BETWEEN_TRIES)
                 continue

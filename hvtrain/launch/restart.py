@@ -20,6 +20,7 @@ from hvtrain.launch.supervisor import SECONDS_TO_BEGIN, Ending, Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
+# After so many failures a host is left out, if the others are enough.
 FAILURES_OF_A_BAD_HOST = 2
 
 
@@ -51,13 +52,7 @@ def run(
         if attempt:
             # One second, then twice as long each time.
             seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-            absent = remote_hosts.absent([host.name for host in job.hosts], options.ssh)
-            step = notes.newest_step(Path(run_dir)) if run_dir else None
-            needed = min_ranks or job.num_ranks
-            remaining = _remaining_job(job, needed, num_failures, absent, step)
-            plan = f"is left out, for {needed} ranks need more hosts: {'; '.join(absent.values())}"
-            if remaining:
-                plan = f"in {seconds:g} s, from the newest checkpoint{_here(step)}, on {hosts_option(remaining.hosts)}"
+            remaining, plan = _plan_restart(job, options, run_dir, min_ranks or job.num_ranks, num_failures, seconds)
             console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
 
             signals.received.wait(seconds)
@@ -69,11 +64,14 @@ def run(
                 continue
             current = remaining
 
-        # A folder for each attempt, after those of earlier launches.
-        number = 1 + sum(1 for _ in logs.glob("attempt-*"))
-        attempt_logs = logs / f"attempt-{number:04d}" if max_restarts else logs
+        attempt_logs = logs
+        if max_restarts:
+            # After those of earlier launches.
+            number = 1 + sum(1 for _ in logs.glob("attempt-*"))
+            attempt_logs = logs / f"attempt-{number:04d}"
         ending = _run_once(current, options, attempt_logs, signals)
         code = ending.code
+        # Any other code would come again, and after a signal nobody waits for a restart.
         if code != RESTART_HELPS or signals.first is not None:
             break
         if ending.failure:
@@ -81,32 +79,38 @@ def run(
     return code
 
 
-def _here(step: int | None) -> str:
-    """The checkpoint on this host. Others may hold a newer one: the run looks there, and says which one it takes."""
-    return "" if step is None else f" (here: {notes.folder_name(step)})"
-
-
-def _remaining_job(
+def _plan_restart(
     job: Job,
+    options: LaunchOptions,
+    run_dir: str | None,
     min_ranks: int,
     num_failures: Mapping[str, int],
-    absent: Collection[str],
-    step: int | None,
-) -> Job | None:
-    """The job on the hosts that are left, whose ranks are told the newest checkpoint here; None if these are too few.
+    seconds: float,
+) -> tuple[Job | None, str]:
+    """The job on the hosts that are left, None if they are too few, and a message about it.
 
-    The hosts of an elastic job stay those that its discovery script prints.
+    Its ranks are told the newest checkpoint here. The hosts of an elastic job are those that its discovery script
+    prints.
     """
     hosts = job.hosts
     num_ranks = job.num_ranks
     if hosts:
+        # A host that is down is left out until it answers again.
+        absent = remote_hosts.absent([host.name for host in hosts], options.ssh)
         choice = choose_hosts(hosts, num_ranks, min_ranks, num_failures, absent)
         if choice is None:
-            return None
+            return None, f"is left out, for {min_ranks} ranks need more hosts: {'; '.join(absent.values())}"
         hosts, num_ranks = choice
 
-    note = {} if step is None else notes.to_ranks(step, socket.gethostname())
-    return replace(job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note})
+    checkpoint = "the newest checkpoint"
+    note = {}
+    step = notes.newest_step(Path(run_dir)) if run_dir else None
+    if step is not None:
+        # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
+        checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
+        note = notes.to_ranks(step, socket.gethostname())
+    remaining = replace(job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note})
+    return remaining, f"in {seconds:g} s, from {checkpoint}, on {hosts_option(hosts)}"
 
 
 def choose_hosts(
@@ -144,6 +148,7 @@ def _run_once(job: Job, options: LaunchOptions, logs: Path, signals: Signals) ->
     output = RankOutput(logs, rank_hosts)
     job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})
     variables = environment.for_launcher(os.environ, job.environment)
+    # Lines arrive when they are printed, not when a buffer is full.
     variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         launch = Launch(

@@ -33,14 +33,14 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached: `-p` and `-i` of horovodrun. Users and the rest belong into ~/.ssh/config."""
+    """Options of ssh: `-p` and `-i` of horovodrun. Users and all others belong into ~/.ssh/config."""
 
     port: int | None = None
     identity_file: str | None = None
 
     @property
     def options(self) -> list[str]:
-        """What stands between ssh and the host. A new host becomes known; one whose key has changed is refused."""
+        """The words between ssh and the host. A new host becomes known; one whose key has changed is refused."""
         settings = [
             "BatchMode=yes",
             "StrictHostKeyChecking=accept-new",
@@ -74,9 +74,9 @@ class Ssh:
         )
 
     def trouble(self, host: str, output: str) -> str:
-        """Why ssh failed and what to do, in one line, from its error output."""
+        """Explains in one line, from its error output, why ssh failed and what to do."""
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        last = lines[-1] if lines else "it said nothing"
+        last = ["it said nothing", *lines][-1]
         reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
 

@@ -22,16 +22,19 @@ from hvtrain.launch.output import PlainOutput, PrefixedOutput, RankOutput
 from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
+# After a signal, until all ranks are ended by force: they save within the first time, and only stop within the second.
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
+# Until a rank runs on any host. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 SECONDS_BETWEEN_LOOKS = 30.0
+# For what is still in the pipes when the launcher has ended.
 SECONDS_FOR_LAST_LINES = 5.0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended. failure is None if all went well, after Ctrl-C, and if no rank was started."""
+    """The end of a launch. failure is None if all went well, after Ctrl-C, and if no rank was started."""
 
     code: int
     failure: Failure | None = None
@@ -55,6 +58,7 @@ class Signals:
     def pass_to(self, handler: Callable[[int], None] | None) -> None:
         """Calls the handler for signals from now on, and at once for those that were waiting."""
         self._handler = handler
+        # A signal may arrive before an attempt, or between two.
         while handler and self._waiting:
             handler(self._waiting.pop(0))
 
@@ -91,6 +95,7 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
+        # The child inherits the limit. Whatever joins a thousand ranks opens files for each of them.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -98,6 +103,7 @@ class Launch:
         self._label = label
         self._seconds_to_begin = seconds_to_begin
 
+        # This host's count half a minute to a minute ago, and the one after it.
         self._oom_kills = on_host.oom_kills()
         self._later_oom_kills = self._oom_kills
         self._signals: list[int] = []
@@ -136,10 +142,11 @@ class Launch:
         readers = [_in_background(read, stream) for read, stream in zip(self._output.readers, self._streams)]
         try:
             code = self._wait_for_child()
+            # After a failure ranks may be left on any host. The others' answers tell which of them are lost.
             answers = self._clear() if code else {}
             for reader in readers:
                 reader.join(SECONDS_FOR_LAST_LINES)
-            return self._ending(code, answers) if code else Ending(0)
+            return self._ending(code, answers)
         finally:
             signals.pass_to(None)
 
@@ -157,6 +164,7 @@ class Launch:
 
         seconds = SECONDS_TO_SAVE
         if number == signal.SIGHUP:
+            # The launcher ends its ranks by itself, and nothing is saved.
             self._pass_on(number)
             seconds = SECONDS_TO_STOP
         else:
@@ -167,6 +175,9 @@ class Launch:
 
     def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
         """Tells why the launcher ended with this code. answers: those of the other hosts to on_host.clear."""
+        if code == 0:
+            return Ending(0)
+
         hosts = self._hosts()
         if self._began_too_late:
             names = ", ".join(dict.fromkeys(hosts.rank_hosts))
@@ -175,16 +186,20 @@ class Launch:
                 "ps shows, or give more time with --start-timeout"
             )
 
-        signal_name = signal.Signals(self._signals[0]).name if self._signals else "SIGUSR1"
+        number = next(iter(self._signals), signal.SIGUSR1)
+        signal_name = signal.Signals(number).name
         if self._signals and (self._was_forced or not self._was_asked):
             # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
-            code = RESTART_HELPS if self._signals[0] == signal.SIGTERM else 128 + self._signals[0]
-            return Ending(code, _of_all(f"ended by force after {signal_name}", code) if self._was_forced else None)
-        if self._signals and self._signals[0] == signal.SIGINT:
+            code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
+            if not self._was_forced:
+                return Ending(code)
+            return Ending(code, _of_all(f"ended by force after {signal_name}", code))
+        if number == signal.SIGINT:
             return Ending(INTERRUPTED)  # Rank 0 has told what was saved.
 
         listener = self._output.listener
         if listener.first is None:
+            # No rank was started, and the launcher has told why.
             if code > 0:
                 return Ending(code)
             return _launcher_failed(f"killed by {signal.Signals(-code).name}; {AGAIN}")
@@ -205,6 +220,7 @@ class Launch:
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Mapping[str, Answer | None]) -> set[str]:
         """The hosts whose kernel has killed processes for lack of memory during the launch."""
         short = {host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])}
+        # A host that is not remote is this one, by the name that -H gives it.
         if _grew(self._oom_kills, on_host.oom_kills()):
             short |= {*hosts.rank_hosts} - hosts.remote.keys()
         return short
@@ -232,25 +248,13 @@ class Launch:
     def _has_begun(self) -> bool:
         """True once a rank runs on any host; also if it is not known where ranks are to run."""
         hosts = self._hosts()
-        mark = str(self._folder)
-        if not hosts.rank_hosts or on_host.begun(mark)["count"]:
-            return True
-
-        answers = [hosts.call(host, "begun", mark) for host in hosts.remote]
-        return any(answer and answer["count"] for answer in answers)
+        return not hosts.rank_hosts or hosts.count("begun", str(self._folder)) > 0
 
     def _ask(self, number: int) -> None:
         """Asks the ranks of this host to stop, or of the first other host that has any: they tell all the others."""
+        # To ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
-        count = on_host.ask(str(self._folder), request)["count"]
-        if not count:
-            hosts = self._hosts()
-            for host in hosts.remote:
-                answer = hosts.call(host, "ask", str(self._folder), request)
-                count = answer["count"] if answer else 0
-                if count:
-                    break
-
+        count = self._hosts().count("ask", str(self._folder), request)
         self._was_asked = self._was_asked or count > 0
         if count and number == signal.SIGINT:
             console.say_stopping()

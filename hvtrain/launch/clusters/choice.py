@@ -79,6 +79,7 @@ def choose(arguments: list[str], folders: list[Path]) -> Cluster:
     Such a file holds `kind: slurm` and settings, which the command line overrides. Raises ConfigError.
     """
     values: dict[str, str] = {}
+    # All that stands before -- and is no option.
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or (name != "cluster" and not name.startswith("cluster.")):
@@ -86,6 +87,7 @@ def choose(arguments: list[str], folders: list[Path]) -> Cluster:
         values[name] = value
 
     kind = values.pop("cluster", "ssh")
+    # The first folder that has such a file wins.
     tree: dict[str, Any] = {}
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"
@@ -131,11 +133,12 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
     """The text of a file, from the first cluster/NAME.j2 in the folders and then in conf/. Raises ConfigError."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder / "cluster" for folder in (*folders, CONFIGS)]),
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # A misspelled name in a template is an error, and not an empty text.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    # So that any text arrives as it was: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
     environment.filters.update(quote=quote, yaml=yaml_text)
     try:
         return environment.get_template(f"{name}.j2").render(values)

@@ -39,7 +39,7 @@ class ClusterKind:
     starts_roles: ClassVar[bool] = False
 
     def values(self, job: Job) -> dict[str, Any]:
-        """What the templates need besides job and settings. Raises ConfigError for what cannot start there."""
+        """Returns what the templates need besides job and settings. Raises ConfigError for what cannot start there."""
         raise NotImplementedError
 
     def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
@@ -82,6 +82,7 @@ class Slurm(ClusterKind):
     idle_requeues: int = setting(3, "times in a row that a job without a newer checkpoint is started again", low=0)
 
     def values(self, job: Job) -> dict[str, Any]:
+        # Either number follows from the other; with neither, one host takes all ranks.
         nodes = self.nodes or max(1, job.num_ranks // (self.ranks_per_node or job.num_ranks))
         ranks_per_node = self.ranks_per_node or job.num_ranks // nodes
         # sbatch asks for the same number of ranks on all hosts.
@@ -208,6 +209,7 @@ class MpiJob(ClusterKind):
             "a place to mount data; give an absolute path without a colon",
         )
 
+        # An elastic job gets as many pods as it may ever use, and each takes the same number of ranks.
         max_ranks = max(job.num_ranks, job.max_ranks or 0)
         ranks = self.ranks_per_worker
         if max_ranks % ranks:
@@ -308,6 +310,7 @@ class Spark(ClusterKind):
 
         if self.deploy_mode == "cluster" and self.master != "yarn":
             raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {self.master}; choose client")
+        # A relative run folder would be in a container of YARN's, and go with it.
         if self.deploy_mode == "cluster" and not any(argument.startswith("run.dir=/") for argument in job.command):
             raise ConfigError(
                 "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
@@ -315,6 +318,7 @@ class Spark(ClusterKind):
         if self.gpus_per_rank > 1:
             raise ConfigError(f"cluster.gpus_per_rank={self.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
 
+        # All executors of an application are alike.
         executors = self.executors or job.num_ranks
         ranks_per_executor, remainder = divmod(job.num_ranks, executors)
         if remainder:
