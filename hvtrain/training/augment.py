@@ -74,7 +74,7 @@ def _target_kind(
     spec: tf.TensorSpec,
     has_weights: bool,
 ) -> Labels | Masks:
-    """How layers see the targets: masks move with the images, labels are mixed as numbers."""
+    """Chooses how layers see targets: masks move with images, labels are mixed as numbers."""
     if task.targets_are_masks:
         ignored_label = getattr(task, "ignored_label", None)
         return Masks(0 if ignored_label is None else ignored_label)

@@ -174,7 +174,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
 
 
 def _device_kind() -> str:
-    """What this rank computes on: the GPU's model, or CPU."""
+    """The kind of device that this rank computes on: the GPU's model, or CPU."""
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return "CPU"

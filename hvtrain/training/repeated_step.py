@@ -22,7 +22,7 @@ BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
 
 
 class Origin(NamedTuple):
-    """Where a value is not finite. Origins compare in the order in which a step comes to them.
+    """A value that is not finite. Origins compare in the order in which a step comes to them.
 
     position is the order within the phase: the number of the call in a forward pass, its negative
     on the way back.
@@ -96,9 +96,9 @@ def first_not_finite(
 ) -> Origin | None:
     """Finds the first value of a train step that is not finite.
 
-    Every rank calls it, since a loss may be joint. The step goes as the model's own, augmentation
-    and loss scale included, but changes no weight. Batch and weights come first, then outputs of
-    layers, the loss, and gradients on their way back.
+    Every rank calls it, since a loss may be joint. The step is the model's own, with augmentation
+    and loss scale, but it changes no weight. Batch and weights come first, then outputs of layers,
+    the loss, and gradients on their way back.
 
     Args:
         model: A compiled model whose optimizer is built.

@@ -96,7 +96,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at step 0, or at a checkpoint.
+    """The start of a run, at step 0 or at a checkpoint.
 
     Args:
         name: The checkpoint's name; None: the run begins.

@@ -147,7 +147,7 @@ def refuse_files_of_others(folder: Path) -> None:
     if not others:
         return
     first_line = CONFIG_HEADER.splitlines()[0]
-    # A run's own configuration is told by its first line.
+    # The first line tells the configuration of a run from any other.
     try:
         is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):

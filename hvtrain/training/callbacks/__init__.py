@@ -1,1 +1,1 @@
-"""Callbacks of a run, each with one effect. Their order is in order.py."""
+"""Callbacks of a run, each with one effect. make_callbacks.py has their order."""

@@ -234,7 +234,7 @@ class Checkpointing(_Saving):
         return self.validation.latest_step == self.position.step
 
     def _minutes_due(self) -> bool:
-        """Asks the chief's clock, for all (every rank)."""
+        """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
         steps = STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
@@ -246,7 +246,7 @@ class Checkpointing(_Saving):
 
         Raises the error of the writer's previous write, if any.
         """
-        # Moving statistics follow each rank's own batches. Saved is what a validation would take.
+        # Moving statistics follow each rank's own batches; the checkpoint gets their means.
         self.weights.average_untrained()
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)

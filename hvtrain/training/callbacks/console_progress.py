@@ -82,7 +82,7 @@ class Progress(RunCallback):
         return f"{self.position.step / self.position.plan.num_steps:.0%}"
 
     def _line(self, logs: dict[str, Any]) -> str:
-        """What Keras's bar shows, for what was done of the epoch, and how far the run is."""
+        """Formats what Keras's bar shows of an epoch, and how far the run is."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
         return ", ".join(
@@ -168,7 +168,7 @@ def display() -> LiveDisplay | Sender | None:
 
 
 def shares(times: StepTimes, num_ranks: int) -> str:
-    """Where the time of these steps went on this rank, in percent; empty if there was none.
+    """Shares of the time of these steps on this rank, in percent; empty if there was none.
 
     >>> shares(StepTimes(steps=10, data=0.1, compute=0.7, communication=0.2), num_ranks=2)
     'data 10%, compute 70%, communication 20%'

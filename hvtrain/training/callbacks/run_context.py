@@ -1,4 +1,4 @@
-"""What a run's callbacks share: the run, its model, how far it is, and the report that they fill.
+"""State that a run's callbacks share: the run, its model, its position, and the report they fill.
 
 Position is the first callback of a run; the others read it.
 """

@@ -15,12 +15,18 @@ WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of a step: means over the ranks.
+    """The time of a step by purpose, and the slowest rank.
 
-    The slowest rank has the most work of its own in a step. efficiency: the speed relative to a run
-    whose reductions take no time. It and the time of
-        communication are None
-    where one process leads replicas or workers, whose exchange it does not see.
+    Args:
+        data_seconds: Wait for a batch, mean over the ranks.
+        compute_seconds: Forward, backward and update, mean over the ranks.
+        communication_seconds: Reduction and the wait for slower ranks, mean over the ranks. None
+            where one process leads replicas or workers, whose exchange it does not see.
+        efficiency: Speed relative to a run whose reductions take no time; None as above.
+        slowest_rank: The rank with the most work of its own in a step.
+        slowest_host: Its host.
+        slowest_seconds: Its own work in a step.
+        median_seconds: The median of the ranks' own work.
     """
 
     data_seconds: float
