@@ -301,7 +301,7 @@ class Strategy:
         # Each batch is progress for the watchdog, which would else take a long validation for a
         # hang.
         progress = self.watchdog.progress
-        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda *_: progress.beat())
+        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
         callbacks = [beat, *callbacks]
         with self.watchdog.phase(VALIDATION), warnings.catch_warnings():
             # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
