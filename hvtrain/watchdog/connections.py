@@ -33,7 +33,7 @@ SECONDS_TO_JOIN = 10.0
 
 
 class Kind(str, Enum):
-    """What a message is: the value of its "kind". Each line names the other values of the message."""
+    """Kinds of messages, the value of "kind" in each. The comments name the other values."""
 
     # From the hub to a new connection, which answers with its rank, proof, host, process and status.
     CHALLENGE = "challenge"  # challenge
@@ -58,6 +58,13 @@ class Kind(str, Enum):
     # What the connection's end becomes: closed by the other side, or by the kernel for a lost host or network.
     GONE = "gone"
     CUT = "cut"
+
+
+# The end of a message about a rank whose connection ended so.
+LOSS = {
+    Kind.GONE: "is gone (killed, or its host is lost)",
+    Kind.CUT: "cannot be reached any more (its host is down, or the network is cut)",
+}
 
 
 class WireError(Exception):
@@ -96,8 +103,11 @@ def proof(token: str, challenge: str, rank: int) -> str:
 
 def end_of(error: Exception) -> Kind:
     """CUT if the kernel gave up on the network; GONE if the other end closed the connection, or sent nonsense."""
-    is_cut = isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-    return Kind.CUT if is_cut or isinstance(error, TimeoutError) else Kind.GONE
+    if isinstance(error, TimeoutError):
+        return Kind.CUT
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return Kind.CUT
+    return Kind.GONE
 
 
 def notice_cuts(connection: socket.socket) -> None:

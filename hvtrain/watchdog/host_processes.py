@@ -39,7 +39,7 @@ def machine_id(namespace: str = "pid") -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """How other processes of its machine find a process again, although its number may have been reused.
+    """A process as others of its machine find it again, although its number may have been reused.
 
     Args:
         machine: its machine_id().
@@ -58,7 +58,7 @@ class Process:
         return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """Why it may not answer; empty if it just runs."""
+        """The reason why it may not answer; empty if it just runs."""
         try:
             process = psutil.Process(self.number)
             if abs(process.create_time() - self.started) >= _START_TOLERANCE_SECONDS:

@@ -12,8 +12,8 @@ from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import ending, judge
-from hvtrain.watchdog.connections import Connection, Connections, Kind, Message
-from hvtrain.watchdog.judge import CUT, GONE, RankState, StopReason
+from hvtrain.watchdog.connections import LOSS, Connection, Connections, Kind, Message
+from hvtrain.watchdog.judge import RankState, StopReason
 from hvtrain.watchdog.member import Member
 from hvtrain.watchdog.progress import Status, SuspensionClock
 
@@ -70,43 +70,72 @@ class Hub:
         self._connections.close()
 
     def _take(self, connection: Connection, message: Message) -> None:
-        """Handles a message of a rank, and answers it."""
+        """Handles a message of a rank, and answers it if the rank is still there."""
         state = connection.state
         assert state
         kind = message["kind"]
+        if kind in (Kind.GONE, Kind.CUT):
+            self._note_loss(state, Kind(kind))
+            return
+        if kind == Kind.BYE:
+            self._connections.close_one(connection)
+            self._is_open = state.rank != 0
+            return
+
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
             state.heard = time.monotonic()
-        elif kind == Kind.FAILED and not self._rules.survives_loss:
-            # An error in the data may name its rank itself.
-            text = str(message["text"]).removeprefix(f"{state.name}: ")
-            self._stop(StopReason(f"{state.name} failed: {text}", int(message["code"]), state.rank, is_failure=True))
+        elif kind == Kind.FAILED:
+            self._note_failure(state, str(message["text"]), int(message["code"]))
         elif kind == Kind.LOST:
             self._stop(StopReason(str(message["text"]), RESTART_HELPS, message["rank"]))
-        elif kind == Kind.SIGNAL and not self._passes_signal:
-            self._passes_signal = True
-            timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [int(message["number"])])
-            timer.daemon = True
-            timer.start()
+        elif kind == Kind.SIGNAL:
+            self._pass_signal(int(message["number"]))
         elif kind == Kind.STACKS:
-            # A rank that another one woke also sends its own stacks, which are of a later moment.
-            if message["rank"] != state.rank or state.rank not in self._woken:
-                self._stacks[message["rank"]] = str(message["text"])
-                self._process_states[message["rank"]] = str(message["state"])
+            self._keep_stacks(state.rank, message)
         elif kind == Kind.ASK:
-            if judge.silent_ranks(self._ranks(), time.monotonic(), self._rules):
-                self._collect_stacks(time.monotonic())
-        elif kind in (Kind.GONE, Kind.CUT) and not self._rules.survives_loss:
-            is_cut = kind == Kind.CUT
-            text = f"{state.name} {CUT if is_cut else GONE}"
-            self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
-            self._lost_at = self._lost_at or time.monotonic()
-        elif kind == Kind.BYE:
-            self._connections.close_one(connection)
-            self._is_open = state.rank != 0
+            self._look_for_silence()
+        connection.send(Kind.HEARD)
 
-        if kind not in (Kind.GONE, Kind.CUT, Kind.BYE):
-            connection.send(Kind.HEARD)
+    def _note_loss(self, state: RankState, kind: Kind) -> None:
+        """Remembers a lost rank. The reason to stop waits for those that are lost together with it."""
+        if self._rules.survives_loss:
+            return
+        text = f"{state.name} {LOSS[kind]}"
+        self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=kind == Kind.CUT))
+        self._lost_at = self._lost_at or time.monotonic()
+
+    def _note_failure(self, state: RankState, text: str, code: int) -> None:
+        """Stops the run for a rank's own error."""
+        if self._rules.survives_loss:
+            return
+        # An error in the data may name its rank itself.
+        text = text.removeprefix(f"{state.name}: ")
+        self._stop(StopReason(f"{state.name} failed: {text}", code, state.rank, is_failure=True))
+
+    def _pass_signal(self, number: int) -> None:
+        """Sends this process the first signal that another rank received, unless one arrives here too."""
+        if self._passes_signal:
+            return
+        self._passes_signal = True
+        timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [number])
+        timer.daemon = True
+        timer.start()
+
+    def _keep_stacks(self, sender: int, message: Message) -> None:
+        """Keeps the stacks that a rank sent, its own or those of a rank that it woke."""
+        rank = message["rank"]
+        # A rank that another one woke also sends its own stacks, which are of a later moment.
+        if rank == sender and rank in self._woken:
+            return
+        self._stacks[rank] = str(message["text"])
+        self._process_states[rank] = str(message["state"])
+
+    def _look_for_silence(self) -> None:
+        """Asks for stacks, before the limit, if a rank is silent: another one's main thread is in an error already."""
+        now = time.monotonic()
+        if judge.silent_ranks(self._ranks(), now, self._rules):
+            self._collect_stacks(now)
 
     def _ranks(self) -> list[RankState]:
         connections = sorted(self._connections.ranks.items())
@@ -159,15 +188,16 @@ class Hub:
         self._stalled = (now, [replace(state) for state in self._ranks()])
 
         ranks = self._connections.ranks
-        processes = {rank: vars(connection.process) for rank, connection in ranks.items() if connection.process}
+        processes = {rank: connection.process for rank, connection in ranks.items() if connection.process}
         silent = {state.rank for state in judge.silent_ranks(self._ranks(), now, self._rules)}
         wakers: dict[int, list[Any]] = {}
         for rank in sorted(silent):
-            machine = processes[rank]["machine"]
-            peers = [peer for peer in ranks.keys() - silent if processes[peer]["machine"] == machine]
+            process = processes[rank]
+            peers = [peer for peer in ranks.keys() - silent if processes[peer].machine == process.machine]
             if peers:
                 self._woken.add(rank)
-                wakers.setdefault(min(peers), []).append({"rank": rank, "process": processes[rank]})
+                wakers.setdefault(min(peers), []).append({"rank": rank, "process": vars(process)})
+
         for rank, connection in ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
@@ -178,7 +208,8 @@ class Hub:
         stacks = {state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n" for state in ranks}
         where = ending.write_stacks(folder, stacks)
 
-        text = f"{judge.describe(ranks, began, rules, self._process_states)}; {where}{ending.resume_advice(folder)}"
+        description = judge.describe(ranks, began, rules, self._process_states)
+        text = f"{description}; {where}{ending.resume_advice(folder)}"
         seconds = judge.stalled_seconds(ranks, began, rules.limit)
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): {text}"

@@ -8,8 +8,6 @@ from hvtrain.watchdog.progress import DATA, FORWARD, REDUCTION, WAITING, Status
 
 # Before the first step has ended, programs are compiled, files found and caches filled.
 PATIENCE_AT_START = 3
-GONE = "is gone (killed, or its host is lost)"
-CUT = "cannot be reached any more (its host is down, or the network is cut)"
 # A rank that misses so many of its beats is silent, not late.
 BEATS_UNTIL_SILENT = 10
 # A main thread that others' end has freed says more than the watchdog; one that is blocked forever says nothing.
@@ -32,7 +30,7 @@ class Rules:
 
     @property
     def main_thread_seconds(self) -> float:
-        """How long the main thread may take to notice a lost rank before its process is ended.
+        """Seconds that the main thread has to notice a lost rank before its process is ended.
 
         Where it goes on without that rank, it may be as slow as at anything else.
         """
@@ -65,7 +63,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why the run cannot go on, for all ranks to say. (A launcher is told by a line of system/verdict.py.)
+    """The reason why the run cannot go on, which all ranks print. (A launcher reads another, system/verdict.py.)
 
     Args:
         text: the reason.
@@ -83,7 +81,7 @@ class StopReason:
 
 
 def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> float:
-    """For how long the run has made no progress, if that is the limit or more; else 0.
+    """Seconds for which the run has made no progress, if they are the limit or more; else 0.
 
     One rank's progress is the run's, for the others may wait for it. A rank that does not answer makes none.
     """
@@ -94,8 +92,9 @@ def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> flo
         return silent
 
     idle = min(state.idle(now) for state in ranks)
-    patience = 1 if all(state.status.started for state in ranks) else PATIENCE_AT_START
-    return idle if idle >= limit * patience else 0.0
+    if not all(state.status.started for state in ranks):
+        limit *= PATIENCE_AT_START
+    return idle if idle >= limit else 0.0
 
 
 def silent_ranks(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankState]:
@@ -124,8 +123,10 @@ def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Ma
     guilty = culprits(ranks, now, rules)
     if guilty:
         parts = [_describe_one(state, now, rules, processes.get(state.rank, "")) for state in guilty[:3]]
-        more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
-        return ", ".join(parts) + more
+        text = ", ".join(parts)
+        if len(guilty) > 3:
+            text = f"{text} and {len(guilty) - 3} more"
+        return text
 
     states = {(state.status.step, state.status.phase): state for state in reversed(ranks)}
     if len(states) > 1:

@@ -14,6 +14,7 @@ from hvtrain.errors import RESTART_HELPS, UserError, in_one_line
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
 from hvtrain.watchdog.connections import (
+    LOSS,
     SECONDS_TO_JOIN,
     Kind,
     Lines,
@@ -26,8 +27,6 @@ from hvtrain.watchdog.connections import (
 )
 from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
 from hvtrain.watchdog.judge import (
-    CUT,
-    GONE,
     PATIENCE_AT_START,
     SECONDS_FOR_THE_MAIN_THREAD,
     Rules,
@@ -68,7 +67,7 @@ class Watchdog:
         """Tells the other ranks why this one leaves them."""
 
     def cause(self, seconds: float = 3.0) -> StopReason | None:
-        """Why the others are gone; None if nobody knows. The main thread asks, and then ends the process itself."""
+        """Returns why the others are gone; None if nobody knows. The main thread then ends the process itself."""
         return None
 
     def wait(self) -> StopReason | None:
@@ -267,10 +266,7 @@ class Member(Watchdog):
             self._is_ending = True
             self._send(Kind.STACKS, rank=self._rank, text=self.stacks.text(), state="")
             for silent in message["wake"]:
-                process = Process(**silent["process"])
-                state = process.state()
-                text = "" if state == ENDED else process.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
-                self._send(Kind.STACKS, rank=silent["rank"], text=text, state=state)
+                self._wake(silent["rank"], Process(**silent["process"]))
         elif kind == Kind.END:
             ending.end(RESTART_HELPS)
         elif kind == Kind.BYE:
@@ -279,8 +275,15 @@ class Member(Watchdog):
                 self._closed.set()
         elif kind in (Kind.GONE, Kind.CUT):
             self._connection = None
-            is_cut = kind == Kind.CUT
-            self._stop(self._loss(f"rank 0 {CUT if is_cut else GONE}", 0, is_cut))
+            self._stop(self._loss(f"rank 0 {LOSS[Kind(kind)]}", 0, is_cut=kind == Kind.CUT))
+
+    def _wake(self, rank: int, process: Process) -> None:
+        """Wakes a silent rank of this machine, and sends rank 0 its stacks."""
+        state = process.state()
+        text = ""
+        if state != ENDED:
+            text = process.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
+        self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
     def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
         return StopReason(f"{text}; {ending.resume_advice(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
@@ -324,24 +327,29 @@ class Member(Watchdog):
 
         The other ranks take turns, for the first to act wakes rank 0, and it tells the rest.
         """
-        limit = self.rules.limit if started else self.rules.limit * PATIENCE_AT_START
+        limit = self.rules.limit
         if self._is_asked:
             limit = self.rules.silent_after
+        elif not started:
+            limit *= PATIENCE_AT_START
         turn = min(self._rank - 1, 10) * self.rules.beat_seconds
         if silent < limit + turn:
             return
 
         self._is_ending = True
-        hub = self._hub if self._hub and self._hub.is_here() else None
-        state = hub.state() if hub else ""
         text = f"rank 0 has not answered since {wall_clock(silent)}"
-        if state:
-            text = f"{text}, it is {state}"
+        hub = self._hub
+        is_here = hub is not None and hub.is_here()
+        state = ""
+        if hub and is_here:
+            state = hub.state()
+            if state:
+                text = f"{text}, it is {state}"
         # The first message that it reads when it wakes up.
         self._send(Kind.LOST, text=text, rank=0)
 
         stacks = {self._rank: self.stacks.text()}
-        if hub and state != ENDED:
+        if hub and is_here and state != ENDED:
             stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
         where = ending.write_stacks(self.folder, stacks)
         self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
@@ -353,7 +361,9 @@ class Member(Watchdog):
             ending.say(text, self._rank, reason.rank)
             self._launcher.end_daemon()
         else:
+            # The others write it too, in case the first is gone.
             wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
             ending.say(text, self._rank, reason.rank, wait_seconds)
-            time.sleep(SECONDS_FOR_THE_LAUNCHER if reason.is_cut else 0.0)
+            if reason.is_cut:
+                time.sleep(SECONDS_FOR_THE_LAUNCHER)
         ending.end(reason.code)
