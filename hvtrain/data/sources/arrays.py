@@ -105,7 +105,7 @@ class ArraySource(MemorySource):
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
-        if self._range:  # Also if fit_as() took them from the run's folder.
+        if self._range:  # Fitted already, or taken from the run's folder by fit_as().
             return
 
         images = train.elements[0]
@@ -120,7 +120,7 @@ class ArraySource(MemorySource):
             "mean": np.asarray(self.transform.mean),
             "scale": np.asarray(self.transform.scale),
             "range": np.asarray(self._range),
-            # The file keeps an array's type: this one is there for its type alone.
+            # An empty array, since the file keeps the type of an array.
             "dtype": np.zeros(0, self._dtype),
         }
         return {FITTED_FILE: safetensors.save(arrays)}
@@ -139,7 +139,7 @@ class ArraySource(MemorySource):
             self.fit(self.parts()["train"])
 
     def preprocessing(self) -> Preprocessing:
-        # No stream has fitted it, if the run had nothing left to do.
+        # A run that had nothing left to do has opened no stream, which would have fitted it.
         self._fit_once()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
@@ -170,7 +170,7 @@ class ArraySource(MemorySource):
         images, *targets = elements
         where = f"{self.name}, {split} ({self.origin})"
 
-        # What users have, before an axis of channels is added.
+        # The shape that users have, before an axis of channels is added.
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
         if images.ndim == 3:  # Without channels.
@@ -185,7 +185,7 @@ class ArraySource(MemorySource):
         return super().check(split, images, *targets)
 
     def _checked_labels(self, targets: np.ndarray, num_images: int, where: str) -> np.ndarray:
-        """Returns class indices [n]. Raises DataError for a wrong number, or values that are no classes."""
+        """Returns class indices [n]. Raises DataError for too few, too many, or wrong ones."""
         labels = class_indices(targets, where)
         if len(labels) != num_images:
             raise DataError(f"{where}: {num_images} images but {len(labels)} labels; each image needs one")

@@ -101,6 +101,7 @@ def _read_folder(folder: Path) -> Arrays:
     arrays = {}
     for split, names in FILES.items():
         for name in names:
+            # Otherwise nothing would name a file that was cut.
             size = (folder / name).stat().st_size
             if size != file_bytes:
                 raise DataError(f"{folder / name}: {file_bytes} bytes expected, {size} found; fetch the file again")

@@ -71,7 +71,7 @@ def digits_traits(
 
 
 def _image_options(num_validation: int, standardize: str, shift_pixels: int) -> dict[str, Any]:
-    """Returns what both sources tell ArraySource."""
+    """Returns the arguments that both sources give to ArraySource."""
     return {
         "image_shape": (8, 8, 1),
         "origin": "inside scikit-learn",
@@ -93,7 +93,7 @@ def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Ca
     def load() -> Arrays:
         images, labels = read()
         targets = targets_of(labels)
-        # By class, whatever the targets are: both sources have the same test part.
+        # Stratified by class for both sources, so that their test parts are the same.
         is_test = stratified(labels, num_test)
         return {
             "train": (images[~is_test], targets[~is_test]),

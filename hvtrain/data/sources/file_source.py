@@ -66,8 +66,8 @@ class FileSource(NotesFailure, StreamedSource):
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform
         self._new: list[Unreadable] = []  # Left out since the last call of unreadable().
-        # The locations of all that was left out: an example counts once, though every epoch meets
-        # it.
+        # The locations of all that was left out: every epoch meets such an example again, but it
+        # counts once.
         self._noted: set[str] = set()
 
     @abstractmethod
@@ -128,7 +128,7 @@ class FileSource(NotesFailure, StreamedSource):
 
 
 class _BatchRepair:
-    """Reads what can be read of a stream's failed batches, each example alone, in plain Python.
+    """Reads the good examples of a stream's failed batches, each alone, in plain Python.
 
     Args:
         source: locates the examples that fail, and notes them.
@@ -246,6 +246,7 @@ def read_batches(
         either = whole.concatenate(single.map(repaired)).take(1)
         return either.map(lambda *pair: postprocess(step, *pair))
 
+    # Several batches are read at a time, and still come in order.
     threads = cores.each(topology.local_size)
     return batches.interleave(
         whole_or_repaired,

@@ -36,7 +36,7 @@ LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 class HuggingFace(NotesFailure, IndexedSource):
-    """What save_to_disk() wrote: one Dataset, the training part, or a DatasetDict.
+    """A data set that save_to_disk() wrote: one Dataset, the training part, or a DatasetDict.
 
     The splits of a DatasetDict are train, validation and test. Rows are read by number, so a
     resumed run reads none that it has seen.
@@ -81,7 +81,7 @@ class HuggingFace(NotesFailure, IndexedSource):
                 f"{', '.join(train.features)}"
             )
 
-        # By name, so that the library's types need not be imported.
+        # By the names of types, so that the library's own need not be imported.
         types = {name: type(train.features[name]).__name__ for name in self._columns}
         self._images = {name for name in types if types[name] == "Image"}
         self._image_shape = check_image_shape(image_shape) if image_shape is not None else None
@@ -101,14 +101,14 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.class_names = train.features[target].names
             self.num_classes = len(train.features[target].names)
 
-        # The first row shows types and lengths; _array() holds the others against them.
+        # The first row shows types and lengths; _array() checks that all others have the same.
         first = train.with_format("arrow")[:1]
         self._specs = {name: self._column_spec(name, first[name]) for name in self._columns}
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
         specs = dict(self._specs)
-        for name in self._images:  # Stored as bytes, and scaled.
+        for name in self._images:  # Bytes are scaled to float32.
             specs[name] = tf.TensorSpec(specs[name].shape, tf.float32)
         return self._arranged(specs)
 
@@ -142,7 +142,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             raise ConfigError("dataset=huggingface cannot skip what it cannot read; use data.on_error=stop")
 
         end_with_python()
-        rows: Any = None  # Of a split that does not exist no row is read.
+        rows: Any = None  # A split that does not exist has no rows to read.
         if split in self._splits:
             # As Arrow tables, in which images are still encoded: TensorFlow decodes them.
             rows = self._splits[split].select_columns(self._columns).with_format("arrow")
@@ -168,7 +168,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         if name in self._images:
             encoded = tf.ensure_shape(values, [None])
             values = decode_batch(encoded, self._image_shape)  # type: ignore[arg-type]
-            # The transform scales an input of its own; images among other columns are scaled here.
+            # If the input is this column alone, the transform scales it; other images are scaled
+            # here.
             if name != self._input:
                 values = tf.cast(values, tf.float32) / 255.0
 
@@ -264,12 +265,12 @@ class HuggingFace(NotesFailure, IndexedSource):
             return np.array(encoded, object)
 
         def wrong_row(index, content):
-            # Lists are flattened level by level, and all before this value have one length.
+            # So far each row has given as many values, since all lists of a level have one length.
             row = numbers[index * count // len(values)]
             return self.fail(f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it")
 
-        # Level by level, as in _column_spec(): all lists of a level must have the first row's
-        # length.
+        # Flattens one level of lists after another. All lists of a level need the length that they
+        # have in the first row.
         shape = list(spec.shape)
         for side in shape:
             lengths = np.array([len(value) if value.is_valid else -1 for value in values])

@@ -64,7 +64,7 @@ class KerasFiles:
             socket.setdefaulttimeout(PROBE_SECONDS)
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()
-            except Exception as error:  # Of downloads, archives, pickles and NumPy.
+            except Exception as error:  # Downloads, archives, pickles and NumPy raise their own.
                 paths = ", ".join(str(folder / name) for name in self.cached)
                 raise DataError(
                     f"{self.name}: Keras could not read or fetch it ({error}); remove {paths} "
@@ -100,6 +100,7 @@ def _turn(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # O_NOFOLLOW: in a folder that others may write, the name may be a link to a file of this user.
     lock = os.open(folder / ".hvtrain.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    # The lock goes with the open file, so that it is free again if this process dies.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -106,8 +106,8 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # By identity, since validation and training may be rows of the same arrays, which are
-        # hashed once.
+        # By the identity of the arrays: validation and training may share them, and hashing takes
+        # time.
         digests: dict[int, str] = {}
         for split, part in self.parts().items():
             key = id(part.elements)
@@ -168,7 +168,7 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads the whole arrays, notes the kind of an example, and takes the validation part out."""
+        """Loads the whole arrays, notes the spec of an example, and takes the validation part out."""
         whole = self._load_checked()
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = tf.nest.map_structure(
@@ -181,7 +181,7 @@ class MemorySource(IndexedSource):
             num_rows = len(tf.nest.flatten(elements)[0])
             parts[split] = Part(elements, np.arange(num_rows))
 
-        # A validation part of the user's own comes first.
+        # If the user gives a validation part, none is taken out of training.
         if self._num_validation and "validation" not in parts:
             self._hold_out_validation(parts)
         return parts
@@ -210,7 +210,7 @@ class MemorySource(IndexedSource):
                 f"training examples; choose 0 ... {num_train - 1}"
             )
 
-        # Sorted: within a part the examples keep the order in which they were given.
+        # Sorted, so that the examples of a part keep their order.
         order = np.random.default_rng(SPLIT_SEED).permutation(num_train)
         parts["validation"] = train._replace(rows=np.sort(order[: self._num_validation]))
         parts["train"] = train._replace(rows=np.sort(order[self._num_validation :]))
@@ -250,7 +250,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
         DataError: for integers that 32 bits do not hold. Users' ids are often 64-bit hashes, which
             would silently become other ids.
     """
-    # By name, which is the same for either order of bytes.
+    # The name is the same for both byte orders.
     if array.dtype.name == "float64":
         return array.astype(np.float32)
     if array.dtype.name != "int64":

@@ -69,7 +69,8 @@ def _idx_source(
         origin = f"dataset.dir={dir}"
 
     load: Callable[[], Arrays] = partial(_read_folder, folder)
-    # The Debian package is Fashion-MNIST; its files have the same names as MNIST's.
+    # The Debian package holds Fashion-MNIST, under the same file names as MNIST's: it must not be
+    # taken for MNIST.
     missing = [name for name in FILE_NAMES if not _find_idx(folder, name)]
     if missing and dir is not None:
         raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
@@ -161,7 +162,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
         raise DataError(f"{path} cannot be read ({reason}); {FETCH}") from error
 
     if len(values) != expected:
-        # How many more is not known: only one more byte was read.
+        # Only one more byte was read, so the number of all is unknown.
         size = "more" if len(values) > expected else len(values)
         raise DataError(f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}")
 

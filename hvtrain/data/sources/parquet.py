@@ -23,7 +23,7 @@ from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
-# A row's code is the number of its row group, shifted by so many bits, plus the row's own number.
+# A row's code is the number of its row group, shifted by this many bits, plus the row's number.
 ROW_BITS = 40
 
 Batch = tuple[np.ndarray, ...]
@@ -104,7 +104,7 @@ class Parquet(DealtSource):
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
         counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
-        # The first file with each type of pixels, for the message if types differ too much.
+        # The first file with each type of pixels, for the message if types do not go together.
         first_paths: dict[pa.DataType, Path] = {}
         for split in counts:
             for path in row_groups.find_files(self.folder, split):
@@ -116,8 +116,9 @@ class Parquet(DealtSource):
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
-        # Files of encoded images may differ in their type of bytes, and files of pixels in their
-        # numbers.
+        # Encoded images may have different types of bytes, and pixels different types of numbers,
+        # but
+        # not both in one data set.
         kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
@@ -126,7 +127,7 @@ class Parquet(DealtSource):
             )
 
         self._encoded = any(kinds)
-        # Only bytes stay what they are: all other numbers become float32.
+        # Pixels of all other types, or of several types, become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         return counts
 
@@ -137,7 +138,7 @@ class Parquet(DealtSource):
         except DataError as error:
             if not self.skips:
                 raise
-            # None: nobody knows how many rows a damaged file holds.
+            # None, since a damaged file does not tell how many rows it holds.
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
 
@@ -150,7 +151,7 @@ class Parquet(DealtSource):
         return [group for groups in self.counts.values() for group in groups]
 
     def paths(self, split: str) -> list[str]:
-        # Without the files that hold no rows; in order, and each once.
+        # Each file once, in order. Files without rows have no row groups here.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
@@ -172,7 +173,7 @@ class Parquet(DealtSource):
         num_local = sum(group.num_rows for group in groups)
 
         def batches():
-            # A row group at a time, in order: nothing is shuffled.
+            # One row group at a time, in order.
             pieces = (Piece([group], np.arange(group.num_rows)) for group in groups)
             starts = range(0, num_local, batch_size)
             sizes = (min(batch_size, num_local - start) for start in starts)
@@ -189,7 +190,7 @@ class Parquet(DealtSource):
         return decode
 
     def preprocessing(self) -> Preprocessing:
-        # Only the count finds out whether images are encoded.
+        # Counting reads the footers, which tell whether images are encoded.
         if self.counts and self._encoded:
             return super().preprocessing()
         return self.transform.preprocessing(
@@ -216,7 +217,7 @@ class Parquet(DealtSource):
         try:
             yield from rebatch(read_ahead(pool, self._read, pieces), sizes)
         finally:
-            # A stream that is dropped does not wait for a piece that nobody will use.
+            # A dropped stream must not wait for a piece that nobody will use.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, piece: Piece) -> Content:
@@ -280,11 +281,12 @@ def pieces_of(
         for number, start in enumerate(range(0, len(groups), shuffle_groups)):
             chosen = [groups[index] for index in order[start : start + shuffle_groups]]
             num_rows = sum(group.num_rows for group in chosen)
-            # The rows of this piece that are neither before the start nor after the epoch's end.
+            # The rows of this piece between the start and the epoch's end.
             low = max(begin - piece_begin, 0)
             high = min(share.num_examples - piece_begin, num_rows)
             if low < high:
-                # Seeded by the piece's number, so that no earlier piece need be shuffled.
+                # Seeded by the piece's number, so that a resumed run need not shuffle earlier
+                # pieces.
                 random = np.random.default_rng((seed, streams.BLOCK, rank, epoch, number))
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
 

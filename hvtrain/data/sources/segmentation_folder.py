@@ -32,7 +32,7 @@ VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
 
 # The most pixels of an image, as in TensorFlow.
 MAX_PIXELS = 2**29
-# Pillow refuses images of twice this limit; its own is that of photographs.
+# Pillow refuses images of twice this limit. Its default is meant for photographs.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
 Pairs = list[tuple[str, str]]
@@ -87,7 +87,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         self.class_names = class_names
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
-        # PASCAL VOC lists its splits in files; without its folder of lists, each split is a folder.
+        # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
         is_voc = (self.folder / "ImageSets").is_dir()
         list_pairs = voc_pairs if is_voc else folder_pairs
         self._pairs = {split: list_pairs(self.folder, split) for split in self.SPLITS}
@@ -151,7 +151,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         return decoded_preprocessing(self.transform, self.image_shape)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        # Masks are no inputs of the saved model.
+        # Without masks, which are not inputs of the saved model.
         pairs = self._shard(split, topology)[:number]
         return [decode_whole(tf.io.read_file(image), self.image_shape[2]) for image, _ in pairs]
 
@@ -185,10 +185,10 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
         with Image.open(image) as picture, Image.open(mask) as labels:
             if picture.size != labels.size:
                 raise DataError(f"{mask} is {labels.size} pixels and its image {picture.size}; both need one size")
-            # In a picture of colours the numbers of the classes are lost.
+            # A picture in colours has lost the numbers of the classes.
             if labels.mode not in ("P", "L", "1"):
                 raise DataError(f"{mask} is a picture of mode {labels.mode}; a grey or palette PNG of labels is needed")
-            # Between two classes lies no class, so labels are not interpolated.
+            # Labels are not interpolated: there is no class between two others.
             classes = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
     except Image.DecompressionBombError as error:
         raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
@@ -207,7 +207,7 @@ def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) ->
 def folder_pairs(folder: Path, split: str) -> Pairs:
     """Lists images and masks of the same name, sorted; none if there is no such folder."""
     images = folder / split / "images"
-    # Sorted, since folders list files in any order, and all ranks need the same.
+    # Sorted, since file systems list a folder in any order, and all ranks need the same one.
     paths = []
     if images.is_dir():
         paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES)

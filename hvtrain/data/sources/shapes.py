@@ -82,7 +82,7 @@ def shapes(
         }
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
-            # Each split has random numbers of its own: its examples do not depend on other counts.
+            # Each split has its own random numbers, so the size of one does not change another.
             rng = np.random.default_rng([seed, number])
             examples = [draw(rng, shape, noise, border) for _ in range(count)]
             if examples:
@@ -135,7 +135,7 @@ def draw(
 
         shift = rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)
         colour = (ground + shift) % 256
-        # Edges are smooth: a pixel shows the shape by the share that it covers.
+        # Edges are smooth: a pixel is mixed by the share of it that the shape covers.
         covered = np.clip(0.5 - distance, 0, 1)[..., np.newaxis]
         image += covered * (_textured(rng, image_shape, colour) - image)
         mask[distance <= 0] = label
@@ -167,7 +167,7 @@ def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _direction(rng: np.random.Generator) -> tuple[float, float]:
     """Returns the cosine and sine of a random angle."""
-    # Not by math.cos and math.sin, whose last bit differs between C libraries.
+    # Not with math.cos and math.sin, whose last bit differs between C libraries.
     while True:
         x, y = rng.uniform(-1, 1, 2)
         length = math.sqrt(x * x + y * y)

@@ -60,7 +60,7 @@ class Synthetic(Source):
         topology = request.topology
         images, labels = self._batch(topology, request.batch_size, request.seed)
         share = request.share_of(topology.share_size(self.num_examples("train")))
-        # Nothing is made for a step: the batch lies in memory.
+        # A step costs nothing: its batch is in memory already.
         if share.is_full:
             batch = tf.data.Dataset.from_tensors((images, labels))
             return finish(batch.repeat(), topology)
@@ -89,7 +89,7 @@ class Synthetic(Source):
         seed: int,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a rank's only batch, a function of the seed and the rank."""
-        # NumPy's generators take no negative numbers as seeds.
+        # NumPy refuses negative seeds.
         random = np.random.default_rng([abs(seed), topology.rank])
         images = random.standard_normal((batch_size, *self.image_shape), np.float32)
         labels = random.integers(self.num_classes, size=batch_size, dtype=np.int32)

@@ -111,13 +111,13 @@ class Table(MemorySource):
         targets = self._model_targets(columns.pop(self._target))
 
         defaults = {name: _default_feature(values) for name, values in columns.items()}
-        # Sorted, since Keras's models warn of another order of their inputs.
+        # Sorted, since Keras warns if a model gets its inputs in another order.
         features = dict(sorted((self._features or defaults).items()))
         self._features = features
         self._check_features(features, columns)
         columns = self._typed_columns(features, columns)
 
-        # Only training rows are shown to the encoder, whose means and vocabularies all splits use.
+        # The encoder is fitted to training rows alone, and then used for all splits.
         splits = self._split(len(targets))
         self._raw = {split: _take(columns, rows) for split, rows in splits.items()}
         if self._encoder is None:
@@ -172,7 +172,7 @@ class Table(MemorySource):
         self.num_examples("train")  # The features are fitted when the table is loaded.
         table = {"features": self._features, "classes": self.class_names}
 
-        # Keras saves to paths alone.
+        # Keras saves a model to a path, not to bytes.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / ENCODER_FILE
             self._encoder.save(path)  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ class Table(MemorySource):
             return
 
         table = json.loads(files[TABLE_FILE])
-        # The defaults would follow the file's columns, which may have changed since the run began.
+        # The file may have other columns than when the run began, and so other default features.
         self._features = table["features"]
         self.class_names = table["classes"]
         self._target_is = "class" if self.class_names else "number"
@@ -245,7 +245,7 @@ class Table(MemorySource):
             )
 
         order = np.random.default_rng(SPLIT_SEED).permutation(num_rows)
-        # Sorted below, so that each part keeps the order of the table.
+        # Rows are sorted below, so that each split keeps the order of the table.
         train, validation, test = np.split(order, [num_train, num_train + self._num_held_out])
         splits = {"train": train, "validation": validation, "test": test}
         return {split: np.sort(rows) for split, rows in splits.items() if len(rows)}
@@ -359,7 +359,7 @@ def _feature_values(values: np.ndarray, feature: str, name: str, table: str) -> 
             f"{table}: the column {name} holds {values[0]!r} and is to be {feature}; string_categorical takes names"
         )
 
-    # Gaps of a file's own are refused in refuse_gaps(); a file may also hold nan as a number.
+    # refuse_gaps() has refused empty cells; a file may also hold nan as a number.
     is_finite = np.isfinite(values)
     if not is_finite.all():
         row = int(np.argmin(is_finite))

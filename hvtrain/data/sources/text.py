@@ -114,7 +114,7 @@ class Text(MemorySource):
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
 
     def fitted(self) -> dict[str, bytes]:
-        # Of another text the same settings would train another tokenizer.
+        # If the text changes, the same settings would train another tokenizer.
         return self.assets()
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
@@ -140,8 +140,7 @@ class Text(MemorySource):
         documents = embedded() if self._file is None else read_documents(self._file, self._column)
         parts = cut(documents, **self._shares)
 
-        # Not again when the text is read again, or a run goes on with the tokenizer that it began
-        # with.
+        # Kept when the text is read again, and when a run goes on with its first tokenizer.
         if self._tokenizer is None:
             if self._tokenizer_file is None:
                 self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
@@ -157,7 +156,7 @@ class Text(MemorySource):
         """
         tokens = self._tokenizer.join(documents)
         length = self._length
-        # The last token has no next one to be its target.
+        # The last token has no next token to predict.
         num_targets = len(tokens) - 1 if self._is_causal else len(tokens)
         count = num_targets // length
         if count < 1:
@@ -176,7 +175,7 @@ class Text(MemorySource):
             # augment() masks them, anew in each epoch.
             return rows, rows, np.ones(rows.shape, np.float32)
 
-        # Evaluation is the same each time: masked once, with a fixed seed.
+        # Evaluation is masked once, with a fixed seed, so that it is the same each time.
         with tf.device("CPU:0"):
             masked = self._mask(tf.constant(rows), tf.constant([SPLIT_SEED, count], tf.int64))
         return tuple(array.numpy() for array in masked)
@@ -273,7 +272,7 @@ def _deal_documents(
         splits[index] = next((split for split in ranges if middle in ranges[split]), None)
         start += sizes[index]
 
-    # In the order of the documents, so that a part reads as the text does.
+    # Documents of a split keep their order.
     parts: dict[str, list[str]] = {split: [] for split in ranges}
     for index, text in enumerate(documents):
         if splits[index]:

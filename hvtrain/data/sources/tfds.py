@@ -55,7 +55,7 @@ class PreparedDataset(FunctionSource):
         builder = open_builder(dataset, data_dir)
         features = builder.info.features
 
-        # What the data set itself names as its inputs and targets, if it does.
+        # The data set may itself name its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
         self._keys: list[Any] = [
             input or supervised[0],
@@ -73,7 +73,7 @@ class PreparedDataset(FunctionSource):
         if unknown:
             raise ConfigError(f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}")
 
-        # By name, so that the library's types need not be imported.
+        # By the names of types, so that the library's own need not be imported.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         self._image_shape = check_image_shape(image_shape) if image_shape is not None else None
         if self._images and self._image_shape is None:
@@ -82,7 +82,7 @@ class PreparedDataset(FunctionSource):
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
 
-        # A ClassLabel knows its classes.
+        # A feature of the type ClassLabel knows its classes.
         label = features[self._keys[1]]
         facts = {}
         if hasattr(label, "num_classes"):
@@ -112,7 +112,7 @@ class PreparedDataset(FunctionSource):
 
         tfds_split = self._tfds_splits[split]
         is_training = split == "train"
-        # It complains of unknown splits, and of more shards than there are examples.
+        # The library refuses unknown splits, and more shards than examples.
         try:
             part = tfds.even_splits(tfds_split, num_shards, drop_remainder=False)[shard]
             examples = self._builder.as_dataset(
@@ -129,7 +129,7 @@ class PreparedDataset(FunctionSource):
             ) from error
 
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
-        # The seed of this shuffle is made from the run's and the epoch; see seeded() in epochs.py.
+        # This shuffle is seeded by the run's seed and the epoch; see seeded() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
         # Skipped before they are decoded.
@@ -149,7 +149,7 @@ class PreparedDataset(FunctionSource):
     def manifest(self) -> dict[str, Any]:
         folder = Path(self.origin)
         paths = sorted(str(path) for path in folder.iterdir() if path.is_file())
-        # The files of all splits: which split a file belongs to, only the library knows.
+        # All files for each split: only the library knows which split a file belongs to.
         return with_files(super().manifest(), folder, lambda _: paths)
 
     def preprocessing(self) -> Preprocessing:

@@ -32,7 +32,7 @@ from hvtrain.errors import DataError
 SHORTENED = "dataset was expected to contain"
 # A constant: the order of examples must not depend on the machine.
 INTERLEAVED_FILES = 8
-# The most time that an error message may take to find a record in large files.
+# The longest search for a bad record, since files may be large.
 SEARCH_SECONDS = 5.0
 
 

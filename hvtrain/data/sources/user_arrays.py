@@ -69,7 +69,7 @@ def from_arrays(
         },
     )
 
-    # What the arrays are is decided by the training part alone.
+    # The training part decides what the arrays are.
     x, y = arrays["train"][:2]
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
     has_labels = has_integers and y.shape[1:] in ((), (1,))
@@ -83,12 +83,12 @@ def from_arrays(
         # Raises an error that says how to number them.
         class_indices(y, f"{name}, y_train")
 
-    # Of the training part: evaluation cannot have classes that the model does not know.
+    # From training alone: the model cannot predict classes that it has never seen.
     if has_labels and num_classes is None:
         num_classes = int(np.max(class_indices(y, f"{name}, y_train"))) + 1
 
     if images:
-        # The caller may have said that they are images.
+        # The caller may have claimed that they are images.
         if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
             shape = getattr(x, "shape", None)
             shown = "several arrays" if shape is None else shape[1:]

@@ -31,7 +31,7 @@ from hvtrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
-# What to do, at the end of messages.
+# The advice at the end of messages.
 USE_SHARD = "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
 FIX_NUM_EXAMPLES = (
     "shards need equal parts of num_examples; correct it, or leave it out to have the examples of each shard counted"
@@ -67,7 +67,7 @@ class FunctionSource(Source):
         self._num_examples = num_examples
         self._more_facts = dict(more_facts or {})
         set_class_attributes(self, self._more_facts)
-        # Of shards that this rank has counted, and of those that others have.
+        # The shards that this rank has counted, and those that other ranks have.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: tuple[Any, ...] = ()
 
@@ -103,7 +103,7 @@ class FunctionSource(Source):
             return {}
 
         keys = [key for split in self._splits for key in _shard_keys(topology, split)]
-        # The whole as well, to be compared with the sum of its shards.
+        # Rank 0 also counts the whole, to compare it with the sum of all shards.
         if topology.is_chief:
             keys += [_whole(split) for split in self._splits]
         return {key: self._count(key) for key in keys}
@@ -113,7 +113,7 @@ class FunctionSource(Source):
             self._counts.update(rank_counts)
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        # Told numbers are divided equally; counted shards are as large as they are.
+        # Given numbers are divided equally; without them, each shard is counted.
         whole = self.num_examples(split)
         if self._num_examples is not None or not whole:
             return super().shard_sizes(split, num_shards, weights)
@@ -168,7 +168,7 @@ class FunctionSource(Source):
         values = {"batch_size": batch_size}
         shards = self._open_shards(split, topology, shuffled=False, values=values)
         batches = self._examples(shards, share).batch(batch_size)
-        # Each example counts once, so one too many is an error as well as one too few.
+        # With ends=True, one example too many is an error, too.
         return finish(cut_epoch(batches, share, 0, shards[0].call, ends=True), topology)
 
     def explain(self, error: Exception) -> Exception:
@@ -213,12 +213,12 @@ class FunctionSource(Source):
                 data set.
         """
         call = shards[0].call
-        # Several shards are joined first, and then cut: the start may be in any of them.
+        # Several shards are joined before they are cut, since the start may be in any of them.
         is_alone = len(shards) == 1
         opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
         counts = [count for _, count in opened if count is not None]
 
-        # What is known before it is read is checked now; cut_epoch() checks the rest as it is read.
+        # Known numbers are checked now; cut_epoch() checks the others as examples are read.
         if len(counts) == len(shards):
             number = sum(counts)
             _, num_shards, split = shards[0].key
@@ -228,7 +228,7 @@ class FunctionSource(Source):
             if number < share.num_examples:
                 raise self._wrong_number(f"{call} gives {number:,} examples and {share.num_examples:,} are needed")
 
-        # The model was built for the kind that the whole had when it was first opened.
+        # The model was built for the types that the data had at first.
         parts = [part for part, _ in opened]
         if parts[0].element_spec != self.element_spec:
             raise DataError(

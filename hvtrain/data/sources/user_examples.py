@@ -17,7 +17,7 @@ from hvtrain.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
 
-# As as_models_take() has it for arrays.
+# The same types as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
 
@@ -48,7 +48,7 @@ class PipelineExamples:
 
         None if it is not known before they are read, or if they never end.
         """
-        # tf.data says -1 for examples that never end, and -2 for an unknown number.
+        # tf.data returns -1 for examples that never end, and -2 for an unknown number.
         number = int(self._dataset.cardinality())
         return number if number >= 0 else None
 
@@ -136,7 +136,7 @@ class PyDatasetExamples:
             raise self._wrong_size(last_size, last)
         self._sizes[last] = last_size
 
-        # The threads are those of tf.data's map(); there is no pool of Keras's that would fork.
+        # tf.data's threads read the batches, not Keras's pool of threads or processes.
         if dataset.use_multiprocessing:
             log.warning(
                 "%s: use_multiprocessing is left out; %d threads read its batches",
@@ -227,7 +227,7 @@ class PyDatasetExamples:
 
     def _batch_size(self, batch: tuple[Any, ...], number: int) -> int:
         """Returns the number of rows. Raises DataError if the arrays of a batch differ in it."""
-        # A number without an axis has no rows.
+        # A scalar has no rows.
         sizes = {array.shape[0] if array.ndim else 0 for array in tf.nest.flatten(batch)}
         if len(sizes) > 1:
             raise self._fail(

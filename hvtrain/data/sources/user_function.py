@@ -62,9 +62,9 @@ class UserFunction:
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        # functools.partial hides the name and the file.
+        # functools.partial hides the function's name and file.
         inner = function.func if isinstance(function, partial) else function
-        # An object with __call__ has no name of its own.
+        # A callable object has no name, so its class is named.
         inner_name = getattr(inner, "__qualname__", type(inner).__name__)
         self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
@@ -74,7 +74,7 @@ class UserFunction:
 
         known = {*REQUIRED, *DEFAULTS}
         parameters = inspect.signature(function).parameters.values()
-        # **kwargs takes all that there is.
+        # **kwargs accepts all arguments.
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}
         self.declared = known if takes_all else names & known
@@ -119,7 +119,7 @@ class UserFunction:
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.call_in_words(key)
         try:
-            # A shuffle of the function's is then the same whenever this epoch is opened.
+            # Then a shuffle has the same order whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
                 if isinstance(shard, tf.data.Dataset):
@@ -127,7 +127,7 @@ class UserFunction:
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.fail)
         except UserError as error:
-            # It says what is wrong, and needs no line of the user's code.
+            # Its message says what is wrong; a line of the user's code would add nothing.
             raise self.fail(error) from error.__cause__
         except Exception as error:  # The user's code may raise anything.
             cause = in_one_line(error)
@@ -172,7 +172,7 @@ class ShardReader:
         self._function = function
         self._shuffled = shuffled
         self._values = values
-        # A PyDataset that goes from epoch to epoch.
+        # The PyDataset, if the next epoch continues with it.
         self._kept: PyDatasetExamples | None = None
 
     def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
@@ -183,7 +183,7 @@ class ShardReader:
         """
         shard = self._open(epoch, start)
         if isinstance(shard, PyDatasetExamples):
-            # A function that declares epoch wants to be called for each.
+            # A function that declares epoch is called for each one.
             if "epoch" not in self._function.declared:
                 self._kept = shard
             seed = (self._values["seed"], epoch) if self._shuffled else None
@@ -198,9 +198,8 @@ class ShardReader:
         return shard.examples(start - num_left_out), number
 
     def _open(self, epoch: int, start: int) -> PipelineExamples | PyDatasetExamples:
-        """Returns what the function opens, or the PyDataset that is kept."""
-        # A PyDataset cannot go back to an earlier epoch, as a stream that is read from its start
-        # again needs.
+        """Opens the shard for an epoch, or returns the PyDataset that is kept."""
+        # A PyDataset cannot go back. If a stream is read again from its start, a new one is opened.
         if self._kept and self._kept.epoch <= epoch:
             return self._kept
 
