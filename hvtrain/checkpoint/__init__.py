@@ -1,1 +1,1 @@
-"""Checkpoints on disk: their format, the background writer, and notes that say where the newest one is."""
+"""Checkpoints on disk: format, background writer, and notes of where the newest one is."""

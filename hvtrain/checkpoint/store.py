@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load
 
-from hvtrain.checkpoint.notes import checked_run_id, folder_name
+from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
 from hvtrain.core.files import remove
 from hvtrain.errors import CheckpointError, StorageError
 
@@ -203,7 +203,7 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
         taken_step: of the checkpoint that is taken instead.
 
     Returns:
-        The line that says so.
+        A line for the log.
     """
     aside = path.with_name(f"damaged-{path.name}")
     try:
@@ -290,7 +290,7 @@ def rate_factor(model: "keras.Model") -> Any:
 
 
 def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None, Any]) -> None:
-    """Raises CheckpointError unless two arrays, of which one may be missing, are alike.
+    """Raises CheckpointError unless two arrays, of which one may be missing, match.
 
     Args:
         subject: begins the message.

@@ -10,10 +10,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvtrain.checkpoint import notes
+from hvtrain.core import checkpoint_notes as notes
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.launch import environment, remote_hosts
-from hvtrain.launch.job import Host, Job, LaunchOptions, hosts_option, launcher_command, place_ranks, used_hosts
+from hvtrain.launch.job import (
+    Host,
+    Job,
+    LaunchOptions,
+    hosts_option,
+    launcher_command,
+    place_ranks,
+    used_hosts,
+)
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostCalls
 from hvtrain.launch.supervisor import SECONDS_TO_BEGIN, Ending, Launch, Signals
@@ -32,7 +40,9 @@ def run(
     max_restarts: int = 0,
     min_ranks: int | None = None,
 ) -> int:
-    """Starts the job, and again as long as that can help. Returns the exit code of the last attempt.
+    """Starts the job, and again as long as that can help.
+
+    Returns the exit code of the last attempt.
 
     Args:
         job: what to start.
@@ -89,8 +99,8 @@ def _plan_restart(
 ) -> tuple[Job | None, str]:
     """The job on the hosts that are left, None if they are too few, and a message about it.
 
-    Its ranks are told the newest checkpoint here. The hosts of an elastic job are those that its discovery script
-    prints.
+    Its ranks are told the newest checkpoint here. The hosts of an elastic job are those that its
+    discovery script prints.
     """
     hosts = job.hosts
     num_ranks = job.num_ranks
@@ -99,7 +109,10 @@ def _plan_restart(
         absent = remote_hosts.absent([host.name for host in hosts], options.ssh)
         choice = choose_hosts(hosts, num_ranks, min_ranks, num_failures, absent)
         if choice is None:
-            return None, f"is left out, for {min_ranks} ranks need more hosts: {'; '.join(absent.values())}"
+            return (
+                None,
+                f"is left out, for {min_ranks} ranks need more hosts: {'; '.join(absent.values())}",
+            )
         hosts, num_ranks = choice
 
     checkpoint = "the newest checkpoint"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.checkpoint.notes import newest_step
+from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.core.files import read_file
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, EpochRecord, read_history, read_rank_seconds, read_starts
 from hvtrain.errors import ConfigError
@@ -15,8 +15,8 @@ from hvtrain.system.run_lock import is_held
 
 CONFIG_FILE = "config.yaml"
 MAX_LOGS = 64
+# Bytes that are read from the end of a log.
 LOG_BYTES = 100_000
-"""Bytes that are read from the end of a log."""
 MAX_MESSAGES = 30
 MAX_MESSAGE_LENGTH = 400
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$")
@@ -102,6 +102,7 @@ class RunFiles:
         num_steps = self.last_start.get("num_steps")
         if not num_steps:
             return None
+        # A checkpoint may be newer than the last epoch, and a run without checkpoints has epochs.
         recorded = self.history[-1].step if self.history else 0
         done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
         return min(done / num_steps, 1.0)
@@ -114,13 +115,16 @@ class RunFiles:
     @property
     def score(self) -> tuple[str, float] | None:
         """The task's metric and its value: on the test data, or else the best in validation or training."""
+        # What the start says holds while the run is going; the result may be of an earlier end.
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
         name = self.last_start.get("best") if self.starts else best.get("metric")
 
-        if name is None:
+        if name is None:  # A task of the user's own may name no best metric.
             names = [key for key in tested if key != "test_loss"] or list(tested)
-            return (names[0], tested[names[0]]) if names else None
+            if not names:
+                return None
+            return names[0], tested[names[0]]
 
         training_name = name.removeprefix("val_")
         test_name = f"test_{training_name}"
@@ -170,14 +174,17 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _state(folder: Path, result: dict[str, Any], step: int | None, messages: list[Message]) -> str:
+    # The lock goes with its process, so a run that was killed is not taken for a running one.
     if is_held(folder):
         return "running"
     # A checkpoint after the result's last step is of a run that was resumed with more steps.
     if result and (step is None or result.get("num_steps", 0) >= step):
         return "finished"
     of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
-    was_stopped = bool(of_chief) and of_chief[-1].text.startswith("stopped by ")
-    return "stopped" if was_stopped else "failed"
+    # The chief's last message, if it had the time to say why it ends. A warning may follow it.
+    if of_chief and of_chief[-1].text.startswith("stopped by "):
+        return "stopped"
+    return "failed"
 
 
 def _read_result(folder: Path) -> dict[str, Any]:

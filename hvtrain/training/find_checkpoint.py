@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvtrain.checkpoint import notes, store
-from hvtrain.checkpoint.notes import Note, NoteKeeper, checked_run_id
+from hvtrain.checkpoint import store
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
+from hvtrain.core import checkpoint_notes as notes
+from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
 from hvtrain.core.files import read_file
 from hvtrain.core.run_files import (
     read_history,

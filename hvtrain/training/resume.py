@@ -13,10 +13,10 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.notes import NoteKeeper
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.config.validate import flatten
+from hvtrain.core.checkpoint_notes import NoteKeeper
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hvtrain.checkpoint import notes
+from hvtrain.core import checkpoint_notes as notes
 from hvtrain.system import console
 
 T = TypeVar("T")
@@ -19,7 +19,10 @@ SECONDS_FOR_FILES = 5.0
 
 
 def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """Returns the action's result, or `otherwise` if it fails or takes longer. A slow action is left to its thread."""
+    """Returns the action's result, or `otherwise` if it fails or takes longer.
+
+    A slow action is left to its thread.
+    """
     result = [otherwise]
 
     def act() -> None:
@@ -53,7 +56,10 @@ def _newest_checkpoint(folder: Path) -> str:
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
-    """Writes stacks, a file per rank, if the run folder is on this host. Returns where, as part of a message; or ""."""
+    """Writes stacks, a file per rank, if the run folder is on this host.
+
+    Returns where, as part of a message; or "".
+    """
     if folder is None or not stacks:
         return ""
     return within(SECONDS_FOR_FILES, lambda: _write_stacks(folder, stacks), "")
@@ -77,7 +83,11 @@ def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
 
 def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:
     """Writes one line to this rank's log and, after wait_seconds or a signal, to stderr. culprit: the rank at fault."""
-    within(wait_seconds + SECONDS_FOR_FILES, lambda: console.say_error(text, rank, wait_seconds, culprit=culprit), None)
+    within(
+        wait_seconds + SECONDS_FOR_FILES,
+        lambda: console.say_error(text, rank, wait_seconds, culprit=culprit),
+        None,
+    )
 
 
 def end(code: int) -> None:

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvtrain.checkpoint import notes, store, writer
+from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core import checkpoint_notes as notes
 from hvtrain.core.run_files import (
     EpochRecord,
     read_history,

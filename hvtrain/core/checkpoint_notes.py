@@ -105,7 +105,7 @@ def to_ranks(step: int, host: str) -> dict[str, str]:
 class NoteKeeper:
     """Keeps this host's note up to date.
 
-    If a note cannot be written, one warning says so: notes matter only after another failure.
+    If a note cannot be written, it warns once: notes matter only after another failure.
     """
 
     folder: Path | None = None
