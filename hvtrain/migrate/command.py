@@ -2,18 +2,18 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.core.records import TEMPORARY
+from hvtrain.core.files import TEMPORARY
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.system.command import Parser
 
 if TYPE_CHECKING:
     from hvtrain.migrate.rewriting import Rewritten
 
+END_COLOR = "\x1b[0m"
 COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 EPILOG = """\
 exit codes:
@@ -40,8 +40,12 @@ Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3,
 decide. Shows the changes as a diff, and writes nothing without --write.""",
         epilog=EPILOG,
     )
-    what = "Python files, and folders of them; hidden folders and environments of Python in these are left alone"
-    parser.add_argument("places", nargs="+", metavar="FILE|FOLDER", help=what)
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="FILE|FOLDER",
+        help="Python files, and folders of them; hidden folders and environments of Python in these are left alone",
+    )
     parser.add_argument("--write", action="store_true", help="write the files, without a copy of the old ones")
     options = parser.parse_args()
     if not find_spec("libcst"):
@@ -50,32 +54,32 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
         )
     from hvtrain.migrate.rewriting import migrate
 
-    texts = {file: _read(file) for place in options.places for file in _files(Path(place))}
-    found = {file: migrate(text, str(file)) for file, text in texts.items()}
-    for file, rewritten in found.items():
-        if options.write and rewritten.text != rewritten.old:
-            _write(file, rewritten.text)
-        _report(file, rewritten, options.write)
-    return 1 if any(rewritten.undecided for rewritten in found.values()) else 0
+    # All are read before any is written, so an error leaves the folder as it was.
+    texts = {file: _read(file) for path in options.paths for file in _files(Path(path))}
+    scripts = {file: migrate(text, str(file)) for file, text in texts.items()}
+    for file, script in scripts.items():
+        if options.write and script.text != script.old:
+            _write(file, script.text)
+        _report(file, script, options.write)
+    return 1 if any(script.undecided for script in scripts.values()) else 0
 
 
-def _files(place: Path) -> Iterator[Path]:
-    if place.is_dir():
-        files = sorted(file for file in place.rglob("*.py") if not _is_of_others(file.relative_to(place), place))
-        if not files:
-            raise ConfigError(f"{place} holds no Python file; name a folder of scripts")
-        yield from files
-    elif place.exists():
-        yield place
-    else:
-        raise ConfigError(f"{place} does not exist; name a Python file or a folder of them")
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; name a Python file or a folder of them")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*.py") if not _belongs_to_tools(file.relative_to(path), path))
+    if not files:
+        raise ConfigError(f"{path} holds no Python file; name a folder of scripts")
+    return files
 
 
-def _is_of_others(file: Path, place: Path) -> bool:
+def _belongs_to_tools(file: Path, folder: Path) -> bool:
     """True for what tools and packages keep in a project: hidden folders, and environments of Python."""
-    folders = file.parent.parts
-    is_kept_by_tools = any(name.startswith(".") or name in ("site-packages", "node_modules") for name in folders)
-    return is_kept_by_tools or any((place / folder / "pyvenv.cfg").exists() for folder in file.parents)
+    if any(name.startswith(".") or name in ("site-packages", "node_modules") for name in file.parent.parts):
+        return True
+    return any((folder / parent / "pyvenv.cfg").exists() for parent in file.parents)
 
 
 def _read(file: Path) -> str:
@@ -88,7 +92,7 @@ def _read(file: Path) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces a script at once, with the mode that it had. A link stays one."""
+    """Replaces a script at once, with the mode that it had. A link stays a link."""
     target = file.resolve()
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     try:
@@ -100,16 +104,17 @@ def _write(file: Path, text: str) -> None:
         raise StorageError(f"{file} cannot be written: {error.strerror}; make it writable") from error
 
 
-def _report(file: Path, rewritten: "Rewritten", written: bool) -> None:
-    if rewritten.text == rewritten.old:
+def _report(file: Path, script: "Rewritten", is_written: bool) -> None:
+    """Prints what changes and what is left to decide, by line numbers of the file as it is on disk now."""
+    if script.text == script.old:
         print(f"{file}: nothing to change")
-    elif written:
+    elif is_written:
         print(f"{file}: written")
     else:
-        colored = sys.stdout.isatty()
-        for line in rewritten.diff(str(file)):
-            color = COLORS.get(line[0], "") if colored else ""
-            end = "\x1b[0m" if color else ""
+        has_colors = sys.stdout.isatty()
+        for line in script.diff(str(file)):
+            color = COLORS.get(line[0], "") if has_colors else ""
+            end = END_COLOR if color else ""
             print(f"{color}{line.rstrip()}{end}")
-    for number, text in rewritten.undecided if written else rewritten.undecided_in_old():
+    for number, text in script.undecided if is_written else script.undecided_in_old():
         print(f"{file}: line {number}: {text}")

@@ -1,19 +1,24 @@
 """The pass that gives files of weights and models the suffix that Keras 3 demands."""
 
-from collections.abc import Iterator
-
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.migrate.parsing import Pass, argument, dotted
+from hvtrain.migrate.parsing import Pass, argument, dotted, method_of
 
-WEIGHTS, MODEL = ".weights.h5", ".keras"
-_OLD = (".weights.h5", ".keras", ".hdf5", ".h5", ".ckpt", ".tf")
-_READ = ("load_weights", "load_model", "exists", "isfile")
+WEIGHTS = ".weights.h5"
+MODEL = ".keras"
+_OLD_SUFFIXES = (".weights.h5", ".keras", ".hdf5", ".h5", ".ckpt", ".tf")
+_READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
 class Literals(Pass):
-    """Finds the string literals of file names, also those behind a variable or a command-line option."""
+    """Finds the string literals of file names, also those behind a variable or a command-line option.
+
+    Attributes:
+        values: What is assigned to each name; `args.NAME` has the default of an option.
+        written: Calls that write a file, with its path and the suffix that Keras demands.
+        read: Paths of files that are read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,16 +30,18 @@ class Literals(Pass):
         self.values.setdefault(dotted(node.targets[0].target), []).append(node.value)
 
     def visit_Call(self, node: cst.Call) -> None:
-        name, method = self.imported(node.func), _method(node)
+        name = self.imported(node.func)
+        method = method_of(node)
         default = argument(node, "default")
         if method == "add_argument" and default and isinstance(node.args[0].value, cst.SimpleString):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
-        if suffix := _suffix(node, name, method):
+        suffix = _suffix(node, name, method)
+        if suffix:
             path = argument(node, "filepath", 1 if name.endswith("save_model") else 0)
             if path:
                 self.written.append((node, path.value, suffix))
-        elif method in _READ and node.args:
+        elif method in _READERS and node.args:
             self.read.append(node.args[0].value)
 
     def literals(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -44,42 +51,47 @@ class Literals(Pass):
         if isinstance(node, cst.FormattedString) and isinstance(node.parts[-1], cst.FormattedStringText):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
+            # "name-%d.h5" % step, or folder + "name.h5" and folder / "name.h5"
             return self.literals(node.left if isinstance(node.operator, cst.Modulo) else node.right)
-        if isinstance(node, cst.Call) and _method(node) == "format":
-            return self.literals(node.func.value)
-        if (
-            isinstance(node, cst.Call)
-            and (_method(node) == "join" or dotted(node.func) in ("str", "Path"))
-            and node.args
-        ):
-            return self.literals(node.args[-1].value)
+        if isinstance(node, cst.Call):
+            if method_of(node) == "format":
+                return self.literals(node.func.value)
+            if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
+                return self.literals(node.args[-1].value)
+        # A name that is assigned several times may hold anything.
         values = self.values.get(dotted(node) or "?", [])
-        return [literal for value in values for literal in self.literals(value)] if len(values) == 1 else []
+        return self.literals(values[0]) if len(values) == 1 else []
 
 
 class FileNames(Pass):
-    """Renames the literals that `found` holds, and other strings that are the same name."""
+    """Renames the literals of written files, and other strings that are the same name.
 
-    def __init__(self, found: Literals) -> None:
+    Attributes:
+        nodes: The new text of a literal.
+        texts: The new text of each old one.
+    """
+
+    def __init__(self, literals: Literals) -> None:
         super().__init__()
         self.nodes: dict[cst.CSTNode, str] = {}
         self.texts: dict[str, str] = {}
-        for _, path, suffix in found.written:
-            for literal in found.literals(path):
-                self._rename(literal, suffix)
-        for path in found.read:
-            for literal in found.literals(path):
-                if (text := _text(literal)) in self.texts:
+        for _, path, suffix in literals.written:
+            for literal in literals.literals(path):
+                text = _text(literal)
+                new = with_suffix(text, suffix)
+                if new != text:
+                    self.nodes[literal] = self.texts[text] = new
+        for path in literals.read:
+            for literal in literals.literals(path):
+                text = _text(literal)
+                if text in self.texts:
                     self.nodes[literal] = self.texts[text]
-
-    def _rename(self, literal: cst.CSTNode, suffix: str) -> None:
-        text = _text(literal)
-        if (new := named(text, suffix)) != text:
-            self.nodes[literal] = self.texts[text] = new
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
         text = original_node.raw_value
-        new = self.nodes.get(original_node) or (self.texts.get(text) if "." in text else None)
+        new = self.nodes.get(original_node)
+        if new is None and "." in text:  # A word without a dot, such as "model", means other things elsewhere.
+            new = self.texts.get(text)
         if new is None:
             return updated_node
         quote = updated_node.quote
@@ -92,31 +104,28 @@ class FileNames(Pass):
         return updated_node.with_changes(value=new) if new else updated_node
 
 
-def named(text: str, suffix: str) -> str:
+def with_suffix(text: str, suffix: str) -> str:
     """The name with the suffix that Keras demands.
 
-    >>> named("w-{epoch}.h5", WEIGHTS), named("saved", MODEL), named("old.h5", MODEL)
+    >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved", MODEL), with_suffix("old.h5", MODEL)
     ('w-{epoch}.weights.h5', 'saved.keras', 'old.h5')
     """
-    if text.endswith((suffix, ".h5", ".hdf5") if suffix == MODEL else suffix):
+    allowed = (suffix, ".h5", ".hdf5") if suffix == MODEL else (suffix,)
+    if text.endswith(allowed):
         return text
-    old = next((ending for ending in _OLD if text.endswith(ending)), "")
-    return text.removesuffix(old) + suffix
+    for old in _OLD_SUFFIXES:
+        if text.endswith(old):
+            return text.removesuffix(old) + suffix
+    return text + suffix
 
 
-def unresolved(found: Literals) -> Iterator[tuple[cst.Call, str]]:
-    """Calls that write a file whose name is not in the script, and the suffix that it needs."""
-    for call, path, suffix in found.written:
-        if not found.literals(path) and suffix == WEIGHTS:
-            yield call, suffix
+def unresolved(literals: Literals) -> list[cst.Call]:
+    """Calls that write weights to a file whose name is not in the script."""
+    return [call for call, path, suffix in literals.written if suffix == WEIGHTS and not literals.literals(path)]
 
 
 def _text(node: cst.CSTNode) -> str:
     return node.raw_value if isinstance(node, cst.SimpleString) else node.value
-
-
-def _method(node: cst.Call) -> str:
-    return node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
 
 
 def _suffix(call: cst.Call, name: str, method: str) -> str:
@@ -131,6 +140,8 @@ def _suffix(call: cst.Call, name: str, method: str) -> str:
     receiver = dotted(call.func.value).lower() if isinstance(call.func, cst.Attribute) else ""
     if method == "save_weights":
         return WEIGHTS
+    has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
     is_model = receiver.endswith(("model", "net", "network"))
-    export = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
-    return MODEL if method == "save" and is_model and not any(m.matches(arg, export) for arg in call.args) else ""
+    if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):
+        return MODEL
+    return ""

@@ -3,26 +3,45 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import libcst as cst
 
+from hvtrain.migrate.name_tables import new_name
 from hvtrain.migrate.parsing import HVTRAIN, Pass, apply, code_of, dotted, expression, names_used
-from hvtrain.migrate.renamed import new_name
 
 # How to write a name that no import of the script provides, and the import that this needs.
 _WRITTEN = {"tensorflow": ("tf", "import tensorflow as tf"), "keras": ("keras", "import keras")}
 
 
 def rename(text: str, keeps_horovod: bool) -> str:
-    """The script with new names; with keeps_horovod the low-level horovod.tensorflow stays, as graph mode needs it."""
+    """The script with new names.
+
+    keeps_horovod: the low-level horovod.tensorflow stays, as graph mode needs it.
+    """
     names = _Names(keeps_horovod)
     new = apply(text, names)
     for line in sorted(names.missing, reverse=True):
         new = _with_import(new, line)
-    return _without_imports(new, set(names_used(text)) - set(names_used(new)))
+    return without_unused(text, new)
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """One name of an import statement.
+
+    Attributes:
+        name: The full name, such as tensorflow.keras.layers.Dense.
+        alias: What the script calls it. Empty after `import a.b`, which binds `a`.
+    """
+
+    name: str
+    alias: str
 
 
 class _Names(Pass):
+    """Renames; `missing` has the imports that new names need."""
+
     def __init__(self, keeps_horovod: bool) -> None:
         super().__init__()
         self.keeps_horovod = keeps_horovod
@@ -40,6 +59,7 @@ class _Names(Pass):
         if not name or name == original_node.value or name.rpartition(".")[2] != original_node.value:
             return updated_node
         new = self._new(name)
+        # A name of Keras 2 may have become a string.
         return expression(new if new.startswith('"') else new.rpartition(".")[2])
 
     def visit_Import(self, node: cst.Import) -> bool:
@@ -54,18 +74,19 @@ class _Names(Pass):
         if len(original_node.body) > 1 or not isinstance(original_node.body[0], cst.Import | cst.ImportFrom):
             return updated_node
         statement = original_node.body[0]
-        found = list(_imports(statement))
-        new = [self._new(name) for name, *_ in found]
-        if all(name == other for (name, *_), other in zip(found, new)):
+        imported = _imports(statement)
+        new_names = [self._new(item.name) for item in imported]
+        if new_names == [item.name for item in imported]:
             return updated_node
-        lines = list(_lines(found, new, isinstance(statement, cst.Import)))
-        made = [cst.parse_statement(line) for line in lines]
-        if len(lines) == 1 and isinstance(statement, cst.ImportFrom) and "(" in code_of(statement):
-            made = [updated_node.with_changes(body=[_same_layout(statement, made[0])])]
+        statements = [
+            cst.parse_statement(line) for line in _lines(imported, new_names, isinstance(statement, cst.Import))
+        ]
+        if len(statements) == 1 and isinstance(statement, cst.ImportFrom) and "(" in code_of(statement):
+            statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
-            made[-1] = made[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)
-        made[0] = made[0].with_changes(leading_lines=original_node.leading_lines)
-        return cst.FlattenSentinel(made)
+            statements[-1] = statements[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)
+        statements[0] = statements[0].with_changes(leading_lines=original_node.leading_lines)
+        return cst.FlattenSentinel(statements)
 
     def _new(self, name: str) -> str:
         is_low = name.startswith("horovod.tensorflow") and not name.startswith("horovod.tensorflow.keras")
@@ -93,32 +114,40 @@ class _Names(Pass):
         return expression(new)
 
 
-def _imports(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str, str]]:
-    """For each imported name: full name, name in the script ("" for the full name's first part), and module."""
-    module = (
-        f"{'.' * len(statement.relative)}{dotted(statement.module)}" if isinstance(statement, cst.ImportFrom) else ""
-    )
+def _imports(statement: cst.Import | cst.ImportFrom) -> list[_Imported]:
+    module = ""
+    if isinstance(statement, cst.ImportFrom):
+        module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
     if isinstance(statement.names, cst.ImportStar):
-        yield f"{module}.*", "*", module
-        return
-    for alias in statement.names:
-        given = dotted(alias.asname.name) if alias.asname else ""
-        name = dotted(alias.name)
-        yield (f"{module}.{name}", given or name, module) if module else (name, given, "")
+        return [_Imported(f"{module}.*", "*")]
+    imported = []
+    for item in statement.names:
+        name = dotted(item.name)
+        alias = dotted(item.asname.name) if item.asname else ""
+        if module:
+            imported.append(_Imported(f"{module}.{name}", alias or name))
+        else:
+            imported.append(_Imported(name, alias))
+    return imported
 
 
-def _lines(found: list[tuple[str, str, str]], new: list[str], is_plain: bool) -> Iterator[str]:
-    """Import lines that bind the same names from their new places."""
+def _lines(imported: list[_Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
+    """Import lines that bind the same names from their new places.
+
+    is_plain: the old statement was `import a.b`, not `from a import b`.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
-    for (old, given, _), name in zip(found, new):
-        if is_plain and not given:
+    for item, name in zip(imported, new_names):
+        if is_plain and not item.alias:
             groups[""].append(name)
             continue
         module, _, last = name.rpartition(".")
-        if name == HVTRAIN:
+        if name == HVTRAIN:  # `import hvtrain.keras as hvd`, as everybody writes it.
             module, last = "", HVTRAIN
-        own = given in ("*", last) or (not is_plain and given == old.rpartition(".")[2] and name != HVTRAIN and module)
-        groups[module].append(last if own else f"{last} as {given}")
+        # `from a import b` without an alias follows the new name of b; leave_Name renames its uses.
+        had_own_name = not is_plain and item.alias == item.name.rpartition(".")[2]
+        keeps_own_name = item.alias in ("*", last) or (had_own_name and module)
+        groups[module].append(last if keeps_own_name else f"{last} as {item.alias}")
     for module, names in groups.items():
         if module:
             yield f"from {module} import {', '.join(names)}"
@@ -129,7 +158,7 @@ def _lines(found: list[tuple[str, str, str]], new: list[str], is_plain: bool) ->
 def _same_layout(old: cst.ImportFrom, line: cst.BaseStatement) -> cst.ImportFrom:
     """The old statement with its brackets and comments, but with the new module and names."""
     new = line.body[0]
-    names = [alias.with_changes(name=other.name, asname=other.asname) for alias, other in zip(old.names, new.names)]
+    names = [item.with_changes(name=other.name, asname=other.asname) for item, other in zip(old.names, new.names)]
     return old.with_changes(module=new.module, names=names)
 
 
@@ -139,42 +168,43 @@ def _with_import(text: str, line: str) -> str:
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if any(ast.unparse(node) == line for node in imports):
         return text
-    kin = ("tensorflow", "keras", "horovod", "hvtrain")
+    related = ("tensorflow", "keras", "horovod", "hvtrain")
     modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
-    later = [node for node, module in zip(imports, modules) if module.partition(".")[0] in kin] or imports[-1:]
+    later = [node for node, module in zip(imports, modules) if module.partition(".")[0] in related] or imports[-1:]
     lines = text.splitlines(keepends=True)
-    lines.insert(later[0].lineno - 1 if later else 0, line + ("\r\n" if "\r\n" in text else "\n"))
+    end = "\r\n" if "\r\n" in text else "\n"
+    lines.insert(later[0].lineno - 1 if later else 0, line + end)
     return "".join(lines)
 
 
-def _without_imports(text: str, unused: set[str]) -> str:
-    """The script without imports of these names."""
-    return apply(text, _Unimport(unused)) if unused else text
+def without_unused(old: str, new: str) -> str:
+    """The new script without imports that only the old one used."""
+    unused = set(names_used(old)) - set(names_used(new))
+    return apply(new, _Unimport(unused)) if unused else new
 
 
 class _Unimport(Pass):
+    """Removes imports of unused names."""
+
     def __init__(self, unused: set[str]) -> None:
         super().__init__()
         self.unused = unused
 
     def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self,
+        original_node: cst.SimpleStatementLine,
+        updated_node: cst.SimpleStatementLine,
     ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        (statement, *others) = updated_node.body
+        statement, *others = updated_node.body
         if others or not isinstance(statement, cst.Import | cst.ImportFrom):
             return updated_node
         if isinstance(statement.names, cst.ImportStar):
             return updated_node
-        bound = [given or name.partition(".")[0] for name, given, _ in _imports(statement)]
-        kept = [alias for alias, name in zip(statement.names, bound) if name not in self.unused]
+        bound = [item.alias or item.name.partition(".")[0] for item in _imports(statement)]
+        kept = [item for item, name in zip(statement.names, bound) if name not in self.unused]
         if len(kept) == len(bound):
             return updated_node
         if not kept:
             return cst.RemoveFromParent()
         kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated_node.with_changes(body=[statement.with_changes(names=kept)])
-
-
-def without_unused(old: str, new: str) -> str:
-    """The new script without imports that only the old one used."""
-    return _without_imports(new, set(names_used(old)) - set(names_used(new)))

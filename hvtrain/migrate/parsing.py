@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import (
+    MetadataWrapper,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
 
 HVTRAIN = "hvtrain.keras"
 
@@ -17,7 +22,10 @@ class Pass(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
     def imported(self, node: cst.CSTNode) -> str:
-        """The full name behind a dotted name; empty if it does not come from an import."""
+        """The full name behind a dotted name; empty if it does not come from an import.
+
+        `tf.keras.Input` is tensorflow.keras.Input after `import tensorflow as tf`.
+        """
         if not dotted(node):
             return ""
         names = self.get_metadata(QualifiedNameProvider, node, frozenset())
@@ -33,9 +41,15 @@ def dotted(node: cst.CSTNode | None) -> str:
     """`a.b.c` as written; empty for anything but names and dots."""
     if isinstance(node, cst.Name):
         return node.value
-    if isinstance(node, cst.Attribute) and (before := dotted(node.value)):
-        return f"{before}.{node.attr.value}"
+    if isinstance(node, cst.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr.value}" if before else ""
     return ""
+
+
+def method_of(call: cst.Call) -> str:
+    """The name after the last dot of the called function; empty if there is no dot."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def is_number(node: cst.CSTNode) -> bool:
@@ -62,7 +76,8 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
     for number, arg in enumerate(call.args):
         if arg.star:
             return None
-        if (arg.keyword.value if arg.keyword else None) == keyword or (arg.keyword is None and number == position):
+        has_position = arg.keyword is None and number == position
+        if has_position or (arg.keyword and arg.keyword.value == keyword):
             return arg
     return None
 
@@ -71,15 +86,17 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
     """The call with these arguments, laid out as it was."""
     if not args or not call.args:
         return call.with_changes(args=list(args))
+    # A comma holds the line break after it. The last one may be missing, or stand before the bracket's line.
     between = call.args[0].comma if len(call.args) > 1 else cst.MaybeSentinel.DEFAULT
     end = call.args[-1].comma
-    laid = [
-        arg if isinstance(arg.comma, cst.Comma) and arg.comma is not end else arg.with_changes(comma=between)
-        for arg in args[:-1]
-    ]
-    return call.with_changes(args=[*laid, args[-1].with_changes(comma=end)])
+    new_args = []
+    for arg in args[:-1]:
+        has_own_comma = isinstance(arg.comma, cst.Comma) and arg.comma is not end
+        new_args.append(arg if has_own_comma else arg.with_changes(comma=between))
+    return call.with_changes(args=[*new_args, args[-1].with_changes(comma=end)])
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """The argument name=value, without spaces."""
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return cst.Arg(value, keyword=cst.Name(name), equal=tight)

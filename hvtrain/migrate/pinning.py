@@ -14,14 +14,18 @@ _TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.
 
 
 class Pinning(Pass):
-    """alias: the script's name for Horovod."""
+    """Replaces pinning by hand.
+
+    Args:
+        text: The script.
+        alias: Its name for Horovod.
+    """
 
     def __init__(self, text: str, alias: str) -> None:
         super().__init__()
         self.used = names_used(text)
-        is_elastic = f"{alias}.elastic" in text
-        by_itself = "by_local_rank=True" if is_elastic else ""
-        self.line = f"{alias}.pin_gpu({by_itself})"
+        argument = "by_local_rank=True" if f"{alias}.elastic" in text else ""
+        self.line = f"{alias}.pin_gpu({argument})"
 
     # Where a whole statement pins, nothing inside it is looked at.
     def visit_If(self, node: cst.If) -> bool:
@@ -42,16 +46,23 @@ class Pinning(Pass):
         return updated_node.with_changes(body=self._pinned(updated_node.body))
 
     def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
+        """The statements, with one call in place of those that pin."""
         by_hand = [statement for statement in body if _pins(statement)]
-        chosen = [statement for statement in by_hand if "local_rank" in code_of(statement)]
-        if not chosen or self._is_used_elsewhere(by_hand):
+        # Without the local rank a statement does something else, such as letting memory grow.
+        by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
+        if not by_rank or self._is_used_elsewhere(by_hand):
             return body
-        lines = by_hand[0].leading_lines
-        line = cst.parse_statement(self.line).with_changes(leading_lines=lines)
-        kept = [statement for statement in body if statement is chosen[0] or statement not in by_hand]
-        return [line if statement is chosen[0] else statement for statement in kept]
+        call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
+        new_body = []
+        for statement in body:
+            if statement is by_rank[0]:
+                new_body.append(call)
+            elif statement not in by_hand:
+                new_body.append(statement)
+        return new_body
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
+        """True if other statements use what these assign, such as a session's config."""
         here = names_used("".join(code_of(statement) for statement in statements))
         assigned = {
             name.value
@@ -65,16 +76,19 @@ class Pinning(Pass):
 def _pins(statement: cst.BaseStatement) -> bool:
     """True if the statement does nothing but choose GPUs."""
     if isinstance(statement, cst.SimpleStatementLine):
-        return all(_is_part(part) for part in statement.body)
-    if not isinstance(statement, cst.For | cst.If | cst.Try) or isinstance(getattr(statement, "orelse", None), cst.If):
+        return all(_is_pinning(part) for part in statement.body)
+    if not isinstance(statement, cst.For | cst.If | cst.Try):
         return False
     inner: list[cst.BaseStatement] = list(statement.body.body)
-    if isinstance(statement, cst.If | cst.For) and statement.orelse:
-        inner += statement.orelse.body.body
+    orelse = getattr(statement, "orelse", None)
+    if isinstance(orelse, cst.If):  # an elif
+        return False
+    if isinstance(statement, cst.If | cst.For) and orelse:
+        inner += orelse.body.body
     return all(map(_pins, inner))
 
 
-def _is_part(part: cst.BaseSmallStatement) -> bool:
+def _is_pinning(part: cst.BaseSmallStatement) -> bool:
     if isinstance(part, cst.Expr):
         return bool(_CALL.fullmatch(code_of(part)))
     if not isinstance(part, cst.Assign):

@@ -25,58 +25,83 @@ _GRAPH_MODE = re.compile(
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The old and the new text, and the lines left to decide, by number in the new text."""
+    """A migrated script.
+
+    Attributes:
+        old: The script as it was.
+        text: The new script.
+        undecided: Lines left to decide: the number in the new text, and what to do.
+    """
 
     old: str
     text: str
     undecided: tuple[tuple[int, str], ...]
 
     def diff(self, name: str) -> list[str]:
-        old, new = self.old.splitlines(keepends=True), self.text.splitlines(keepends=True)
+        old = self.old.splitlines(keepends=True)
+        new = self.text.splitlines(keepends=True)
         return list(difflib.unified_diff(old, new, name, f"{name} (migrated)"))
 
     def undecided_in_old(self) -> list[tuple[int, str]]:
         """The same lines by number in the old text."""
         matcher = difflib.SequenceMatcher(None, self.old.splitlines(), self.text.splitlines(), autojunk=False)
-        spans = [(new, end, old, last) for _, old, last, new, end in matcher.get_opcodes()]
+        opcodes = matcher.get_opcodes()
 
-        def line(number: int) -> int:
-            new, _, old, last = next(span for span in spans if span[0] < number <= span[1])
-            return max(1, min(old + number - new, last))
+        def old_line(number: int) -> int:
+            for _, old_start, old_end, new_start, new_end in opcodes:
+                if new_start < number <= new_end:
+                    return max(1, min(old_start + number - new_start, old_end))
+            raise AssertionError("the spans cover all lines")
 
-        return [(line(number), text) for number, text in self.undecided]
+        return [(old_line(number), text) for number, text in self.undecided]
 
 
 def migrate(text: str, name: str = "script") -> Rewritten:
-    """The script for Keras 3. name: of the file, for messages. Raises ConfigError if it is not Python."""
+    """Rewrites a script for Keras 3.
+
+    Args:
+        text: The script.
+        name: Of the file, for messages.
+
+    Raises:
+        ConfigError: It is not Python.
+    """
     try:
         tree = ast.parse(text)
         cst.parse_module(text)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
+        # Errors of Python and of libcst have other attributes.
         line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
-        what = getattr(error, "msg", None) or getattr(error, "message", None) or error
-        place = f", line {line}" if line else ""
-        raise ConfigError(f"{name}{place} is not Python: {what}; fix it first") from error
+        reason = getattr(error, "msg", None) or getattr(error, "message", None) or error
+        where = f"{name}, line {line}" if line else name
+        raise ConfigError(f"{where} is not Python: {reason}; fix it first") from error
+
     alias = _alias(tree)
-    new, is_graph = text, bool(_GRAPH_MODE.search(text))
-    if alias and not is_graph:
+    uses_horovod = bool(alias)
+    is_graph = bool(_GRAPH_MODE.search(text))
+    new = text
+    if uses_horovod and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
     new = rename(new, keeps_horovod=is_graph)
-    new = apply(new, Arguments(new, bool(alias)))
-    found = Literals()
+    new = apply(new, Arguments(new, uses_horovod))
+    # Both passes need the same nodes, so they share a tree.
     wrapper = MetadataWrapper(cst.parse_module(new), unsafe_skip_copy=True)
-    wrapper.visit(found)
-    new = wrapper.visit(FileNames(found)).code
-    return Rewritten(text, new, tuple(undecided(new, bool(alias), is_graph)))
+    literals = Literals()
+    wrapper.visit(literals)
+    new = wrapper.visit(FileNames(literals)).code
+    return Rewritten(text, new, tuple(undecided(new, uses_horovod, is_graph)))
 
 
 def _alias(tree: ast.Module) -> str:
     """The script's name for Horovod's Keras interface; empty if it does not import it."""
+    modules = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                name = f"{module}{alias.name}"
-                if name in ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras"):
-                    return alias.asname or (alias.name if module else name)
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                if item.name in modules:
+                    return item.asname or item.name
+        elif isinstance(node, ast.ImportFrom):
+            for item in node.names:
+                if f"{node.module}.{item.name}" in modules:
+                    return item.asname or item.name
     return ""

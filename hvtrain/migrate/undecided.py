@@ -6,10 +6,9 @@ import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from hvtrain.migrate.file_names import Literals, unresolved
-from hvtrain.migrate.keras_names import exists, names_of_hvtrain, nearest
+from hvtrain.migrate.file_names import WEIGHTS, Literals, unresolved
+from hvtrain.migrate.name_tables import METHODS, advice, exists, names_of_hvtrain, nearest
 from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number
-from hvtrain.migrate.renamed import METHODS, advice
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
@@ -18,15 +17,26 @@ _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slo
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # The names of Keras's own weights. Everything else that stood in a name came from the layer.
 _NAMES_OF_WEIGHTS = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
-_GONE = {"sample_weight_mode": "pass sample_weight to fit", "target_tensors": "pass the targets to fit"}
+_REMOVED_FROM_COMPILE = {
+    "sample_weight_mode": "pass sample_weight to fit",
+    "target_tensors": "pass the targets to fit",
+}
 
 
 def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
-    """Line numbers, in order, with what to do there."""
-    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    found = _Undecided(text, uses_horovod, is_graph)
-    wrapper.visit(found)
-    return sorted(set(found.lines))
+    """Finds the lines of a migrated script.
+
+    Args:
+        text: The script.
+        uses_horovod: True if Horovod trains its models.
+        is_graph: True for a script in graph mode of TensorFlow 1.
+
+    Returns:
+        Line numbers, in order, with what to do there.
+    """
+    visitor = _Undecided(text, uses_horovod, is_graph)
+    MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(visitor)
+    return sorted(set(visitor.lines))
 
 
 class _Undecided(Literals):
@@ -34,14 +44,16 @@ class _Undecided(Literals):
         super().__init__()
         self.lines: list[tuple[int, str]] = []
         self.uses_horovod = uses_horovod
-        self.broadcasts = any(word in text for word in _BROADCASTS)
+        self.broadcasts = any(name in text for name in _BROADCASTS)
         # Optimizers of graph mode still have these.
         self.methods = {} if is_graph else METHODS
+        # How many of the surrounding conditions ask for a rank.
         self._on_rank_0 = 0
-        self._weights: set[str] = set()  # Names that loops give to the weights of a model.
+        # Names that loops give to the weights of a model.
+        self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
-    def say(self, node: cst.CSTNode, text: str) -> None:
+    def report(self, node: cst.CSTNode, text: str) -> None:
         self.lines.append((self.get_metadata(PositionProvider, node).start.line, text))
 
     def visit_If(self, node: cst.If) -> None:
@@ -70,24 +82,33 @@ class _Undecided(Literals):
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        if name := self.imported(node):
+        name = self.imported(node)
+        if name:
             self._name(node, name)
         return not dotted(node)
 
     def _name(self, node: cst.CSTNode, name: str) -> None:
-        if name.startswith("keras.") and not exists(name):
-            near = nearest(name)
-            what = advice(name) or (f"did you mean {near}?" if near else "replace it")
-            self.say(node, f"Keras 3 has no {name}; {what}")
+        fix = advice(name)
+        if name.startswith("keras."):
+            if not exists(name):
+                near = nearest(name)
+                fix = fix or (f"did you mean {near}?" if near else "replace it")
+                self.report(node, f"Keras 3 has no {name}; {fix}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in names_of_hvtrain():
-            self.say(node, f"hvtrain.keras has no {name.removeprefix(f'{HVTRAIN}.')}; {advice(name) or 'remove it'}")
-        elif not name.startswith("keras.") and (what := advice(name)):
-            self.say(node, f"{name}: {what}")
+            self.report(
+                node,
+                f"hvtrain.keras has no {name.removeprefix(f'{HVTRAIN}.')}; {fix or 'remove it'}",
+            )
+        elif fix:
+            self.report(node, f"{name}: {fix}")
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        if (name := node.name.value) in _NEVER_CALLED and node.params.params:
-            instead = "override build and update_step(gradient, variable, learning_rate)"
-            self.say(node, f"Keras 3 never calls {name}; {instead}")
+        name = node.name.value
+        if name in _NEVER_CALLED and node.params.params:
+            self.report(
+                node,
+                f"Keras 3 never calls {name}; override build and update_step(gradient, variable, learning_rate)",
+            )
 
     def visit_For(self, node: cst.For) -> None:
         self._loop(node)
@@ -103,13 +124,17 @@ class _Undecided(Literals):
         self._name_of_a_weight(node)
 
     def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
-        """Says so where the name of a weight is searched for that of a layer."""
+        """Reports where the name of a weight is searched for that of a layer."""
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
         if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
             return
-        for found in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("name"))):
-            if (named := code_of(found).partition(".")[0]) in self._weights:
-                self.say(node, f"on Keras 3 {named}.name is kernel or gamma, without the layer; use {named}.path")
+        for attribute in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("name"))):
+            name = code_of(attribute).partition(".")[0]
+            if name in self._weights:
+                self.report(
+                    node,
+                    f"on Keras 3 {name}.name is kernel or gamma, without the layer; use {name}.path",
+                )
 
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
@@ -119,48 +144,68 @@ class _Undecided(Literals):
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             self._schedule(node)
         if name.startswith("keras.optimizers.") and argument(node, "decay"):
-            self.say(node, "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
-                     "script sets the rate; put the decay into that callback")  # fmt: skip
+            self.report(
+                node,
+                "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
+                "script sets the rate; put the decay into that callback",
+            )
         if name.startswith("keras.callbacks.") and name.rpartition(".")[2] in _WRITERS:
             if argument(node, "period"):
-                self.say(node, "period= was removed; save_freq counts batches, or is 'epoch'")
+                self.report(node, "period= was removed; save_freq counts batches, or is 'epoch'")
             if self.uses_horovod and not self._on_rank_0:
-                self.say(node, "all ranks would write the same file; use this callback on rank 0 only")
+                self.report(node, "all ranks would write the same file; use this callback on rank 0 only")
         if name.startswith("keras.layers.BatchNormalization"):
-            for gone in ("renorm", "virtual_batch_size"):
-                if argument(node, gone):
-                    self.say(node, f"{gone}= was removed from BatchNormalization; leave it out")
+            for removed in ("renorm", "virtual_batch_size"):
+                if argument(node, removed):
+                    self.report(node, f"{removed}= was removed from BatchNormalization; leave it out")
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
 
     def _schedule(self, node: cst.Call) -> None:
-        initial, multiplier = argument(node, "initial_lr", 0), argument(node, "multiplier", 1)
-        if initial is None or multiplier is None or not m.matches(initial.value, m.Name("None")):
+        """Reports a multiplier that may be a number, which was a factor, and not yet the base of a power."""
+        initial_lr = argument(node, "initial_lr", 0)
+        multiplier = argument(node, "multiplier", 1)
+        if initial_lr is None or multiplier is None or not m.matches(initial_lr.value, m.Name("None")):
             return
-        what = code_of(multiplier.value)
-        is_function = isinstance(multiplier.value, cst.Lambda) or what in self._functions
+        code = code_of(multiplier.value)
+        is_function = isinstance(multiplier.value, cst.Lambda) or code in self._functions
         if not is_function and not is_number(multiplier.value):
-            self.say(node, f"if {what} is a number, older versions took it as a factor; write lambda epoch: {what}")
+            self.report(
+                node,
+                f"if {code} is a number, older versions took it as a factor; write lambda epoch: {code}",
+            )
 
     def _method(self, node: cst.Call, func: cst.Attribute) -> None:
         method = func.attr.value
         if method in self.methods:
-            self.say(node, f"{method} {self.methods[method]}")
+            self.report(node, f"{method} {self.methods[method]}")
         if method == "compile":
-            for gone, instead in _GONE.items():
-                if argument(node, gone):
-                    self.say(node, f"{gone}= was removed; {instead}")
+            for removed, fix in _REMOVED_FROM_COMPILE.items():
+                if argument(node, removed):
+                    self.report(node, f"{removed}= was removed; {fix}")
             if self.uses_horovod and any(arg.star == "**" for arg in node.args):
-                self.say(node, "the arguments of compile are not in the script; they must contain jit_compile=False")
+                self.report(
+                    node,
+                    "the arguments of compile are not in the script; they must contain jit_compile=False",
+                )
         if method == "fit" and self.uses_horovod and not self.broadcasts:
-            self.say(node, "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)")
+            self.report(
+                node,
+                "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
+            )
         if method == "save" and argument(node, "save_format"):
-            self.say(node, "save_format= was removed; the suffix .keras says it, and model.export writes a SavedModel")
-        saves = method in ("save_weights",) or (method == "save" and m.matches(func.value, m.Name("model")))
-        if saves and self.uses_horovod and not self._on_rank_0:
-            self.say(node, "all ranks would write the same file; put it under if hvd.rank() == 0")
+            self.report(
+                node,
+                "save_format= was removed; the suffix .keras says it, and model.export writes a SavedModel",
+            )
+        saves_model = method == "save" and m.matches(func.value, m.Name("model"))
+        if (method == "save_weights" or saves_model) and self.uses_horovod and not self._on_rank_0:
+            self.report(node, "all ranks would write the same file; put it under if hvd.rank() == 0")
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        for call, suffix in unresolved(self):
-            self.say(call, f"Keras 3 needs a file name that ends in {suffix}, and the name is not in the script")
+        for call in unresolved(self):
+            self.report(
+                call,
+                f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
+            )
         return updated_node

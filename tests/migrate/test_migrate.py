@@ -99,7 +99,11 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
         (b"", ["."], ". holds no Python file; name a folder of scripts"),
         (b"a = (\n", ["a"], "a, line 1 is not Python: '(' was never closed; fix it first"),
         (b"\xff\xfe", ["a"], "a is not Python in UTF-8"),
-        (b"", [], "the following arguments are required: FILE|FOLDER; see python -m hvtrain migrate --help"),
+        (
+            b"",
+            [],
+            "the following arguments are required: FILE|FOLDER; see python -m hvtrain migrate --help",
+        ),
     ],
     ids=["missing", "empty folder", "syntax", "bytes", "nothing"],
 )
@@ -113,8 +117,8 @@ def test_bad_input_is_one_line_and_writes_nothing(content, words, message, tmp_p
 
 
 def test_without_libcst_it_says_what_to_install(tmp_path):
-    block = "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['migrate', 'a.py']"
-    code = f"{block}; runpy.run_module('hvtrain migrate', run_name='__main__')"
+    block = "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['hvtrain', 'migrate', 'a.py']"
+    code = f"{block}; runpy.run_module('hvtrain', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (

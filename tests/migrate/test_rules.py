@@ -5,11 +5,11 @@ import textwrap
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.migrate.keras_names import TF_KERAS, exists
+from hvtrain.migrate.name_tables import TF_KERAS, exists
 
 pytest.importorskip("libcst", reason="libcst is not installed; ./scripts/run pytest does it")
 
-from hvtrain.migrate.renamed import _EXACT, ADVICE
+from hvtrain.migrate.name_tables import _EXACT, ADVICE
 from hvtrain.migrate.rewriting import migrate
 
 HVD = "import hvtrain.keras as hvd\n"

@@ -1,6 +1,17 @@
-"""Tables of names that Keras 3 and hvtrain.keras have renamed or removed. Pure."""
+"""Names that Keras 3 and hvtrain.keras have renamed or removed, and the names that they have today.
 
-from hvtrain.migrate.keras_names import TF_KERAS, exists
+The names of today are read from the files of the installed packages, without importing TensorFlow.
+"""
+
+import ast
+import difflib
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+
+# Today's tf.keras is Keras 3 with some names of Keras 2, which are in this folder.
+KERAS = "keras"
+TF_KERAS = "keras/_tf_keras/keras"
 
 # The longest prefix that fits is replaced; the rest of the name stays.
 _PREFIXES = {
@@ -41,10 +52,10 @@ _OPS = (
     "sin", "softmax", "softplus", "softsign", "sqrt", "square", "squeeze", "stack", "std", "stop_gradient", "sum",
     "tanh", "tile", "transpose", "var", "zeros_like",
 )  # fmt: skip
+_KERAS_OPTIMIZERS = ("SGD", "RMSprop", "Adam", "Nadam", "Adagrad", "Adadelta", "Adamax")
 _EXACT = {
     **{f"keras.backend.{name}": f"keras.ops.{name}" for name in _OPS},
-    **{f"keras.optimizers.{name.lower()}": f"keras.optimizers.{name}" for name in ("SGD", "RMSprop", "Adam", "Nadam")},
-    **{f"keras.optimizers.{name.lower()}": f"keras.optimizers.{name}" for name in ("Adagrad", "Adadelta", "Adamax")},
+    **{f"keras.optimizers.{name.lower()}": f"keras.optimizers.{name}" for name in _KERAS_OPTIMIZERS},
     "keras.backend.get_value": "keras.ops.convert_to_numpy",
     "keras.layers.CuDNNLSTM": "keras.layers.LSTM",
     "keras.layers.CuDNNGRU": "keras.layers.GRU",
@@ -60,7 +71,7 @@ _EXACT = {
     "tensorflow.random.set_random_seed": "tensorflow.random.set_seed",
     "hvtrain.keras.elastic.TensorFlowKerasState": "hvtrain.keras.elastic.KerasState",
 }
-# Advice to the user, by the beginning of the name.
+# What the user is told about a removed name, by its beginning.
 ADVICE = {
     "keras.backend.set_session": "Keras 3 has no sessions; remove the line (hvd.pin_gpu() chooses the GPU)",
     "keras.backend.get_session": "Keras 3 has no sessions; variables have .numpy() and .assign()",
@@ -82,14 +93,22 @@ ADVICE = {
     "hvtrain.keras.broadcast_global_variables": "use hvd.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_model",
 }
 _GRAPH = "TensorFlow 1's graph mode; rewrite the loop, or keep it as examples/tf1_monitored_session.py does"
-_OLD_NAMES = (
+_GRAPH_NAMES = (
     "ConfigProto", "GPUOptions", "Session", "InteractiveSession", "placeholder", "get_variable", "variable_scope",
     "global_variables_initializer", "layers", "train", "disable_eager_execution", "disable_v2_behavior", "app",
 )  # fmt: skip
-ADVICE |= {f"tensorflow.compat.v1.{name}": _GRAPH for name in _OLD_NAMES}
-ADVICE |= {f"tensorflow.{name}": _GRAPH for name in _OLD_NAMES if name != "train"}
-_OPTIMIZERS = ("Adam", "Adagrad", "Adadelta", "Momentum", "GradientDescent", "RMSProp", "Ftrl")
-ADVICE |= {f"tensorflow.train.{name}Optimizer": _GRAPH for name in _OPTIMIZERS}
+ADVICE |= {f"tensorflow.compat.v1.{name}": _GRAPH for name in _GRAPH_NAMES}
+ADVICE |= {f"tensorflow.{name}": _GRAPH for name in _GRAPH_NAMES if name != "train"}
+_GRAPH_OPTIMIZERS = (
+    "Adam",
+    "Adagrad",
+    "Adadelta",
+    "Momentum",
+    "GradientDescent",
+    "RMSProp",
+    "Ftrl",
+)
+ADVICE |= {f"tensorflow.train.{name}Optimizer": _GRAPH for name in _GRAPH_OPTIMIZERS}
 ADVICE |= {f"tensorflow.train.{name}": _GRAPH for name in ("MonitoredTrainingSession", "get_or_create_global_step")}
 # Removed methods of models and optimizers.
 METHODS = {
@@ -109,6 +128,8 @@ def _starts(name: str, beginning: str) -> bool:
 def new_name(name: str) -> str:
     """The name on Keras 3, or the code that replaces it; the name itself if nothing changes.
 
+    A name that only tf.keras still has stays there.
+
     >>> new_name("tensorflow.keras.layers.CuDNNLSTM"), new_name("horovod.keras.init")
     ('keras.layers.LSTM', 'hvtrain.keras.init')
     >>> new_name("keras.preprocessing.text.Tokenizer"), new_name("tensorflow.keras.losses.Reduction.SUM")
@@ -121,8 +142,12 @@ def new_name(name: str) -> str:
         if old and not (table is _DISSOLVED and new == old):
             new = table[old] + new[len(old) :]
     new = _EXACT.get(new, new)
-    if _starts(name, "tensorflow") and not _starts(name, "tensorflow.keras") and _starts(new, "keras"):
-        return new if exists(new) or "keras" in name else name
+    is_short = _starts(name, "tensorflow") and not _starts(name, "tensorflow.keras") and _starts(new, "keras")
+    if is_short and "keras" not in name and not exists(new):
+        # tensorflow.losses and the like were TensorFlow 1's own modules, too.
+        return name
+    if is_short:
+        return new
     if _starts(new, "keras") and not exists(new) and exists(new, TF_KERAS):
         return f"tensorflow.{new}"
     return new
@@ -130,4 +155,61 @@ def new_name(name: str) -> str:
 
 def advice(name: str) -> str:
     """What to do about a removed name; empty if nothing is known."""
-    return ADVICE[max(found, key=len)] if (found := [old for old in ADVICE if _starts(name, old)]) else ""
+    beginning = max((old for old in ADVICE if _starts(name, old)), key=len, default="")
+    return ADVICE.get(beginning, "")
+
+
+@functools.cache
+def _site() -> Path:
+    spec = find_spec("keras")
+    assert spec and spec.submodule_search_locations, "hvtrain needs keras"
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+@functools.cache
+def members(package: str) -> frozenset[str]:
+    """The names that a package of the installed Keras imports; empty if there is no such package."""
+    file = _site() / package / "__init__.py"
+    if not file.exists():
+        return frozenset()
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return frozenset(alias.asname or alias.name for node in imports for alias in node.names)
+
+
+def exists(name: str, root: str = KERAS) -> bool:
+    """True if Keras 3 has this name.
+
+    root: KERAS, or TF_KERAS for the names of tf.keras.
+
+    >>> exists("keras.layers.Dense"), exists("keras.layers.CuDNNLSTM"), exists("keras")
+    (True, False, True)
+    """
+    package = root
+    for part in name.split(".")[1:]:
+        if not (_site() / package).is_dir():
+            return True  # An attribute of a class or a function.
+        if part not in members(package):
+            return False
+        package = f"{package}/{part}"
+    return True
+
+
+def nearest(name: str) -> str:
+    """The most similar name of Keras 3 in the same module; empty if none is similar.
+
+    >>> nearest("keras.layers.Desne")
+    'keras.layers.Dense'
+    """
+    module, _, last = name.rpartition(".")
+    matches = difflib.get_close_matches(last, members(module.replace(".", "/")), 1, cutoff=0.75)
+    return f"{module}.{matches[0]}" if matches else ""
+
+
+@functools.cache
+def names_of_hvtrain() -> frozenset[str]:
+    """The public names of hvtrain.keras."""
+    tree = ast.parse((Path(__file__).parents[1] / "keras/__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    raise AssertionError("hvtrain.keras has no __all__")
