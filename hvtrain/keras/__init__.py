@@ -1,7 +1,8 @@
 """Horovod's Keras interface, made to work on Keras 3: `import hvtrain.keras as hvd`.
 
-Names and arguments are those of horovod.tensorflow.keras and horovod.keras. The core (init, ranks, collectives) is
-Horovod's. What Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic state) is implemented here.
+Names and arguments are those of horovod.tensorflow.keras and horovod.keras. The core (init, ranks,
+collectives) is Horovod's. What Keras 3 broke (optimizer, callbacks, broadcast of variables, elastic
+state) is implemented here.
 """
 
 from horovod.tensorflow import (
@@ -79,7 +80,11 @@ from hvtrain.keras.optimizer import (
 )
 from hvtrain.keras.process import init, is_elastic
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
-from hvtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape, num_tape_reductions
+from hvtrain.keras.tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    num_tape_reductions,
+)
 
 __all__ = [
     "Adasum",

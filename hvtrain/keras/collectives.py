@@ -182,8 +182,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     # After the comparison, in which other ranks may wait for this one.
     if not variables:
         raise ValueError(
-            "there are no variables to broadcast, as in a model that is not built yet, and ranks would train apart; "
-            "begin the model with a keras.Input, or call model.build(input_shape) first"
+            "there are no variables to broadcast, as in a model that is not built yet, and each rank "
+            "would train alone; begin the model with a keras.Input, or call model.build(input_shape) first"
         )
     if hvd.size() == 1:
         return None
@@ -265,7 +265,7 @@ def join(*args: Any, **kwargs: Any) -> Any:
     """
     if reduction.gathers_rows and hvd.size() > 1:
         raise ValueError(
-            "join cannot stand in for this rank's sparse gradients, which the others go on to gather; pass "
+            "join cannot stand in for this rank's sparse gradients, which the others will gather; pass "
             "sparse_as_dense=True to the DistributedOptimizer or the tape, or the same number of steps on every rank"
         )
     return hvd.join(*args, **kwargs)

@@ -217,8 +217,8 @@ def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
 def gpu_uuids(count: int) -> tuple[str, ...]:
     """Returns UUIDs of the first `count` GPUs that CUDA shows this process.
 
-    None if the driver does not say. By the driver's own interface: it starts no GPU, and unlike
-    nvidia-smi it counts as CUDA_VISIBLE_DEVICES has it.
+    None if the driver does not say. The driver's own interface starts no GPU, and unlike nvidia-smi
+    it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
     if not count:
         return ()

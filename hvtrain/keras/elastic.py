@@ -1,4 +1,4 @@
-"""Training that goes on when ranks are lost or join: Horovod's elastic interface, on Keras 3.
+"""Training that continues when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
 An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was
 lost, from where it was after ranks joined. A new rank runs the code before `run` alone, so that
@@ -26,7 +26,7 @@ from hvtrain.keras.reduction import restart_numbering
 
 T = TypeVar("T")
 
-# Value of model.stop_training that ends an epoch early: true to Keras, and set by nobody else.
+# Value of model.stop_training that ends an epoch early: true to Keras, and set only here.
 _END_OF_EPOCH = "end of the epoch that began before the reset"
 
 

@@ -40,7 +40,7 @@ def digest_of(variables: Sequence[Any]) -> str | None:
 
 
 def watch(variables: Sequence[Any], num_steps: Callable[[], int], process_set: Any) -> None:
-    """Warns, on the first of the ranks, if they go on without a broadcast (every rank of the set).
+    """Warns, on the first rank of the set, if no broadcast follows (every rank of the set).
 
     Args:
         variables: whose values differ between the ranks.

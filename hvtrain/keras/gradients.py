@@ -42,7 +42,7 @@ def compare_structure(
     noun: str = "gradient",
     num_steps: Callable[[], int] | None = None,
 ) -> None:
-    """Raises RankError on all ranks if they would not reduce the same gradients alike (every rank).
+    """Raises RankError on all ranks unless they will reduce the same gradients (every rank).
 
     The ranks exchange one digest for each structure that is new to a reduction of this name: while
     a step is traced, or in the first eager step. A step traced again, for a batch of another size,
@@ -144,8 +144,8 @@ class FiniteCheck:
         finite, and the step fails all the same."""
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
-            nobody = tf.zeros([self.num_processes], tf.int32)
-            self.at_fault = tf.Variable(nobody, trainable=False, name="at_fault", shape=[None])
+            no_faults = tf.zeros([self.num_processes], tf.int32)
+            self.at_fault = tf.Variable(no_faults, trainable=False, name="at_fault", shape=[None])
 
     def __call__(self, own: Sequence[Any], reduced: Sequence[Any], excused: Any = False) -> list[Any]:
         """Returns the gradients in `reduced`, once they are known to be finite.
@@ -162,7 +162,7 @@ class FiniteCheck:
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
         is_fine = tf.logical_or(are_finite(reduced), excused)
-        # The exchange stands in a branch, so it costs nothing in a step that is fine.
+        # The exchange is in a branch, so it costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)
 
         def zeros_unless_fine(values: tf.Tensor) -> tf.Tensor:

@@ -204,7 +204,7 @@ class DistributedLossScale(Distributed):
     def _check(self, own: Any, reduced: Any) -> Any:
         """Excuses an overflow, which halves the scale.
 
-        At a scale below 1 it is none: the gradient is not finite by itself.
+        Below a scale of 1 it is not an overflow: the gradient itself is not finite.
         """
         check = self._hvtrain.finite_check
         if not check or not self.built:

@@ -153,14 +153,13 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
+    if not accumulates:
+        make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
+        return optimizer
     # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
-    if accumulates:
-        make_distributed(inner, DistributedAccumulation, hook, wrap)
+    make_distributed(inner, DistributedAccumulation, hook, wrap)
     if is_scaled:
-        mixin = DistributedLossScaleAccumulation if accumulates else DistributedLossScale
-        make_distributed(optimizer, mixin, hook, wrap)
-    elif not accumulates:
-        make_distributed(optimizer, Distributed, hook, wrap)
+        make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
     return optimizer
 
 

@@ -90,7 +90,7 @@ def _lower_priority(threads: set[int]) -> None:
     A niceness 5 above the others' gives them a quarter of a contended core.
     """
     for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):  # It has ended in the meantime.
             niceness = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness + 5))
 
@@ -121,8 +121,8 @@ def _set_defaults() -> None:
     anyway, a shorter cycle costs nothing. Between hosts each cycle is a message on the network, so
     Horovod's 1 ms stays there.
     """
-    # Buckets are the messages already; fusing them again would only copy. All ranks must set this
-    # alike, or they hang.
+    # Buckets are the messages already; fusing them again would only copy. All ranks must have the
+    # same setting, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     # Horovod names a rank that others wait for after a minute, and would let them wait forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")

@@ -130,7 +130,7 @@ class Reducer:
 
     @property
     def is_alone(self) -> bool:
-        """True for one rank, or a rank outside the process set: it exchanges with nobody."""
+        """True for one rank, or a rank outside the process set: no other to exchange with."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
@@ -203,20 +203,7 @@ class Reducer:
         groups = self._in_groups(dense, reduced, variables)
 
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
-        done = []
-        for number, group in enumerate(groups):
-            tensors = [reduced[i] for i in group]
-            # One element more in a message that is sent anyway.
-            if self.flag and number == 0:
-                tensors.append(self.flag.own(tensors[0].dtype))
-            values = self._reduce_group(tensors, f"{self.name}_{number}")
-            if self.flag and number == 0:
-                done.append(self.flag.update(values.pop()))
-            for i, value in zip(group, values):
-                reduced[i] = value
-        if self.flag and not groups:
-            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
-            done.append(self.flag.update(value))
+        done = self._reduce_dense(reduced, groups)
         if overwriting:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
@@ -273,7 +260,7 @@ class Reducer:
                 num_steps=lambda: int(self.count.numpy()),
             )
         except RankError:
-            # Other ranks drew this number for another optimizer. All draw anew at their next step.
+            # Other ranks drew this number for another optimizer. All draw again at their next step.
             if is_first:
                 self.message_name = ""
             raise
@@ -301,6 +288,24 @@ class Reducer:
                 length = math.ceil(len(same_type) / num_groups)
                 groups += [same_type[start : start + length] for start in range(0, len(same_type), length)]
         return groups
+
+    def _reduce_dense(self, gradients: list[Any], groups: list[list[int]]) -> list[Any]:
+        """Reduces the groups in place, and the flag with them; returns the flag's update."""
+        done = []
+        for number, group in enumerate(groups):
+            tensors = [gradients[i] for i in group]
+            # One element more in a message that is sent anyway.
+            if self.flag and number == 0:
+                tensors.append(self.flag.own(tensors[0].dtype))
+            values = self._reduce_group(tensors, f"{self.name}_{number}")
+            if self.flag and number == 0:
+                done.append(self.flag.update(values.pop()))
+            for i, value in zip(group, values):
+                gradients[i] = value
+        if self.flag and not groups:
+            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
+            done.append(self.flag.update(value))
+        return done
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
         dtype = tensors[0].dtype

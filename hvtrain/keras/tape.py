@@ -89,7 +89,7 @@ class _ReducesGradients:
         tf_variables = [tf_variable(variable) for variable in variables]
         gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
-        # A reducer for each call: its name counts calls in the graph, alike on all ranks.
+        # A reducer for each call: its name counts calls in the graph, as on all ranks.
         reducer = Reducer(message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
         reducer.register_local(self._hvtrain_local.values())
         reduced = reducer(gradients, variables)

@@ -1,1 +1,1 @@
-"""What is built into the graph of a step: time marks, and losses that are exact over ranks."""
+"""Parts of a step's graph: time marks, and losses that are exact over ranks."""

@@ -137,7 +137,7 @@ def test_saved_models_reduce_again(ranks):
 
 
 REFUSED = {
-    "no variables": "ValueError: there are no variables to broadcast, as in a model that is not built yet, and ranks",
+    "no variables": "ValueError: there are no variables to broadcast, as in a model that is not built yet, and each",
     "global variables": "RuntimeError: broadcast_global_variables finds no global variables in TensorFlow 2",
     "groups": "groups=-1 is neither a number above 0 nor a list of lists of variables",
     "op": "gradients are reduced by Average, Sum or Adasum",
