@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import shlex
-import signal
 import socket
 import sys
 from datetime import datetime
@@ -16,7 +15,7 @@ from typing import Any
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import JOINT, RANK, contestants
-from hvtrain.compare.one_run import Launcher
+from hvtrain.compare.one_run import Launcher, exit_at_signals
 from hvtrain.compare.page import html, write_png
 from hvtrain.compare.summary import summary, table
 from hvtrain.core.files import write_atomic
@@ -40,31 +39,37 @@ docs/compare.md has the method, and measured comparisons.
 
 def main() -> int:
     """Checks all runs, then starts them one after the other. Returns 1 if one of them failed."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
+    parser = _parser()
+    options = parser.parse_with_overrides(sys.argv[1:])
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
     if not strategies:
         return 0
 
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    launcher = Launcher(options.np, _host_options(options), options.num_ps, options.single_cores)
+    hosts = tuple(parser.host_options(options))
+    launcher = Launcher(options.np, hosts, options.num_ps, options.single_cores)
     contest = Contest(strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only)
     make_output(folder)
+    # Before the first run, which makes the machine busy.
     facts = _facts(options)
-    _exit_at_signals()
+    exit_at_signals()
     print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
     ended_by: BaseException | None = None
+
     try:
         contest.run()
     except (KeyboardInterrupt, SystemExit) as error:
         ended_by = error
 
+    # Whatever ended the runs, those before it have results.
     comparison = {
         **facts,
         "interrupted": ended_by is not None,
         **summary(contest, target),
     }
     comparison["conclusion"] += facts["warnings"]
+    # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
     if options.plan and ended_by is None:
         arguments = plan_arguments(comparison, options.plan)
@@ -77,14 +82,17 @@ def main() -> int:
     if isinstance(ended_by, KeyboardInterrupt):
         print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
         return INTERRUPTED
-    if ended_by:
+
+    if ended_by:  # A signal, whose exit code is 128 and its number.
         raise ended_by
+
     return 1 if contest.errors else 0
 
 
 def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
     strategies = comparison["strategies"]
+    # The page shows no settings; the JSON does, and may be shared like the page.
     public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
     text = json.dumps({**comparison, "strategies": public}, indent=1)
     write_atomic(folder / "compare.json", text + "\n")
@@ -100,8 +108,10 @@ def parse_target(text: str) -> tuple[str, float]:
         number = float(value)
     except ValueError:
         number = math.nan
+
     if not metric or not math.isfinite(number):
         raise ConfigError(f"--target {text} is not a metric and its value; write it as val_accuracy=0.97")
+
     return metric, number
 
 
@@ -124,23 +134,13 @@ def busy_warning(load: float, cores: int) -> list[str]:
     ]
 
 
-def _host_options(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.hosts:
-        return ("-H", options.hosts)
-    return ("--hostfile", options.hostfile) if options.hostfile else ()
-
-
-def _exit_at_signals() -> None:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """What the results say about this start."""
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0]  # Over the last minute.
+    # Those of this process: a container or a job may have fewer than the host.
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     return {
         "command": shlex.join(["python", "-m", "hvtrain", "compare", *without_secrets(sys.argv[1:])]),
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -153,6 +153,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version for name, version in versions().items() if version},
         "num_rounds": options.rounds,
         "speed_steps": options.speed_steps,
+        # Also a conclusion: it says how far the others can be trusted.
         "warnings": busy_warning(load, cores),
     }
 
@@ -206,4 +207,5 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         help="ranks up to which hvtrain plan extends the result; 0: not at all; default: 16",
     )
     option("--output", metavar="DIR", help="default: compare/DATE_TIME")
+
     return parser

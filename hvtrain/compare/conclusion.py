@@ -13,15 +13,15 @@ from hvtrain.compare.contestants import SINGLE
 from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.system.secrets import without_secrets
 
+# With fewer rounds the interval of order statistics says nothing: its coverage is at most 50%.
 FEWEST_ROUNDS = 3
-"""With fewer rounds the interval of order statistics says nothing: its coverage is at most 50%."""
+# The strategy whose ring `hvtrain plan` describes.
 PLANNED = "horovod"
-"""The strategy whose ring `hvtrain plan` describes."""
+# More ranks pay if they reach more than this many times the speed of one.
 PAYS = 1.05
-"""More ranks pay if they reach more than this many times the speed of one."""
 
+# Examples/s by contestant and round.
 Speeds = Mapping[str, Mapping[int, float]]
-"""Examples/s by contestant and round."""
 
 
 def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> tuple[Ratio, int] | None:
@@ -33,6 +33,7 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
     common = sorted(numerators.keys() & denominators.keys())
     if not common:
         return None
+
     return ratio([numerators[n] for n in common], [denominators[n] for n in common]), len(common)
 
 
@@ -48,6 +49,7 @@ def ratio_text(speed_ratio: Ratio, num_rounds: int) -> str:
     if num_rounds < FEWEST_ROUNDS:
         return f"{times} ({num_rounds} round{'s' * (num_rounds > 1)}, too few for a confidence)"
     interval = f"{speed_ratio.low:.2f} to {speed_ratio.high:.2f}"
+
     return f"{times} ({interval} with {speed_ratio.coverage:.0%} confidence)"
 
 
@@ -66,19 +68,23 @@ def on_speed(speeds: Speeds) -> list[str]:
     equal: list[str] = []
     unknown: list[str] = []
     slower: list[str] = []
+
     for name in others:
         comparison = against(speeds[name], speeds[first])
         if comparison is None:
             continue
         speed_ratio, num_rounds = comparison
-        group = unknown if num_rounds < FEWEST_ROUNDS else equal
-        if is_clear(speed_ratio, num_rounds) and speed_ratio.high < 1:
+        group = equal
+        if num_rounds < FEWEST_ROUNDS:
+            group = unknown
+        elif speed_ratio.high < 1:
             group = slower
         group.append(f"{name} {ratio_text(speed_ratio, num_rounds)}")
 
     # "Fastest" claims a difference from all others.
     verdict = "Most examples/s" if equal or unknown else "Fastest"
     lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
+
     for title, group in (
         ("Not distinguishable from it", equal),
         ("Too few rounds to say", unknown),
@@ -86,6 +92,7 @@ def on_speed(speeds: Speeds) -> list[str]:
     ):
         if group:
             lines.append(f"{title}: {'; '.join(group)} as fast as {first}.")
+
     return lines
 
 
@@ -93,6 +100,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
     """States whether num_ranks ranks are worthwhile: each contestant against one process."""
     lines = []
     for name in speeds:
+        # A user who has no run of `single` did not ask this question.
         comparison = against(speeds[name], speeds.get(SINGLE, {}))
         if name == SINGLE or comparison is None:
             continue
@@ -107,6 +115,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
             lines.append(f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}.")
         else:
             lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
+
     return lines
 
 
@@ -118,6 +127,7 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
     """
     times = []
     missing = []
+
     for name, epoch_and_seconds in reached.items():
         if epoch_and_seconds is None:
             missing.append(name)
@@ -129,6 +139,7 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
     text = f"{metric} {value:.4g}: {', '.join(parts) or 'no strategy'}"
     if missing:
         text += f"; not reached: {', '.join(missing)}"
+
     return f"{text}."
 
 
@@ -141,6 +152,7 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
     low = min(values, key=lambda name: values[name])
     high = max(values, key=lambda name: values[name])
     spread = f"{metric} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
+
     return f"{spread}; one run each, so another seed may order them otherwise."
 
 
@@ -154,6 +166,7 @@ def on_examples(examples: Mapping[str, int]) -> list[str]:
     """
     if not examples or max(examples.values()) <= 1.1 * min(examples.values()):
         return []
+    # Strategies count train.steps differently; an epoch is the same for all.
     counts = ", ".join(f"{name} {count:,}" for name, count in examples.items())
     return [f"Not the same training: not the same number of examples ({counts}); give train.epochs."]
 
@@ -170,9 +183,12 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
     splits = [run["split"] for run in entry["rounds"] if run["split"]]
     if not splits:
         return None
+    # Communication is what the plan computes anew, from the links and the number of ranks.
     seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
+
     return [
         *("-np", str(num_ranks)),
+        # As if the measured ranks were one host, to which others like it are added.
         *("--ranks-per-host", str(comparison["num_ranks"])),
         *("--step-seconds", f"{seconds:.4g}"),
         *entry["words"],
@@ -191,8 +207,10 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
+
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
     again = shlex.join(["python", "-m", "hvtrain", "plan", *without_secrets(arguments)])
+
     return [
         pays_from(costs),
         f"This assumes cores or a GPU for each rank, and the links of this command: {again}",
@@ -210,4 +228,5 @@ def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
     most = max(speedups)
     paying = [number for number, speedup in speedups.items() if number > 1 and speedup > PAYS]
     verdict = f"pays from {min(paying)} ranks on, and" if paying else "does not pay:"
+
     return f"Planned for more ranks: {PLANNED} {verdict} {most} ranks are {speedups[most]:.1f} times as fast as one."

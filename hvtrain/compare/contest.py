@@ -12,9 +12,9 @@ from hvtrain.compare.rounds import in_turns, progress
 from hvtrain.errors import LostRankError
 from hvtrain.system.text import duration
 
+# In place of the number of a round: a whole run.
 WHOLE = 0
-"""In place of the number of a round: a whole run."""
-# Removed from short runs; whole runs keep them.
+# Removed from short runs, of which there are many; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")
 
 
@@ -53,6 +53,7 @@ class Contest:
         ]
         if not self.speed_only:
             runs += [(contestant, WHOLE) for contestant in self.contestants]
+
         return runs
 
     def run(self) -> None:
@@ -70,7 +71,9 @@ class Contest:
                 log = self._folder(contestant, number) / "output.txt"
                 self.errors[contestant.name] = f"{about}: {error}; its output is in {log}"
                 outcome = "failed"
-            progress("")
+
+            progress("")  # Clears the line, which the next one replaces for good.
+            # The results stand below each other, as in a table.
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
@@ -79,10 +82,12 @@ class Contest:
         known_seconds = 0.0
         num_known = 0
         num_unknown = 0
+
         for contestant, number in schedule:
             if contestant.name in self.errors:
                 continue
             similar = list(self.whole.values()) if number == WHOLE else short_runs
+            # A short run says nothing about a whole one, which trains, validates and saves.
             if similar:
                 known_seconds += mean(training.seconds for training in similar)
                 num_known += 1
@@ -92,11 +97,14 @@ class Contest:
         parts = [f"about {duration(known_seconds)}"] if num_known else []
         if num_unknown:
             parts.append(f"{num_unknown} runs of unknown length")
+
         return f"left: {' and '.join(parts) or 'nothing'}"
 
     def _train(self, contestant: Contestant, number: int) -> Training:
         folder = self._folder(contestant, number)
-        overrides = contestant.overrides if number == WHOLE else contestant.speed_overrides(self.speed_steps)
+        overrides: Sequence[str] = contestant.overrides
+        if number != WHOLE:
+            overrides = contestant.speed_overrides(self.speed_steps)
         command = self.launcher.command(contestant, overrides, folder / "run")
         training = train(command, self.launcher.cores(contestant), folder)
         if number == WHOLE:
@@ -104,19 +112,23 @@ class Contest:
             return training
 
         self.rounds.setdefault(contestant.name, {})[number] = training
+
         for path in (folder / "run" / name for name in _LARGE):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
         return training
 
     def _folder(self, contestant: Contestant, number: int) -> Path:
-        parent = self.folder if number == WHOLE else self.folder / f"round-{number}"
-        return parent / contestant.name
+        if number == WHOLE:
+            return self.folder / contestant.name
+        return self.folder / f"round-{number}" / contestant.name
 
 
 def _in_short(training: Training) -> str:
     rate = training.result["examples_per_second"]
+    # The warm-up is not timed, and in a short run there may be nothing after it.
     speed = f"{rate:,.0f} examples/s" if rate else "too few steps to time"
     return f"{speed}, {training.seconds:.0f} s"

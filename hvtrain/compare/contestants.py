@@ -70,24 +70,35 @@ def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JO
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    chosen = [override for override in overrides if override.partition("=")[0] == "strategy"]
-    names = chosen[-1].partition("=")[2].split(",") if chosen else []
+    choice = ""
+    common = []
+
+    for override in overrides:
+        if override.startswith("strategy="):
+            choice = override
+        else:
+            common.append(override)
+
+    names = choice.partition("=")[2].split(",")
     if len(names) < 2:
-        received = chosen[-1] if chosen else "no strategy=A,B"
         raise ConfigError(
-            f"{received} came where at least two strategies were needed; for example: strategy=single,horovod"
+            f"{choice or 'no strategy=A,B'} came where at least two strategies were needed; "
+            "for example: strategy=single,horovod"
         )
+
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated:
         raise ConfigError(
-            f"{chosen[-1]} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
+            f"{choice} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
         )
+
     folder = next((override for override in overrides if override.startswith("run.")), None)
     if folder:
         raise ConfigError(f"{folder} came, and each strategy has a run folder of its own; choose --output DIR instead")
 
-    common = [override for override in overrides if override not in chosen]
+    # All runs are composed before the first one starts, so no mistake shows up hours later.
     composed = [_contestant(name, common, num_ranks, single_batch) for name in names]
+
     return [contestant for contestant in composed if contestant]
 
 
@@ -99,9 +110,13 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         raise ConfigError(f"strategy={strategy} is not a strategy; {nearest(strategy, known)}")
 
     overrides = [*common, f"strategy={strategy}"]
+
+    # In horovod@compression=fp16 a setting without a group is the strategy's.
     for setting in settings:
-        is_of_strategy = "." not in setting.partition("=")[0]
-        overrides.append(f"strategy.{setting}" if is_of_strategy else setting)
+        if "." not in setting.partition("=")[0]:
+            setting = f"strategy.{setting}"
+        overrides.append(setting)
+
     trees = compose(overrides)
     if not trees:
         return None
@@ -111,15 +126,17 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         raise ConfigError(
             f"train.batch_size={config.train.batch_size} has a number for each rank; compare needs one number for all"
         )
+
     differences: tuple[str, ...] = ()
     if strategy == SINGLE and single_batch == RANK:
         differences = (ORDER, "takes the batch and the learning rate of one rank")
     elif strategy == SINGLE:
         overrides += joint_overrides(config, num_ranks)
-        compose(overrides)
+        compose(overrides)  # Raises if the added settings do not fit.
         differences = (ORDER,)
         if learning_rate_factor(config, num_ranks) != 1 and config.schedule.get("warmup_epochs"):
             differences += ("has no warm-up: its learning rate begins at the peak",)
+
     return Contestant(
         name,
         strategy,
@@ -142,8 +159,10 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
         f"train.batch_size={train.batch_size * num_ranks}",
         f"optimizer.learning_rate={peak!r}",
     ]
+    # The user gave the steps that one process would take, which the ranks divide among them.
     if train.steps and train.divide_steps_by_size:
         overrides.append(f"train.steps={max(1, train.steps // num_ranks)}")
+
     return overrides
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ from hvtrain.core.run_files import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import ends_within, failure, started
 
-SECONDS_BETWEEN_SAMPLES = 1.0  # A sample takes several milliseconds, also from the run.
+# A sample takes several milliseconds, which the run lacks too.
+SECONDS_BETWEEN_SAMPLES = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Launcher:
         options = ["-np", str(self.num_ranks), *self.host_options]
         if self.num_ps and contestant.has_servers:
             options += ["--num-ps", str(self.num_ps)]
+
         return [*python, "launch", *options, "--", *settings]
 
     def cores(self, contestant: Contestant) -> set[int]:
@@ -79,6 +82,7 @@ class Launcher:
         cores = sorted(os.sched_getaffinity(0))
         if contestant.is_single and self.single_cores:
             cores = cores[: self.single_cores]
+
         return set(cores)
 
 
@@ -91,7 +95,9 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.txt"
     began = time.monotonic()
+    # getrusage counts children that have been waited for, so this run is the difference.
     cpu_before = _children_seconds()
+    # Other processes may hold memory of the GPUs, which does not count.
     gpu_before = gpu_bytes()
     peak_bytes = 0
     peak_gpu_bytes = 0
@@ -100,6 +106,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
         while not ends_within(process, SECONDS_BETWEEN_SAMPLES):
             peak_bytes = max(peak_bytes, resident_bytes(process.pid))
             peak_gpu_bytes = max(peak_gpu_bytes, gpu_bytes() or 0)
+
     if process.returncode:
         raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
 
@@ -113,6 +120,12 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     )
 
 
+def exit_at_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def read_result(run: Path) -> dict[str, Any]:
     """Reads the record of a run. Raises LostRankError if there is none."""
     try:
@@ -124,13 +137,15 @@ def read_result(run: Path) -> dict[str, Any]:
 def resident_bytes(pid: int) -> int:
     """Resident memory of the training processes at or below a process; shared pages count in each."""
     total = 0
+    # Processes end while they are counted.
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
-            # Processes end while they are counted. Shells and ssh clients of the launcher train nothing.
+            # The launcher's shells and ssh clients train nothing. They are not counted.
             with suppress(psutil.Error):
                 if ("-m", "hvtrain") in pairwise(process.cmdline()):
                     total += process.memory_info().rss
+
     return total
 
 
@@ -139,9 +154,11 @@ def gpu_bytes() -> int | None:
     program = shutil.which("nvidia-smi")
     if not program:
         return None
+    # It counts the memory of all processes, in MiB, one line for each GPU.
     query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     mebibytes = [int(line) for line in done.stdout.split() if line.isdigit()]
+
     return sum(mebibytes) * 2**20 if mebibytes else None
 
 

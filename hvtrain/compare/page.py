@@ -8,6 +8,7 @@ from typing import Any
 from hvtrain.compare.summary import table
 from hvtrain.report.charts import GREY, INK, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
+from hvtrain.system.text import format_known
 
 # Inches. A chart on the page has room for the names of the strategies.
 _CHART_SIZE = (5.2, 3.3)
@@ -44,6 +45,7 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
+    # What is learned shows in validation, if there is any.
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     shown: list[Panel] = []
@@ -52,13 +54,17 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     if not points:
         return shown
 
+    # Seconds say which strategy is faster, examples which one learns more of each.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))
     for metric, unit in curves:
-        goal = target["value"] if metric == target["metric"] else None
+        goal = None
+        if metric == target["metric"]:
+            goal = target["value"]
         draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
         shown.append((f"{metric} over {_UNITS[unit]}", draw))
+
     return shown
 
 
@@ -92,6 +98,7 @@ def _draw_curves(
         # Widths differ so that curves that coincide stay visible.
         width = 2.6 - 0.3 * row
         axes.plot(x, y, "o-", color=color, linewidth=width, markersize=3, alpha=0.9, label=entry["name"])
+
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
     axes.set_xlabel(unit)
@@ -110,8 +117,11 @@ def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
     if not numbers:
         return []
     rows = [["round", *map(str, numbers)]]
+
     for entry in strategies:
         speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
-        cells = [f"{speeds[number]:,.0f}" if speeds.get(number) else "-" for number in numbers]
+        # A strategy that failed has fewer rounds, and a short run may have had no time to be timed.
+        cells = [format_known(speeds.get(number), ",.0f") for number in numbers]
         rows.append([entry["name"], *cells])
+
     return rows

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# Probability that an interval should contain the true median.
 COVERAGE = 0.95
-"""Probability that an interval should contain the true median."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     count = len(ratios)
+    # Leaves out as many values at one end as at the other, while what is left is sure enough.
     cut = 0
     while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
         cut += 1
+
     return Ratio(median(ratios), ratios[cut], ratios[count - 1 - cut], _coverage(count, cut))
 
 

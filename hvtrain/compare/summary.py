@@ -11,9 +11,11 @@ from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import SINGLE, Contestant
 from hvtrain.compare.one_run import Training
 from hvtrain.compare.rounds import Ratio
+from hvtrain.system.text import format_known
 
+# A point for each epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
-"""A point for each epoch of a whole run: epoch, seconds, examples, and metrics."""
+# Parts of names of metrics. Of the others, such as accuracy, higher values are better.
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse")
 # Of a default target, the first that all runs have. Metrics in validation say more than those in training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
@@ -34,6 +36,7 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
         reached = {name: reached_at(points, *target) for name, points in curves.items()}
 
     num_ranks = contest.launcher.num_ranks
+
     return {
         "num_ranks": num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
@@ -62,6 +65,7 @@ def _on_target(
     known = dict.fromkeys(name for training in whole.values() for row in training.epochs for name in row.metrics)
     if metric not in known:
         return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
+
     return [on_target(metric, value, reached)]
 
 
@@ -69,6 +73,7 @@ def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
     """States the test accuracies, and whether the runs trained on different numbers of examples."""
     lines = []
     tests = {name: _test_metrics(training) for name, training in whole.items()}
+    # Data sets without test examples have no test metrics.
     tests = {name: metrics for name, metrics in tests.items() if metrics}
     if len(tests) > 1:
         first, *_ = tests.values()
@@ -79,6 +84,7 @@ def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
 
     results = {name: training.result for name, training in whole.items()}
     examples = {name: result["num_steps"] * result["global_batch"] for name, result in results.items()}
+
     return lines + on_examples(examples)
 
 
@@ -92,12 +98,19 @@ def _entry(
     """One strategy in compare.json. What a whole run measures is None or empty without one."""
     name = contestant.name
     speed = speeds[name]
-    comparison = None if contestant.is_single else against(speed, speeds.get(SINGLE, {}))
+    comparison = None
+    if not contestant.is_single:
+        comparison = against(speed, speeds.get(SINGLE, {}))
+
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
-    runs = [*rounds.values(), *([whole] if whole else [])]
+    runs = list(rounds.values())
+    if whole:
+        runs.append(whole)
+    # Facts that are the same in all runs of a strategy are those of the last one.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
+
     return {
         "name": name,
         "words": list(contestant.overrides),
@@ -105,6 +118,7 @@ def _entry(
         "examples_per_second": median(speed.values()) if speed else None,
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
         "against_single": asdict(comparison[0]) if comparison else None,
+        # None in a run without GPUs, and in one that was over before it was looked at.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         "global_batch": record.get("global_batch"),
@@ -148,10 +162,13 @@ def curve(training: Training) -> Curve:
     batch = training.result.get("global_batch") or 0
     seconds = 0.0
     points = []
+
     for record in training.epochs:
         seconds += record.seconds
+        # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
         points.append({"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch, **metrics})
+
     return points
 
 
@@ -167,21 +184,25 @@ def lower_is_better(metric: str) -> bool:
 def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
     sign = _sign(metric)
+    # The first counts: a metric may reach the value and lose it again.
     for point in points:
         if metric in point and sign * point[metric] >= sign * value:
             return point["epoch"], point["seconds"]
+
     return None
 
 
 def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
     """Returns the metric to compare, in validation if there is any, and the best value that every run reached."""
     names = [{name for point in points for name in point} for points in curves]
+    # A target that one run does not even measure would say nothing about it.
     shared = set.intersection(*names) if names else set()
     metric = next((name for name in _TARGET_METRICS if name in shared), None)
     if metric is None:
         return None
     sign = _sign(metric)
     bests = [max(sign * point[metric] for point in points if metric in point) for points in curves]
+
     return metric, sign * min(bests)
 
 
@@ -201,11 +222,13 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
     has_gpus = any(entry["gpu_bytes"] for entry in strategies)
 
-    header = ["strategy", "examples/s", "against single"]
-    header.append(f"s to {target['metric']} {target['value']:.4g}" if target else "s to target")
-    header += [*tests, "memory MB"]
+    goal = "target"
+    if target:
+        goal = f"{target['metric']} {target['value']:.4g}"
+    header = ["strategy", "examples/s", "against single", f"s to {goal}", *tests, "memory MB"]
     if has_gpus:
         header.append("GPU MB")
+
     return [[*header, "CPU s", "s in all"], *(_table_row(entry, tests, has_gpus) for entry in strategies)]
 
 
@@ -214,23 +237,23 @@ def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -
     if entry["against_single"]:
         ratio = Ratio(**entry["against_single"])
         against_single = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
     target = "-"
     if entry["target_epoch"]:
         target = f"{entry['target_seconds']:.1f} (epoch {entry['target_epoch']})"
 
-    row = [entry["name"], _number(entry["examples_per_second"]), against_single, target]
-    row += [_number(entry["tests"].get(name), ".4f") for name in tests]
+    row = [entry["name"], format_known(entry["examples_per_second"], ",.0f"), against_single, target]
+    row += [format_known(entry["tests"].get(name), ".4f") for name in tests]
     row.append(_megabytes(entry["peak_bytes"]))
     if has_gpus:
         row.append(_megabytes(entry["gpu_bytes"]))
-    row.append(_number(entry["cpu_seconds"]))
-    row.append("failed" if entry["error"] else _number(entry["seconds"]))
+    row.append(format_known(entry["cpu_seconds"], ",.0f"))
+    row.append(format_known(entry["seconds"], ",.0f"))
+    if entry["error"]:
+        row[-1] = "failed"
+
     return row
 
 
-def _number(value: float | None, form: str = ",.0f") -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _megabytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.0f}"
+    return format_known(num_bytes and num_bytes / 1e6, ",.0f")

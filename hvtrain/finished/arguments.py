@@ -20,8 +20,8 @@ from hvtrain.training.run_folder import CONFIG_FILE, CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
+# The parts of a run's settings whose targets are called to open it.
 BUILT = ("dataset", "model", "task", "optimizer")
-"""The parts of a run's settings whose targets are called to open it."""
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
 SETTINGS = """\
 SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset=NAME takes another data set."""
@@ -50,6 +50,7 @@ class FinishedConfig:
             raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
         if value not in allowed:
             raise ConfigError(f"{name}={value} is not one of {', '.join(allowed)}")
+
         return value
 
 
@@ -75,6 +76,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     """
     own = {}
     settings = []
+
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if equals and name in ("run", "checkpoint", *names):
@@ -90,15 +92,18 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
         raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
 
+    # Checked before anything is composed, since composing may call Hydra's callbacks.
     foreign = [] if trust else foreign_code(folder, settings)
     if foreign:
         raise ConfigError(
             f"run={folder} names code that is not hvtrain's or Keras's, and would be executed: {', '.join(foreign)}; "
             "add --trust (in Python: trust=True) if this run is yours, or you have looked at that code"
         )
+
     has_own_data = not any(setting.startswith(("dataset=", "dataset.")) for setting in settings)
     finished = FinishedConfig(folder.absolute(), run_config(folder, settings), own, has_own_data)
     finished.choice("checkpoint", CHECKPOINTS, CHECKPOINTS[0])
+
     return finished
 
 
@@ -112,6 +117,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
         header: Any = OmegaConf.to_container(OmegaConf.create(CONFIG_HEADER), resolve=False)
     except Exception:
         return []  # Composing it fails too, and says why.
+
     if not isinstance(tree, dict):
         return []
 
@@ -121,13 +127,17 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
     foreign = []
+
     for part in BUILT:
+        # A choice on the command line replaces the run's part, targets included.
         if part not in overridden:
             for name, target in _targets(part, tree.get(part)):
                 if target not in known and not target.startswith(FROM_KERAS):
                     foreign.append(f"{name}={target}")
+
     # Hydra itself calls what its own settings name.
     foreign += [name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])]
+
     return foreign
 
 
@@ -143,6 +153,7 @@ def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
         branches = tree.items()
     elif isinstance(tree, list):
         branches = enumerate(tree)
+
     for key, value in branches:
         if key == "_target_":
             yield f"{name}._target_", str(value)
@@ -161,10 +172,13 @@ def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
         of_data = [setting for setting in of_run if setting.startswith(("dataset=", "dataset."))]
         of_run = [setting for setting in of_run if setting not in of_data]
 
+    # The folder of a run is a folder of settings: its config.yaml takes the place of hvtrain's.
     tree = _compose_one([f"--config-dir={folder}", *of_run])
     if of_data:
         tree["dataset"] = _compose_one([*options, *of_data])["dataset"]
     config = from_dict(tree)
+
+    # A run folder may have been moved since.
     return replace(config, run=replace(config.run, dir=str(folder.absolute())))
 
 
@@ -180,6 +194,8 @@ def _compose_one(overrides: Sequence[str]) -> dict[str, Any]:
         trees = compose(list(overrides))
     finally:
         sys.argv[:] = arguments
+
     if not trees:
         raise ConfigError(f"{' '.join(overrides)} composes no run; leave out options such as --cfg")
+
     return trees[0]

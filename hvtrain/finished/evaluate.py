@@ -29,7 +29,7 @@ def main() -> int:
 
     with on_ranks(finished.config) as strategy:
         run = open_run(finished, strategy)
-        results = metrics_of(run, split)
+        results = metrics_of(run, split)  # Every rank takes part; the chief prints.
         if run.is_chief:
             for text in results["skipped"]:
                 print(f"left out: {text}")
@@ -39,6 +39,7 @@ def main() -> int:
             if options.output:
                 text = json.dumps({"run": str(finished.folder), **results}, indent=2)
                 write_atomic(Path(options.output), text + "\n")
+
     return 0
 
 

@@ -8,8 +8,8 @@ from hvtrain.finished.arguments import SETTINGS, add_trust, finished_config
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
+# By format; a SavedModel is a folder.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
-"""By format; a SavedModel is a folder."""
 EPILOG = f"""\
 {SETTINGS}
 
@@ -27,14 +27,17 @@ def main() -> int:
     if console.is_launched():
         raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
     path = output_path(options.output, finished.folder.name, model_format)
+
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.exported import export_checked
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
 
+    # Another process could only write the same file.
     with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         print(f"{run.checkpoint} in {path}; {export_checked(run, model_format, path)}")
+
     return 0
 
 
@@ -55,10 +58,12 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
     if output and path.suffix != suffix:
         needed = f"PATH{suffix}" if suffix else "a folder"
         raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+
     if path.exists():
         raise ConfigError(f"--output {path} exists already; choose another path")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
+
     return path
 
 
@@ -74,4 +79,5 @@ for digits.onnx). The exported model is first compared with the run's own on exa
     )
     parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
     add_trust(parser)
+
     return parser

@@ -22,10 +22,10 @@ NUM_EXAMPLES = 8
 LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
+# All outputs in Keras's order; those of a dict in the order of their names.
 Outputs = list[np.ndarray]
-"""All outputs in Keras's order; those of a dict in the order of their names."""
+# Runs an exported model on a batch.
 Runtime = Callable[[Any], Outputs]
-"""Runs an exported model on a batch."""
 
 
 def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
@@ -50,6 +50,7 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
                 f"format=onnx needs {' and '.join(missing)}, which is not installed; install it: "
                 "./scripts/run uv pip install --no-deps -r scripts/lock/export.txt"
             )
+
     preprocessing = run.source.preprocessing()
     facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
     beside = files_beside(path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets())
@@ -58,6 +59,7 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
     expected = [as_arrays(model(batch, training=False)) for batch in examples]
 
     unfinished = path.with_name(f"{TEMPORARY}{path.name}")
+
     try:
         remove(unfinished)
         try:
@@ -68,13 +70,16 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
             raise ConfigError(
                 f"format={model_format} cannot have this model: {in_one_line(error)}; choose another format"
             ) from error
+
         verdict = compare_outputs(actual, expected, model_format)
         unfinished.rename(path)
     finally:
         remove(unfinished)
 
+    # Last, so that a failed export leaves no description of nothing.
     for file, content in beside.items():
         write_atomic(file, content)
+
     return verdict
 
 
@@ -90,6 +95,7 @@ def files_beside(path: Path, model_format: str, facts: str, assets: Mapping[str,
     for file, content in files.items():
         if file.exists() and file.read_bytes() != content:
             raise ConfigError(f"--output {path} would replace {file}, which is another model's; choose another path")
+
     return files
 
 
@@ -105,6 +111,7 @@ def real_examples(run: FinishedRun) -> list[Any]:
         batches = source.evaluation(split, topology, 1).take(NUM_EXAMPLES)
         return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in batches]
 
+    # Raw images are integers, and the exported model takes float32; columns and tokens keep their types.
     dtype = tf.float32 if isinstance(preprocessing.shape, tuple) else None
 
     def as_batch(value: Any) -> tf.Tensor:
@@ -123,12 +130,14 @@ def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], mode
         return "not checked, since the data set gives no raw examples"
     difference = 0.0
     largest = 1.0
+
     for actual_outputs, expected_outputs in zip(actual, expected):
         for array, reference in zip(actual_outputs, expected_outputs, strict=True):
             if array.shape != reference.shape:
                 raise ConfigError(
                     f"format={model_format} gives outputs of shape {array.shape} instead of {reference.shape}"
                 )
+
             wrong = array[~np.isfinite(array)]
             if wrong.size:
                 raise ConfigError(f"the model in format={model_format} gives {wrong[0]}; choose another format")
@@ -140,6 +149,7 @@ def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], mode
             f"the model in format={model_format} gives outputs that differ by {difference:.2g}, "
             f"of {largest:.2g} at most; choose another format"
         )
+
     return (
         f"largest difference of its outputs on {len(expected)} examples: {difference:.2g} "
         f"(the largest output: {largest:.2g})"
@@ -206,6 +216,7 @@ def _open_tflite(path: Path) -> Runtime:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a package of its own.
         interpreter = tf.lite.Interpreter(str(path))
+
     runner = interpreter.get_signature_runner()
     names = list(runner.get_input_details())
 

@@ -56,6 +56,7 @@ class FinishedRun:
         seed_everything(config, self.strategy.topology.rank)
         model = build_network(config, self.source, self.task, size=1)
         model.set_weights(self.model.get_weights())
+
         return model
 
     def left_out(self) -> list[Unreadable]:
@@ -76,7 +77,7 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
     with report_failures(strategy):
         topology = strategy.start()
         console.start_log(topology.is_chief)
-        # A command prints its result; what a run would log about its beginning is of no interest here.
+        # A command prints its result. What a run logs as it begins would only hide it.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
@@ -104,14 +105,17 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
     manifest = comm.on_chief(lambda: load_weights(config, model, path))
+    # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
     comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
+    # Another data set is meant to differ; the run's own is not.
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, files)
     elif uses_split:
         comm.all_or_raise(lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data))
+
     return FinishedRun(config, strategy, source, task, model, path.name)
 
 
@@ -132,6 +136,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
         raise CheckpointError(
             f"the best checkpoint is on host {best['host']}; copy it to {folder}, or give checkpoint=last"
         )
+
     if best:
         return best["step"]
     if choice == "best":
@@ -140,6 +145,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     checkpoints = store.list_checkpoints(folder)
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no checkpoint; train the run first")
+
     return store.step_of(checkpoints[-1])
 
 
@@ -157,23 +163,27 @@ def _build(
     """
     comm = strategy.comm
     rank = strategy.topology.rank
-    # Seeding also resets Keras's counters of layers, so that their names are those of the checkpoint. Layers of the
-    # data set's preprocessing count too, so it is done again before the model.
+    # Seeding also resets the numbers by which Keras names layers. The model needs those of its checkpoint, whatever
+    # layers the data set and the task have made before it.
     seed_everything(config, rank)
     source = comm.all_or_raise(lambda: open_source(config, files))
     task = comm.all_or_raise(lambda: open_task(config, source))
     seed_everything(config, rank)
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
+
     return source, task, model
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
     model = build_network(config, source, task, strategy.topology.size)
+    # Keras evaluates only a compiled model, and SGD has no slots that take memory.
     optimizer: Any = keras.optimizers.SGD()
     if config.train.ema:
         # The averages of the weights are variables of the run's optimizer.
         optimizer = optimizer_at(lambda: 0.0, config)
+
     has_weights = len(source.element_spec) > 2
     task.compile(model, optimizer, weighted=has_weights, distribute_loss=strategy.distribute_loss)
     model.optimizer.build(model.trainable_variables)
+
     return model

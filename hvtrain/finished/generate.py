@@ -34,10 +34,12 @@ def main() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
+        # A model that is not causal has seen what comes after each token, so it cannot continue a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
                 f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"
             )
+
         written = continuation(
             run.model,
             tokens,
@@ -48,6 +50,7 @@ def main() -> int:
             source.end_token,
         )
         print(source.text_of([*tokens, *written]))
+
     return 0
 
 
@@ -62,4 +65,5 @@ def _parser() -> Parser:
     parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
     add_trust(parser)
+
     return parser

@@ -18,8 +18,8 @@ from hvtrain.data.sources.table import refuse_gaps, text_options
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 
+# Inputs as the model takes them, and further columns of the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
-"""Inputs as the model takes them, and further columns of the output by name, such as targets."""
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
 NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 
@@ -55,6 +55,7 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     if not total:
         raise ConfigError(f"split={split} of {source.name} has no examples; choose another split, or input=PATH")
 
+    # With on_error="skip" a rank would not know which numbers the examples of the others have.
     opens_single_examples = isinstance(source, IndexedSource) and source.on_error == "stop"
     if opens_single_examples:
         data = source.evaluation(split, topology, batch_size)
@@ -64,6 +65,7 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             data = source.numbered_evaluation(split, whole, batch_size)
         else:
             data = source.evaluation(split, whole, batch_size)
+        # Whole batches in turn, so that the order over all ranks is that of the examples.
         data = data.shard(topology.size, topology.rank)
 
     def batches() -> Iterator[Batch]:
@@ -102,6 +104,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     shape = run.source.preprocessing().shape
     if not isinstance(shape, tuple) or len(shape) not in (2, 3) or not hasattr(run.source, "image_shape"):
         raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
+
     return _of_images(run, path, images, has_channels=len(shape) == 3)
 
 
@@ -109,6 +112,7 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
     """Yields this rank's batches of `total` examples: every topology.size-th."""
     topology = run.strategy.topology
     batch_size = run.config.train.evaluation_batch_size
+    # Each rank takes a batch in turn; the last round may have none for some of them.
     for start in range(topology.rank * batch_size, total, topology.size * batch_size):
         yield slice(start, min(start + batch_size, total))
 
@@ -117,6 +121,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
     check_names(files)
     preprocessing = run.source.preprocessing()
     channels = run.source.image_shape[-1]
+    # Names in the output are relative to what the user gave.
     root = path if path.is_dir() else path.parent
 
     def preprocessed(file: Path) -> np.ndarray:
@@ -126,6 +131,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
             if not has_channels:
                 batch = batch[..., 0]
+
             return keras.ops.convert_to_numpy(preprocessing(batch))[0]
         except Exception as error:
             raise DataError(f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it") from error
@@ -154,6 +160,7 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
         if not shape:
             _refuse_shape(path, array, "columns by name")
         dtype = spec.dtype.name
+
     # None in the shape stands for any length.
     fits = array.ndim == len(shape) + 1
     fits = fits and all(needed in (None, length) for needed, length in zip(shape, array.shape[1:]))
@@ -178,7 +185,9 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
         raise ConfigError(f"input={path} is a table, and the model takes no columns by name; give {NEEDED}")
 
     texts = [name for name, column in spec.items() if column.dtype == tf.string]
+
     try:
+        # In a CSV file only its spelling tells a name from a number, so the model's columns say which is which.
         if path.suffix == ".csv":
             table = pa.csv.read_csv(path, convert_options=text_options(texts))
         else:
@@ -189,6 +198,7 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
     missing = [name for name in spec if name not in table.column_names]
     if missing:
         raise DataError(f"input={path} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    # Training refuses them too: a gap would become NaN, and so would the prediction.
     refuse_gaps(table, spec, f"input={path}")
 
     def batches() -> Iterator[Batch]:
@@ -210,6 +220,9 @@ def _column(rows: pa.Table, name: str, spec: tf.TensorSpec, path: Path) -> tf.Te
         array = np.array(values, object if dtype == tf.string else dtype.as_numpy_dtype)
     except (TypeError, ValueError) as error:
         raise DataError(f"input={path}: column {name} is not all {dtype.name}: {error}; fix the file") from error
+
+    # NumPy cuts fractions off without a word.
     if dtype.is_integer and not np.array_equal(array, values):
         raise DataError(f"input={path}: column {name} is not all {dtype.name}; it has fractions; fix the file")
+
     return tf.constant(array.reshape(-1, *spec.shape), dtype)

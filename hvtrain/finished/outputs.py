@@ -15,8 +15,8 @@ from hvtrain.training.run import evaluation_batches
 
 SECONDS_BETWEEN = 10.0
 
+# Columns of equal length by name.
 Rows = dict[str, np.ndarray]
-"""Columns of equal length by name."""
 
 
 class ProgressLines:
@@ -49,6 +49,7 @@ class ProgressLines:
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
+        # At the mean speed so far, which includes the tracing of the graph.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True)
 
@@ -80,12 +81,14 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
 
     callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
     source.unreadable()  # What was left out as the examples were counted is not in their number.
+    # Sums over ranks, whichever shard an example is in, so any number of ranks gives the same metrics.
     try:
         results = run.strategy.evaluate(run.model, data, [callback])
     except Exception as error:
         raise run.explain(error) from error
 
     skipped = run.left_out()
+
     return {
         "checkpoint": run.checkpoint,
         "dataset": source.name,
@@ -103,7 +106,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     """
     comm = run.strategy.comm
     batches = examples.batches()
-    # Images of many sizes would otherwise trace a graph each.
+    # Batches of other sizes, such as the last one, then share a graph.
     forward = tf.function(lambda inputs: run.model(inputs, training=False), reduce_retracing=True)
     progress = ProgressLines("predicted", examples.total, run.is_chief)
 
@@ -115,6 +118,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch and rows_of(run, batch, forward)
 
     num_done = 0
+
     while True:
         # A rank whose batches have ended goes on with the others until all have.
         by_rank = comm.gather(comm.all_or_raise(next_rows))
@@ -132,6 +136,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
     """Returns the columns of a batch: those of the input, then those that the task makes of the outputs."""
     inputs, input_columns = batch
 
+    # NumPy has no bfloat16, which train.precision may give.
     def as_float32(output: Any) -> np.ndarray:
         return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")))
 
@@ -139,10 +144,12 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
 
     rows = dict(input_columns)
+
     for name, array in columns.items():
         # A label or an output may have the name of another column.
         is_taken = name == "example" or name in input_columns
         rows[f"prediction.{name}" if is_taken else name] = array
+
     return rows
 
 
@@ -168,6 +175,7 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
                 f"the predictions of an example are of shape {list(array.shape[1:])}, which is no row of a table; use "
                 "hvtrain.load(run).model, or python -m hvtrain generate for text"
             )
+
     return rows
 
 
@@ -184,6 +192,7 @@ def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
     ranks = np.repeat(np.arange(len(blocks)), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
     order = np.lexsort((ranks, positions))  # By the position in a block, then by rank.
+
     return {name: array[order] for name, array in rows.items()}
 
 

@@ -40,16 +40,18 @@ def main() -> int:
 
         has_masks = run.task.targets_are_masks
         output = Path(options.output or ("masks" if has_masks else "predictions.csv"))
+        # The files of the data set are settings of it; which ones differs, so all texts count as paths.
         settings = (path, *run.config.dataset.values())
         inputs = [Path(value) for value in settings if isinstance(value, str)]
         writer = comm.all_or_raise(lambda: writer_for(output, has_masks, inputs))
         num_examples = 0
+
         try:
             for rows in predictions(run, examples):
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
-        except BaseException:
+        except BaseException:  # Also a Ctrl-C leaves no half-written file.
             if run.is_chief:
                 writer.discard()
             raise
@@ -59,6 +61,7 @@ def main() -> int:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
             print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}")
+
     return 0
 
 

@@ -16,8 +16,9 @@ from hvtrain.core.files import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
 
+# Bytes of a row group of a Parquet file. A group for each batch would make the file many times
+# larger.
 ROW_GROUP_BYTES = 2**24
-"""Bytes of a row group of a Parquet file. A group for each batch would make the file many times larger."""
 
 
 class Writer(ABC):
@@ -113,6 +114,7 @@ class MaskWriter(Writer):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        # Of this start; the folder was empty before.
         self._written: set[Path] = set()
 
     def add(self, rows: Rows) -> None:
@@ -124,6 +126,7 @@ class MaskWriter(Writer):
             self._written.add(path)
             with _storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # A PNG of 8 bits holds 256 classes.
                 dtype = np.uint8 if mask.max() < 256 else np.uint16
                 Image.fromarray(mask.astype(dtype)).save(path)
 
@@ -143,6 +146,7 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
         ConfigError: the output would replace an input, its suffix is unknown, its folder does not
             exist, or a folder for masks holds anything.
     """
+    # By the file itself, so also through links.
     if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
         raise ConfigError(f"--output {output} is what is read too; choose another name")
     if has_masks:
@@ -151,10 +155,12 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
         if output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output} is not empty; choose another folder")
         return MaskWriter(output)
+
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output {output} is of no known kind; give FILE.csv or FILE.parquet")
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; choose the name of a file")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another")
+
     return ParquetWriter(output) if output.suffix == ".parquet" else CsvWriter(output)

@@ -13,8 +13,8 @@ from hvtrain.core.files import TEMPORARY
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
 GREY = "#8a949c"
+# Colors of curves. The pages have each of them as a CSS variable, --series-1 to --series-6.
 SERIES = (BLUE, ORANGE, "#4c9f70", "#b5489b", "#8a63c4", GREY)
-"""Colors of curves. The pages have each of them as a CSS variable, --series-1 to --series-6."""
 INK = "#20262b"
 MUTED = "#68727a"
 LINE = "#dfe4e8"
@@ -24,8 +24,8 @@ _VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SE
     LINE: "var(--line)",
 }
 
+# A title, and the function that draws the panel on Matplotlib's axes.
 Panel = tuple[str, Callable[[Any], None]]
-"""A title, and the function that draws the panel on Matplotlib's axes."""
 
 
 @contextmanager
@@ -55,6 +55,7 @@ def picture(
     for each in figure.axes:
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
+
     yield figure, axes
 
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -103,6 +104,7 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
 
     # The salt makes ids the same in each start, so a page that is written again has no other bytes.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
+
     with mpl.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot()
@@ -110,6 +112,7 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
         draw(axes)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+
     return _for_a_page(file.getvalue(), title)
 
 
@@ -139,4 +142,5 @@ def _for_a_page(text: str, title: str) -> str:
 
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

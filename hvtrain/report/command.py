@@ -29,6 +29,7 @@ def main() -> int:
     else:
         written = page.write_page(runs[0], path)
         print(" and ".join(map(str, written)))
+
     return 0
 
 

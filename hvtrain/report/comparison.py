@@ -8,14 +8,14 @@ from hvtrain.report.charts import SERIES
 from hvtrain.report.curves import charts_of_several, svg
 from hvtrain.report.page import FOLDER, render, state_text, yaml_text
 from hvtrain.report.run_files import RunFiles
-from hvtrain.system.text import exact_duration
+from hvtrain.system.text import exact_duration, format_known
 
 # They differ between any two runs, or say nothing about the training.
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
 _SPEED_COLUMNS = ("examples/s", "of each rank", "efficiency")
 
+# The value to sort by, None if it is unknown, and the text.
 Cell = tuple[Any, str]
-"""The value to sort by, None if it is unknown, and the text."""
 
 
 def html(runs: Sequence[RunFiles]) -> str:
@@ -41,11 +41,13 @@ def html(runs: Sequence[RunFiles]) -> str:
 
 def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
     """Names of the run folders, with as many parent folders as it takes to tell them apart."""
+    # The same folder may be given twice; no depth tells those apart.
     paths = [run.folder.parts for run in runs]
     for depth in range(1, max(map(len, paths), default=1) + 1):
         labels = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(labels)) == len(set(paths)):
             return labels
+
     return [str(run.folder) for run in runs]
 
 
@@ -55,18 +57,22 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     >>> differing([{"seed": 1, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}, "new": True}])
     [('train.epochs', ['2', 'null']), ('new', ['', 'true'])]
     """
+    # Compared as texts, as they are shown: 1 and 1.0 differ, and lists can be elements of a set.
     runs = [{name: yaml_text(value) for name, value in flatten(config).items()} for config in configs]
     names = dict.fromkeys(name for settings in runs for name in settings)
     rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
+
     return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
 
 
 def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequence[str]) -> list[Cell]:
     result = run.result
     values = result.get("metrics", {})
-    best = result.get("best")
-    bests = {f"best {best['metric']}": best["value"]} if best else {}
+    # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
+    best = result.get("best") or {}
+    bests = {f"best {best.get('metric')}": best.get("value")}
 
+    # A run that is going has a speed, but neither a time nor an efficiency.
     rate = run.examples_per_second
     ranks = run.num_ranks
     rate_of_each = rate / ranks if rate and ranks else None
@@ -78,7 +84,7 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
         *(_cell(values.get(name), ".4g") for name in metrics),
         *(_cell(bests.get(name), ".4g") for name in best_columns),
         (ranks, str(ranks or "")),
-        (rate, f"{rate:,.0f}" if rate else ""),
+        _cell(rate, ",.0f"),
         _cell(rate_of_each, ",.0f"),
         _cell(split.get("efficiency"), ".0%"),
         (result.get("seconds"), exact_duration(result["seconds"]) if "seconds" in result else ""),
@@ -87,4 +93,4 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
 
 
 def _cell(value: float | None, form: str) -> Cell:
-    return value, "" if value is None else format(value, form)
+    return value, format_known(value, form, missing="")

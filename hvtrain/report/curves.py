@@ -13,13 +13,13 @@ from hvtrain.report.run_files import RunFiles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Up to this many ranks have a curve each; of more there are the slowest, median and fastest.
 MOST_RANKS = 6
-"""Up to this many ranks have a curve each; of more there are the slowest, median and fastest."""
 _WIDTH = 4.4  # Inches.
 _HEIGHT = 2.6
 
+# Epoch and value.
 Points = list[tuple[float, float]]
-"""Epoch and value."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
     if run.rank_seconds:
         ranks = _rank_series(run.rank_seconds)
         charts.append(Chart("work of a step by rank, ms", ranks, from_zero=True))
+
     return _with_points(charts)
 
 
@@ -66,10 +67,14 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
         return [Series(label, points_of(run), color) for color, (run, label) in enumerate(zip(runs, labels))]
 
     charts = []
+
     for name in _metric_names(runs):
+        # With a curve for each run, training and validation in one chart would be too many.
         for column in (f"val_{name}", name):
             charts.append(Chart(column, curves(partial(_metric, name=column))))
+
     charts.append(Chart("examples per second", curves(_speed)))
+
     return _with_points(charts)
 
 
@@ -89,6 +94,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
             axes.axline((min(x), min(x)), slope=1, **dashes)
         else:
             axes.axhline(0, **dashes)
+
         axes.set(xlabel=figure["x_label"], ylabel=figure["y_label"])
 
     title = f"{figure['title']}: {figure['y_label']} by {figure['x_label']}"
@@ -148,6 +154,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     for rank in range(num_ranks):
         points = [(float(epoch), 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
         series.append(Series(f"rank {rank}", points, rank))
+
     return series
 
 
@@ -156,6 +163,7 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
         axes.plot(
             [epoch for epoch, _ in series.points],
             [value for _, value in series.points],
+            # Beyond the colors of the page they begin again, with dashes.
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
@@ -164,13 +172,15 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
             label=series.label,
         )
 
+    # Speeds are compared by their ratio, which an axis that begins elsewhere hides. Losses are not.
     if chart.from_zero:
         axes.set_ylim(bottom=0)
     epochs = {epoch for series in chart.series for epoch, _ in series.points}
-    if len(epochs) == 1:
+    if len(epochs) == 1:  # Matplotlib would put ticks at fractions around it.
         axes.set_xticks(list(epochs))
     else:
         axes.locator_params("x", integer=True)
+
     axes.locator_params("y", nbins=5)
     if max((value for series in chart.series for _, value in series.points), default=0) >= 1000:
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -26,6 +26,7 @@ CURVES_FILE = "curves.png"
 _DIFF_LEFT_OUT = f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
 # Lines of the run's description that the page shows elsewhere.
 _SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
+# Numbers of the page's colors --series-N. Computation, which is what one wants, has the first.
 _SERIES_OF_PART = {"data": 3, "compute": 1, "communication": 2}
 
 
@@ -59,6 +60,7 @@ def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
         return [path]
     curves = path.parent / CURVES_FILE
     write_png(charts, curves)
+
     return [path, curves]
 
 
@@ -69,6 +71,7 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     if git and not with_diff:
         git = {**git, "diff": _DIFF_LEFT_OUT}
     description = start.get("described", {})
+
     return render(
         "page.html.j2",
         title=run.name,
@@ -129,6 +132,7 @@ def state_text(run: RunFiles) -> str:
         text += f" at {run.progress:.0%}"
     if run.is_resumable:
         text += ", resumable"
+
     return text
 
 
@@ -136,7 +140,10 @@ def yaml_text(value: Any) -> str:
     """A setting as YAML has it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+
+    return str(value)
 
 
 def _figures(review: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,12 +153,15 @@ def _figures(review: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if figure.get("kind") == "scatter":
             figure = {**figure, "drawn": scatter_svg(figure)}
         figures.append(figure)
+
     return figures
 
 
 def _proof(proof: dict[str, Any] | None) -> list[str]:
     """A line for each thing that the run has proved, with a capital letter."""
-    lines = proof_in_words(proof).split("; ") if proof else []
+    if not proof:
+        return []
+    lines = proof_in_words(proof).split("; ")
     return [line[:1].upper() + line[1:] for line in lines]
 
 
@@ -159,13 +169,14 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     """The large figures at the top: name, value, and a line below it."""
     result = run.result
     metrics = result.get("metrics") or {}
+    # The loss, which says little by itself, comes after the metrics of the task.
     names = sorted(metrics, key=lambda name: name == "test_loss")
     numbers = [(name, f"{metrics[name]:.4g}", "") for name in names]
 
     best = result.get("best")
     if best:
         numbers.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
-    elif not result and run.score:
+    elif not result and run.score:  # Going, or failed: what it has reached.
         name, value = run.score
         numbers.append((name, f"{value:.4g}", "so far"))
 
@@ -188,13 +199,18 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
 
     if result.get("num_parameters"):
         numbers.append(("parameters", f"{result['num_parameters']:,}", ""))
+
     return numbers
 
 
 def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
     """The parts of a step's time: name, share of the whole, milliseconds, and number of the color."""
-    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART} if split else {}
+    if not split:
+        return []
+    # Communication is None where it cannot be measured.
+    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART}
     total = sum(seconds.values())
+
     return [
         (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name]) for name, part in seconds.items() if part
     ]
@@ -203,9 +219,11 @@ def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
 def _command_again(run: RunFiles) -> str:
     """The command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
+    # Not the number of ranks: the replicas of strategy=mirrored are in one process.
     processes = sum(run.last_start.get("hosts", {}).values())
     if processes > 1:
         command = ["horovodrun", "-np", str(processes), *command]
+
     return shlex.join(command)
 
 
@@ -220,6 +238,7 @@ def _changes(result: dict[str, Any]) -> list[tuple[Any, str, str, str]]:
 
 def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
     start = run.last_start
+    # starts.json may be missing or damaged; the result has versions too.
     versions = start.get("versions") or run.result.get("versions", {})
     system = start.get("system") or {}
     git = start.get("git") or {}
@@ -233,4 +252,5 @@ def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
         "git commit": f"{git['commit']} ({git['branch']})" if git else "",
         "run folder": str(run.folder),
     }
+
     return [(name, text) for name, text in rows.items() if text]

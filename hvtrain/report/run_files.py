@@ -87,6 +87,7 @@ class RunFiles:
         rate = self.result.get("examples_per_second")
         if not rate and self.history:
             return self.history[-1].examples_per_second
+
         return rate
 
     @property
@@ -105,6 +106,7 @@ class RunFiles:
         # A checkpoint may be newer than the last epoch, and a run without checkpoints has epochs.
         recorded = self.history[-1].step if self.history else 0
         done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
+
         return min(done / num_steps, 1.0)
 
     @property
@@ -136,6 +138,7 @@ class RunFiles:
             finite = [value for value in values if math.isfinite(value)]
             if finite:
                 return column, self.sign * max(self.sign * value for value in finite)
+
         return None
 
 
@@ -155,10 +158,12 @@ def read_run(folder: Path) -> RunFiles:
             f"{folder} is not a run folder, which has config.yaml and checkpoints/; give the run.dir of a run "
             "(python -m hvtrain runs lists them)"
         )
+
     result = _read_result(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
     review = _read_json(folder / REVIEW_FILE, list)
+
     return RunFiles(
         folder=folder.absolute(),
         config=result.get("config") or _read_config(folder),
@@ -184,6 +189,7 @@ def _state(folder: Path, result: dict[str, Any], step: int | None, messages: lis
     # The chief's last message, if it had the time to say why it ends. A warning may follow it.
     if of_chief and of_chief[-1].text.startswith("stopped by "):
         return "stopped"
+
     return "failed"
 
 
@@ -194,6 +200,7 @@ def _read_result(folder: Path) -> dict[str, Any]:
     result = _read_json(path, dict)
     if not result:
         raise ConfigError(f"{path} is damaged; move it away, and the same command tests the run again")
+
     return result
 
 
@@ -203,6 +210,7 @@ def _read_json(path: Path, expected: type) -> Any:
         content = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return expected()
+
     return content if isinstance(content, expected) else expected()
 
 
@@ -214,6 +222,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         tree = yaml.safe_load(read_file(folder / CONFIG_FILE)) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
+
     # Hydra's own keys are no settings of the run.
     return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
 
@@ -232,7 +241,9 @@ def _read_messages(folder: Path) -> list[Message]:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
+
         for match in filter(None, map(_LOG_LINE.match, lines)):
             when, level, text = match.groups()
             messages.append(Message(when, level, rank, text[:MAX_MESSAGE_LENGTH]))
+
     return messages

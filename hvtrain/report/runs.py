@@ -10,12 +10,13 @@ from typing import Any
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.run_files import is_run_folder, read_run
 from hvtrain.system.command import Parser
+from hvtrain.system.text import format_known
 
 DEFAULT_FOLDER = "runs"
+# Levels of folders below DIR that are searched.
 DEPTH = 3
-"""Levels of folders below DIR that are searched."""
+# Characters of a line, unless names need more.
 WIDTH = 80
-"""Characters of a line, unless names need more."""
 MIN_SCORE_WIDTH = 16
 MIN_NAME_WIDTH = 12
 
@@ -23,8 +24,8 @@ COLUMNS = (
     *("run", "state", "resumable", "metric", "score", "sign"),
     *("examples_per_second", "num_ranks", "progress", "began", "error"),
 )
+# A run as --json prints it. Unknown values are None, an unknown date is empty.
 Row = dict[str, Any]
-"""A run as --json prints it. Unknown values are None, an unknown date is empty."""
 
 
 def _score_key(row: Row) -> Any:
@@ -37,6 +38,7 @@ def _speed_key(row: Row) -> Any:
     return None if speed is None else -speed
 
 
+# Scores and speeds are sorted best first. None stands for unknown, which comes last.
 SORT_KEYS: dict[str, Callable[[Row], Any]] = {
     "date": lambda row: row["began"] or None,
     "score": _score_key,
@@ -44,7 +46,6 @@ SORT_KEYS: dict[str, Callable[[Row], Any]] = {
     "state": lambda row: row["state"],
     "name": lambda row: row["run"],
 }
-"""Scores and speeds are sorted best first. None stands for unknown, which comes last."""
 
 
 def main() -> int:
@@ -66,6 +67,7 @@ def main() -> int:
         print("\n".join(table(rows)))
     else:
         print(f"no runs in {folder}")
+
     return 0
 
 
@@ -76,15 +78,21 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
             return [folder]
         if depth == 0:
             return []
+        # Links may lead back to a folder above.
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:  # A folder that another user keeps private.
         return []
+
     return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
 
 
 def run_row(path: Path, folder: Path) -> Row:
     """Describes the run in `path`, below the listed folder. A damaged run has that state, and the error."""
-    name = str(path.relative_to(folder)) if path != folder else path.absolute().name
+    # DIR may be a run itself, and "." has no name.
+    name = path.absolute().name
+    if path != folder:
+        name = str(path.relative_to(folder))
+
     row: Row = dict.fromkeys(COLUMNS)
     row.update(run=name, state="damaged", resumable=False, began="")
     try:
@@ -104,6 +112,7 @@ def run_row(path: Path, folder: Path) -> Row:
     )
     if run.score and math.isfinite(run.score[1]):  # Another one can be neither sorted nor written as JSON.
         row["metric"], row["score"] = run.score
+
     return row
 
 
@@ -118,6 +127,7 @@ def table(rows: list[Row]) -> list[str]:
     name_width = min(widths[5], max(MIN_NAME_WIDTH, left - score_width))
 
     lines = []
+
     for began, state, ranks, rate, score, name in cells:
         if len(score) > score_width:
             score = f"{score[: score_width - 1]}…"
@@ -135,6 +145,7 @@ def table(rows: list[Row]) -> list[str]:
 
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
+
     return lines
 
 
@@ -145,11 +156,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row["resumable"]:
         state += "*"
     rate = row["examples_per_second"]
+
     return (
         row["began"],
         state,
         str(row["num_ranks"] or ""),
-        f"{rate:,.0f}" if rate else "",
+        format_known(rate, ",.0f", missing=""),
         "" if row["score"] is None else f"{row['score']:.4g} {row['metric']}",
         row["run"],
     )
@@ -172,4 +184,5 @@ metric on the test data, or else the best value so far; the speed is in examples
     )
     parser.add_argument("--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date")
     parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
+
     return parser

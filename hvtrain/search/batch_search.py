@@ -100,6 +100,7 @@ def _attempt(
             "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
             "choose strategy=horovod, elastic or single"
         )
+
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model, start = runner.restore(run, None)
     description = describe(run, model, start)
@@ -110,6 +111,8 @@ def _attempt(
     trials = sizes.trials
     size = run.plan.batch_sizes[0]
     reason = ""
+
+    # Every rank has the same reasons, which were gathered, so all leave the loop together.
     while not reason:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
@@ -117,6 +120,7 @@ def _attempt(
             reason = sizes.obstacle(size) or sizes.measure(size)
         if not reason:
             log.info("%s", trials[-1])
+            # After each size: the kernel may end the ranks in the next.
             on_chief(lambda: write_json(run.folder, trials))
             size *= 2
 
@@ -131,6 +135,7 @@ def _attempt(
     on_chief(write_results)
     strategy.stop()
     _report(trials, run, overrides)
+
     return trials
 
 
@@ -159,6 +164,7 @@ class Sizes:
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
+
         return make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
 
     def obstacle(self, size: int) -> str:
@@ -178,6 +184,7 @@ class Sizes:
         if lacking is None:
             return ""
         host, needed, free = lacking
+
         return (
             f"train.batch_size={size} would take about {needed / GIB:.2f} GiB more on {host}, "
             f"where {free / GIB:.2f} GiB are left"
@@ -209,6 +216,7 @@ class Sizes:
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
         gc.collect()  # What this size leaves in reference cycles would count in the peak of the next.
+
         return ""
 
     def _fits(self, run: Run) -> bool:
@@ -224,6 +232,7 @@ class Sizes:
             return logs, [gradient for gradient, _ in pairs]
 
         step = tf.function(gradients_alone, jit_compile=bool(model.jit_compile))
+
         try:
             step(next(iter(run.batches_from(0))))
         except tf.errors.OpError as error:
@@ -231,6 +240,7 @@ class Sizes:
                 raise
             log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
             return False
+
         return True
 
 
@@ -244,10 +254,13 @@ def is_out_of_memory(error: tf.errors.OpError) -> bool:
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
     """Logs the largest and the fastest size, and how to use it."""
     best = fastest(trials)
+    # The other settings hold for the found size too.
     kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
     settings = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
     ranks = run.plan.size
-    python = f"horovodrun -np {ranks} python" if ranks > 1 else "python"
+    python = "python"
+    if ranks > 1:
+        python = f"horovodrun -np {ranks} python"
 
     log.info("largest that fits, of those tried: train.batch_size=%d", trials[-1].batch_size)
     log.info("fastest: train.batch_size=%d, with %s examples/s", best.batch_size, f"{best.examples_per_second:,.0f}")

@@ -10,10 +10,12 @@ from hvtrain.core.files import write_atomic
 from hvtrain.report.charts import picture
 
 MIB = 2**20
+# A batch is as fast as the fastest with this part of its examples/s: the smaller one is then
+# better.
 ALMOST = 0.97
-"""A batch is as fast as the fastest with this part of its examples/s: the smaller one is then better."""
+# How much more than predicted must be free. Memory grows in steps, and beyond its end the kernel
+# ends processes.
 MARGIN = 1.25
-"""How much more than predicted must be free. Memory grows in steps, and beyond its end the kernel ends processes."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
     last_size, last_peak = peaks[-1]
+
     return last_peak + slope * (size - last_size)
 
 
@@ -122,8 +125,10 @@ def lacking_host(ranks: Sequence[RankMemory], limit_bytes: int | None = None) ->
         if limit_bytes is not None:
             resident = sum(rank.resident_bytes for rank in of_host)
             free = min(free, max(0, limit_bytes - resident))
+
         if MARGIN * growth >= free:
             return host, growth, free
+
     return None
 
 

@@ -22,10 +22,10 @@ examples:
   python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
   horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
 """
+# Weights hardly change, so that no size diverges.
 LEARNING_RATE = 1e-9
-"""Weights hardly change, so that no size diverges."""
+# Calls of the graph with each size, of --steps steps each. The first is a warm-up.
 CALLS = 4
-"""Calls of the graph with each size, of --steps steps each. The first is a warm-up."""
 
 
 def main() -> int:
@@ -39,6 +39,7 @@ def main() -> int:
             from hvtrain.search.batch_search import search
         limit_bytes = None if options.memory is None else int(options.memory * 2**30)
         search(config, options.largest, limit_bytes, options.overrides)
+
     return 0
 
 
@@ -54,6 +55,7 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         config,
         call_steps,
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
+        # All batches are whole then, so each step has the memory and the time of its size.
         data=replace(config.data, uneven="trim"),
     )
     steps = trial.train.steps or call_steps
@@ -63,6 +65,7 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         steps=CALLS * steps,
         steps_per_execution=steps,
     )
+
     return replace(trial, train=train)
 
 
@@ -92,4 +95,5 @@ A size that would exceed the memory of the host or of its container is not begun
         metavar="GIB",
         help="memory of all ranks of a host; default: what is free",
     )
+
     return parser

@@ -33,6 +33,7 @@ def main() -> int:
         with console.quiet_import(config.verbose):
             from hvtrain.search.range_test import try_rates
         try_rates(as_range_test(config, options.steps, options.lowest, options.highest))
+
     return 0
 
 
@@ -53,6 +54,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
         num_steps: rounded up to whole accumulations.
         **changes: other settings, by the fields of RunConfig.
     """
+    # A call of the graph is then one update of the weights.
     accumulate = config.train.accumulate
     train = replace(
         config.train,
@@ -64,6 +66,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
         ema=None,
     )
     checkpoint = replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None)
+
     return replace(
         config,
         train=train,
@@ -89,4 +92,5 @@ A schedule's warm-up and decay are applied to this rate.""",
     parser.add_argument("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
     parser.add_argument("--lowest", type=positive, default=1e-5, metavar="RATE", help="first rate; default: 1e-5")
     parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
+
     return parser

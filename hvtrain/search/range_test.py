@@ -23,12 +23,12 @@ from hvtrain.training.run import describe, summary
 
 log = logging.getLogger(__name__)
 
+# Decay of the moving average per step.
 SMOOTHING = 0.9
-"""Decay of the moving average per step."""
+# The test ends when the smoothed loss exceeds its lowest value by this factor.
 DIVERGED = 4.0
-"""The test ends when the smoothed loss exceeds its lowest value by this factor."""
+# Number of first steps to leave out, in which the moving average has seen too little.
 LEFT_OUT = 5
-"""Number of first steps to leave out, in which the moving average has seen too little."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     """
     average = 0.0
     averages = []
+
     for number, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        # Rounded, so that equal losses give equal averages, and a slope of exactly 0.
         averages.append(round(average / (1 - SMOOTHING**number), 12))
+
     return averages
 
 
@@ -65,6 +68,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     if not math.isfinite(losses[-1]):
         return True
     averages = smoothed(losses)
+
     return len(averages) > LEFT_OUT and averages[-1] > DIVERGED * min(averages)
 
 
@@ -86,15 +90,19 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
     if len(averages) <= LEFT_OUT + 2:
         return nothing
 
+    # Beyond the lowest loss the rate is too high, whatever the slope is there.
     lowest = min(range(LEFT_OUT, len(averages)), key=averages.__getitem__)
     slopes = {}
+
     for step in range(LEFT_OUT, min(lowest + 1, len(averages) - 1)):
         # Over the steps on both sides, by the logarithm, on which the rates are even.
         rise = averages[step + 1] - averages[step - 1]
         slopes[step] = rise / math.log(rates[step + 1] / rates[step - 1])
+
     if not slopes or min(slopes.values()) >= 0:
         return nothing
     steepest = min(slopes, key=slopes.__getitem__)
+
     return Suggestion(rates[steepest], rates[lowest])
 
 
@@ -130,7 +138,9 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info("%s", summary(describe(run, model, start)))
+    # A call of the graph is one update of the weights (as_trial), after which the recorder reads the loss.
     steps = call_steps(config, strategy, [recorder])
+
     try:
         with explain_errors(context):
             callbacks: list[keras.callbacks.Callback] = [context.position, recorder]
@@ -140,13 +150,15 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
 
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
-    strategy.stop()
+    strategy.stop()  # All ranks are done; what follows raises the same error on each of them.
     if suggestion.rate is None:
         raise TrainingError(
             f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
             "take more --steps, or another range"
         )
+
     _log_suggestion(suggestion.rate, suggestion.lowest_at or 0.0, run.plan.learning_rate_factor, run.folder)
+
     return suggestion
 
 
@@ -169,6 +181,7 @@ def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggest
         if suggestion.rate:
             label = f"falls fastest: {suggestion.rate:.2g}"
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
+
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         # Cut where it diverges, which would flatten all the rest.
         axes.set_ylim(min(0.0, *averages), 1.1 * max(averages[: len(averages) // 2]))

@@ -75,16 +75,19 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
     from omegaconf import OmegaConf
 
     path = _space_file(name, list(overrides))
+
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
+
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
     settings = {}
     for key, value in tree.items():
         name = str(key)
         settings[name] = _setting(f"{path}: {name}", value)
+
     return SearchSpace(path, settings)
 
 
@@ -93,11 +96,13 @@ def _space_file(name: str, overrides: list[str]) -> Path:
         if not Path(name).is_file():
             raise ConfigError(f"sweep={name} does not exist; name a YAML file, or one of the folder sweep")
         return Path(name)
+
     # A space of the user's folder comes last, and replaces hvtrain's of the same name.
     folders = (CONFIGS, *own_folders(overrides))
     known = {path.stem: path for folder in folders for path in (folder / "sweep").glob("*.yaml")}
     if name not in known:
         raise ConfigError(f"sweep={name} is not a search space; {nearest(name, list(known))} (or name a YAML file)")
+
     return known[name]
 
 
@@ -109,6 +114,7 @@ def _setting(location: str, tree: Any) -> Setting:
     unknown = next((key for key in tree if key not in known), None)
     if unknown:
         raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), known)}")
+
     return _choices(location, tree) if "choices" in tree else _range(location, tree)
 
 
@@ -117,8 +123,10 @@ def _choices(location: str, tree: Mapping[str, Any]) -> Setting:
     if len(tree) > 1 or not isinstance(choices, list) or not choices:
         raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
     for choice in choices:
+        # A mapping would be a group of settings, which has no form on a command line.
         if not _is_plain(choice):
             raise ConfigError(f"{location}: {choice} is not a value, or a list of values; choose among these")
+
     return Setting(choices=tuple(choices))
 
 
@@ -131,8 +139,10 @@ def _is_plain(value: Any) -> bool:
 def _range(location: str, tree: Mapping[str, Any]) -> Setting:
     numbers = {key: tree[key] for key in ("low", "high", "step") if tree.get(key) is not None}
     for key, value in numbers.items():
+        # In Python a bool is an int.
         if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
             raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
+
     log = tree.get("log", False)
     if not {"low", "high"} <= {*numbers} or not isinstance(log, bool):
         raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
@@ -146,6 +156,7 @@ def _range(location: str, tree: Mapping[str, Any]) -> Setting:
         raise ConfigError(f"{location}: log needs a low above 0, and no step; change the range or leave out log")
     if step is not None:
         _check_step(location, low, high, step)
+
     return Setting(low, high, log, step)
 
 
@@ -183,6 +194,7 @@ class Goal:
         Raises:
             ConfigError: no epoch has the metric, though it is due.
         """
+        # A metric in validation is missing in epochs without one, and one that is misspelt in all.
         is_due = bool(history) and history[-1].epoch >= self.first_epoch
         if is_due and self.metric not in history[-1].metrics:
             names = list(dict.fromkeys(name for record in history for name in record.metrics))
@@ -191,7 +203,9 @@ class Goal:
                     f"the first trial has no {self.metric} in its history.csv, which has {', '.join(names)}; give the "
                     "data set validation data, or choose --metric among these, with another --output"
                 )
+
         values = {record.epoch: record.metrics.get(self.metric, math.nan) for record in history}
+
         return {epoch: value for epoch, value in values.items() if math.isfinite(value)}
 
     def check(self, starts: Sequence[dict[str, Any]]) -> None:
@@ -233,6 +247,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
 
     first_epoch = 1
     if name.startswith("val_"):
+        # A data set without this setting may have a validation split of its own.
         if config.dataset.get("num_validation", 1) == 0:
             raise ConfigError(
                 f"dataset.num_validation=0 leaves no validation data, which {name} needs; raise it, or choose another "
@@ -242,5 +257,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
             raise ConfigError(f"train.validate_every_epochs=null leaves no {name} at the end of epochs; give a number")
         first_epoch = config.train.validate_every_epochs
 
+    # The task knows better, and says so in starts.json once a run has started (Goal.check).
     by_name = MIN if lower_is_better(name) else MAX
+
     return Goal(name, direction or by_name, direction is not None, first_epoch)

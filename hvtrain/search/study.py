@@ -11,13 +11,13 @@ from hvtrain.search.search_space import MAX, SearchSpace, Setting
 STUDY_FILE = "sweep.db"
 FIRST_PRUNED_EPOCH = 2  # The first is often that of the warm-up.
 ERROR = "error"
+# Different values that it takes to tell which settings matter.
 LEAST_TO_COMPARE = 8
-"""Different values that it takes to tell which settings matter."""
 
+# Takes an epoch and its value, and says whether to prune the trial.
 IsHopeless = Callable[[int, float], bool]
-"""Takes an epoch and its value, and says whether to prune the trial."""
+# Takes a trial's number and settings; returns its value, or None if it was pruned.
 RunTrial = Callable[[int, dict[str, Any], IsHopeless], float | None]
-"""Takes a trial's number and settings; returns its value, or None if it was pruned."""
 
 
 class Study:
@@ -46,6 +46,7 @@ class Study:
     ) -> None:
         import optuna
 
+        # Its own lines would stand between those of the sweep.
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna = optuna
         self._states = optuna.trial.TrialState
@@ -76,6 +77,7 @@ class Study:
         for name, value in trial.params.items():
             choices = self._space.settings[name].choices
             values[name] = choices[value] if choices else value
+
         return values
 
     def importances(self) -> dict[str, float]:
@@ -87,8 +89,10 @@ class Study:
         if len(values) < LEAST_TO_COMPARE:
             return {}
         importance = self._optuna.importance
+        # Its trees are random; with a seed the same trials give the same shares.
         evaluator = importance.FanovaImportanceEvaluator(seed=0)
         shares = importance.get_param_importances(self._study, evaluator=evaluator)
+
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:
@@ -105,16 +109,20 @@ class Study:
         try:
             value = run(trial.number, self.settings(trial), is_hopeless)
         except LostRankError as error:
+            # The settings may be the cause, such as a batch that does not fit, so this is a result.
             trial.set_user_attr(ERROR, str(error))
             return self._study.tell(trial.number, state=self._states.FAIL)
-        except BaseException:
+        except BaseException:  # A Ctrl-C, a signal, or a mistake of the user that ends the sweep.
             self._try_again_later(trial)
             raise
+
         if value is None:
             return self._study.tell(trial.number, state=self._states.PRUNED)
+
         return self._study.tell(trial.number, value, state=self._states.COMPLETE)
 
     def _try_again_later(self, trial: Any) -> None:
+        # Nothing of its run is used again; the next trial takes the same settings.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
@@ -131,6 +139,7 @@ def _distribution(setting: Setting) -> Any:
     high = setting.high
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=setting.log, step=int(setting.step or 1))
+
     return FloatDistribution(low, high, log=setting.log, step=setting.step)
 
 
@@ -141,8 +150,8 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
     path = folder / STUDY_FILE
     refuse_link(path, ConfigError, "choose another --output")
     # The lock of the folder is a hidden file.
-    files = [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.exists() else []
-    if files and not path.exists():
+    has_files = folder.exists() and any(not file.name.startswith(".") for file in folder.iterdir())
+    if has_files and not path.exists():
         raise ConfigError(f"--output {folder} is not empty and holds no sweep; choose another folder")
     try:
         study = optuna.create_study(
@@ -157,12 +166,15 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
         ) from error
 
     known = study.user_attrs
+
     for name, value in facts.items():
         if known.get(name, value) != value:
             raise ConfigError(
                 f"--output {folder} holds a sweep of other settings: {name} was {known[name]} and is {value}; "
                 "choose another folder, or give the same"
             )
+
     for name in facts.keys() - known.keys():
         study.set_user_attr(name, facts[name])
+
     return study

@@ -37,18 +37,22 @@ def main() -> int:
     """Checks everything, then runs one trial after the other; 1 if none of them finished."""
     # Composing may change sys.argv, and the record of the sweep has the command as it was given.
     arguments = sys.argv[1:]
-    options = _parser().parse_with_overrides(arguments)
+    parser = _parser()
+    options = parser.parse_with_overrides(arguments)
     request = parse_request(options.overrides)
+    # Not part of the environment, since no run needs it.
     if not find_spec("optuna"):
         raise ConfigError(
             "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
         )
+
     space = read_space(request.space, request.overrides)
     configs = _compose_examples(space, request.overrides)
     if not configs:
         return 0
 
     goal = goal_of(configs[0], options.metric, options.direction)
+    # Trials can be compared only if these are the same, so the study keeps them.
     facts = {
         "metric": goal.metric,
         "direction": goal.direction,
@@ -61,21 +65,18 @@ def main() -> int:
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         **facts,
     }
-    launcher = ["-np", str(options.np)]
-    if options.hosts:
-        launcher += ["-H", options.hosts]
-    if options.hostfile:
-        launcher += ["--hostfile", options.hostfile]
-
+    launcher = ("-np", str(options.np), *parser.host_options(options))
     folder = Path(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}").absolute()
     prune_after = None if options.no_pruning else options.prune_after
+
+    # Until the last trial has ended: two sweeps in a folder would take each other's trials for interrupted ones.
     with RunLock() as lock:
         _take(lock, folder)
         study = Study(folder, space, facts, options.seed, prune_after)
         trials = Trials(
             study,
             goal,
-            tuple(launcher),
+            launcher,
             tuple(request.overrides),
             folder,
             request.num_trials,
@@ -97,6 +98,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
     space = ""
     trials = "20"
     overrides = []
+
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name == "sweep":
@@ -109,10 +111,12 @@ def parse_request(arguments: Sequence[str]) -> Request:
             )
         else:
             overrides.append(argument)
+
     if not space:
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
     if not trials.isdecimal() or int(trials) < 1:
         raise ConfigError(f"trials={trials} is not a whole number of at least 1")
+
     return Request(space, int(trials), overrides)
 
 
@@ -124,13 +128,16 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(f"{argument} came, and {space.path} searches that setting; leave it out of one of them")
+
     configs = []
+
     for example in space.examples():
         searched = [override(name, value) for name, value in example.items()]
         trees = compose([*overrides, *searched])
         if not trees:
             return []
         configs.append(from_dict(trees[0]))
+
     return configs
 
 
@@ -170,4 +177,5 @@ with the best settings again. trials: results in all, those that are there inclu
     option("--no-pruning", action="store_true", help="each trial trains to its end")
     option("--seed", type=at_least(0), default=0, metavar="N", help="of the choice of settings; default: 0")
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
+
     return parser

@@ -22,14 +22,14 @@ _STATES = {"COMPLETE": FINISHED, "PRUNED": PRUNED, "FAIL": FAILED}
 _ORDER = (FINISHED, PRUNED, FAILED)
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 MOST_ROWS = 30
+# Searched settings in the picture; of more, those that matter most.
 MOST_PANELS = 8
-"""Searched settings in the picture; of more, those that matter most."""
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
+# A trial as sweep.json has it.
 Trial = Mapping[str, Any]
-"""A trial as sweep.json has it."""
+# The content of sweep.json.
 Results = Mapping[str, Any]
-"""The content of sweep.json."""
 
 
 def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -42,6 +42,7 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
+        # Keys of JSON are texts.
         "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
         "seconds": seconds and round(seconds, 1),
         "settings": dict(settings),
@@ -54,6 +55,7 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     """Sorts trials: finished ones from the best to the worst, then pruned ones, then those that failed."""
     sign = -1 if direction == MAX else 1
 
+    # Trials of the same value stand in the order in which they ran.
     def key(trial: Trial) -> tuple[int, float, int]:
         return _ORDER.index(trial["state"]), sign * (trial["value"] or 0.0), trial["number"]
 
@@ -69,6 +71,7 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
 def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
     searched = [override(name, value) for name, value in settings.items()]
+    # The line is printed and written, so the user has to fill in what is secret.
     public = without_secrets([*overrides, *searched])
     return shlex.join(["python", "-m", "hvtrain", "launch", *launcher, "--", *public])
 
@@ -77,12 +80,14 @@ def table(results: Results) -> list[list[str]]:
     """Returns the table: its header first, and the best trial below it."""
     names = list(results["space"])
     rows = [["trial", results["metric"], "epochs", "s", *names]]
+
     for trial in ranked(results["trials"], results["direction"])[:MOST_ROWS]:
         value = FAILED if trial["value"] is None else f"{trial['value']:.5g}"
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
         settings = [in_short(trial["settings"].get(name)) for name in names]
         rows.append([str(trial["number"]), value, str(_epochs(trial)), f"{trial['seconds'] or 0:.0f}", *settings])
+
     return rows
 
 
@@ -111,6 +116,7 @@ def result_lines(results: Results) -> list[str]:
     if best is None:
         return [*lines, "", "no trial finished, so there is no best one"]
     value = f"{results['metric']} {best['value']:.5g}"
+
     return [*lines, "", f"best: trial {best['number']} with {value}; again by", best["line"]]
 
 
@@ -120,10 +126,12 @@ def write(results: Results, folder: Path) -> None:
 
     names = list(results["space"])
     rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
+
     for trial in results["trials"]:
         settings = [trial["settings"].get(name) for name in names]
         numbers = [trial["value"], _epochs(trial), trial["seconds"]]
         rows.append([trial["number"], trial["state"], *numbers, *settings, trial["error"]])
+
     write_atomic(folder / "sweep.csv", csv_text(rows))
 
 
@@ -134,10 +142,12 @@ def write_png(results: Results, path: Path) -> None:
     """
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
     panels: list[Panel] = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
+
     for name in names:
         share = results["importances"].get(name)
         title = name if share is None else f"{name} ({share:.0%})"
         panels.append((title, partial(_draw_setting, results=results, name=name)))
+
     write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
 
 
@@ -159,6 +169,7 @@ def _draw_history(axes: Any, results: Results) -> None:
         bests = list(accumulate((trial["value"] for trial in finished), better))
         numbers = [trial["number"] for trial in finished]
         axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
+
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=8)
 

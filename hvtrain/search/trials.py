@@ -1,7 +1,6 @@
 """The trials of a sweep, one run of N ranks after the other, watched by their epochs."""
 
 import math
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hvtrain.compare.one_run import read_result
+from hvtrain.compare.one_run import exit_at_signals, read_result
 from hvtrain.compare.rounds import progress
 from hvtrain.config.compose import override
 from hvtrain.core.run_files import EpochRecord, read_history, read_starts
@@ -52,30 +51,33 @@ class Trials:
         Returns:
             The exit code.
         """
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # So that the running trial ends too.
-
+        exit_at_signals()
         self._collect()
+        # Results of an earlier start count, so the same command goes on with a sweep.
         already = len(self.results["trials"])
         note = f"; {already} of them are there" if already else ""
         num_ranks = self.results["num_ranks"]
         print(f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}", flush=True)
 
         is_interrupted = False
+
         try:
             while len(self.results["trials"]) < self.num_trials:
                 self._run_next()
         except KeyboardInterrupt:
             is_interrupted = True
 
+        # The files of values are up to date after each trial; the picture takes a while, and is drawn once.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_png(self.results, self.folder / "sweep.png")
             files += ", sweep.png"
+
         print("\n" + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"]))
         if is_interrupted:
             print("hvtrain: interrupted; all trials so far are kept, and the same command goes on", file=sys.stderr)
             return INTERRUPTED
+
         return 0 if self.results["best"] else 1
 
     def _run_next(self) -> None:
@@ -96,11 +98,14 @@ class Trials:
         progress("")
         self._collect()
         trial = self.results["trials"][-1]
-        outcome = trial["error"] if trial["value"] is None else f"{self.goal.metric} {trial['value']:.5g}"
+        outcome = trial["error"]
+        if trial["value"] is not None:
+            outcome = f"{self.goal.metric} {trial['value']:.5g}"
         print(f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}", flush=True)
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
         searched = [override(name, value) for name, value in settings.items()]
+        # A sweep is one piece of work for the user, so its trials send no notices.
         own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
         launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
         return [*launch, *self.overrides, *searched, *own]
@@ -116,6 +121,7 @@ class Trials:
         left = "left: not known yet"
         if seconds:
             left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+
         return f"best {best['value']:.5g} of trial {best['number']}; {left}" if best else left
 
     def _collect(self) -> None:
@@ -147,15 +153,19 @@ def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: I
         LostRankError: the run failed, or no value is finite.
         ConfigError: the run does not have the metric.
     """
+    # Beside the run folder, which the run makes itself.
     log = folder.with_suffix(".txt")
     newest = 0
+
     with started(command, log) as process:
         has_ended = False
         while not has_ended:
+            # Asked before the history is read: what the last epoch wrote is then seen too.
             has_ended = ends_within(process, SECONDS_BETWEEN_LOOKS)
             history = read_history(folder)
             starts = read_starts(folder)
             values = goal.values(history)
+            # Raised within the block, so that the run ends: each trial would fail in the same way.
             goal.check(starts)
 
             # Each new epoch is reported, also if the first of them is hopeless: later trials are judged by all.
@@ -167,9 +177,10 @@ def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: I
 
     if process.returncode:
         raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
-    read_result(folder)
+    read_result(folder)  # A launcher that ended well without a result has not trained.
     if not values:
         raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
+
     return goal.best(list(values.values()))
 
 

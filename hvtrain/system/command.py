@@ -46,6 +46,14 @@ class Parser(argparse.ArgumentParser):
         hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
         hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
 
+    def host_options(self, options: argparse.Namespace) -> list[str]:
+        """Returns -H or --hostfile as it was given, for a command line of hvtrain launch."""
+        if options.hosts:
+            return ["-H", options.hosts]
+        if options.hostfile:
+            return ["--hostfile", options.hostfile]
+        return []
+
     def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
         """Parses its options. The others, settings of a run and options of Hydra, are in `overrides` of the result."""
         options, others = self.parse_known_args(arguments)

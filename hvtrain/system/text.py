@@ -39,6 +39,15 @@ def human_bytes(num_bytes: float) -> str:
     return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)
 
 
+def format_known(value: float | None, form: str, missing: str = "-") -> str:
+    """Formats a number, or says that it is missing.
+
+    >>> format_known(1234.5, ",.1f"), format_known(None, ",.1f"), format_known(None, ".2f", missing="")
+    ('1,234.5', '-', '')
+    """
+    return missing if value is None else format(value, form)
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Lines of text, with all columns but the first right-aligned.
 
