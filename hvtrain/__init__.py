@@ -28,7 +28,7 @@ refuse_old_form()
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the settings that `python -m hvtrain` would have with these overrides. Raises ConfigError."""
-    from hvtrain.finished.run_words import composed
+    from hvtrain.finished.arguments import composed
 
     return composed(overrides)
 
@@ -49,8 +49,8 @@ def load(run: str | Path, overrides: Sequence[str] = (), trust: bool = False) ->
     overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name code that is neither
     hvtrain's nor Keras's, which is executed. Raises UserError.
     """
+    from hvtrain.finished.arguments import finished_config
     from hvtrain.finished.finished_run import open_run
-    from hvtrain.finished.run_words import finished_config
     from hvtrain.strategies.base import Strategy
 
     finished, strategy = finished_config([f"run={run}", *overrides], trust=trust), Strategy()
