@@ -68,7 +68,6 @@ def on_speed(speeds: Speeds) -> list[str]:
     equal: list[str] = []
     unknown: list[str] = []
     slower: list[str] = []
-
     for name in others:
         comparison = against(speeds[name], speeds[first])
         if comparison is None:
@@ -127,7 +126,6 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
     """
     times = []
     missing = []
-
     for name, epoch_and_seconds in reached.items():
         if epoch_and_seconds is None:
             missing.append(name)

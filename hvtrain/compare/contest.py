@@ -79,10 +79,10 @@ class Contest:
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
         """Estimates the time left from the runs so far. Whole runs are unknown until one has ended."""
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
+
         known_seconds = 0.0
         num_known = 0
         num_unknown = 0
-
         for contestant, number in schedule:
             if contestant.name in self.errors:
                 continue

@@ -72,7 +72,6 @@ def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JO
     """
     choice = ""
     common = []
-
     for override in overrides:
         if override.startswith("strategy="):
             choice = override

@@ -160,9 +160,9 @@ def curve(training: Training) -> Curve:
     Seconds are those of training alone, without start, validation and checkpoints.
     """
     batch = training.result.get("global_batch") or 0
+
     seconds = 0.0
     points = []
-
     for record in training.epochs:
         seconds += record.seconds
         # JSON has neither NaN nor infinity.

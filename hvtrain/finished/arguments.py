@@ -76,7 +76,6 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     """
     own = {}
     settings = []
-
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if equals and name in ("run", "checkpoint", *names):
@@ -127,7 +126,6 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
     foreign = []
-
     for part in BUILT:
         # A choice on the command line replaces the run's part, targets included.
         if part not in overridden:

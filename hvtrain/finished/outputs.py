@@ -118,7 +118,6 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch and rows_of(run, batch, forward)
 
     num_done = 0
-
     while True:
         # A rank whose batches have ended goes on with the others until all have.
         by_rank = comm.gather(comm.all_or_raise(next_rows))

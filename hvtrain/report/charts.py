@@ -103,7 +103,12 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
     from matplotlib.figure import Figure
 
     # The salt makes ids the same in each start, so a page that is written again has no other bytes.
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,
+        "font.family": "sans-serif",
+        "text.color": INK,  # Of legends.
+    }
 
     with mpl.rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")

@@ -50,7 +50,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
         ]
         charts.append(Chart(name, [curve for curve in series if curve.points]))
 
-    rates = [(float(row.epoch), row.learning_rate) for row in run.history]
+    rates = [(row.epoch, row.learning_rate) for row in run.history]
     charts.append(Chart("learning rate", [Series("", rates)], from_zero=True))
     charts.append(Chart("examples per second, all ranks", [Series("", _speed(run))], from_zero=True))
     if run.rank_seconds:
@@ -67,7 +67,6 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
         return [Series(label, points_of(run), color) for color, (run, label) in enumerate(zip(runs, labels))]
 
     charts = []
-
     for name in _metric_names(runs):
         # With a curve for each run, training and validation in one chart would be too many.
         for column in (f"val_{name}", name):
@@ -125,11 +124,11 @@ def _metric_names(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _metric(run: RunFiles, name: str) -> Points:
-    return [(float(row.epoch), row.metrics[name]) for row in run.history if name in row.metrics]
+    return [(row.epoch, row.metrics[name]) for row in run.history if name in row.metrics]
 
 
 def _speed(run: RunFiles) -> Points:
-    return [(float(row.epoch), row.examples_per_second) for row in run.history]
+    return [(row.epoch, row.examples_per_second) for row in run.history]
 
 
 def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
@@ -140,21 +139,20 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     """
     num_ranks = max(map(len, rank_seconds.values()))
     if num_ranks > MOST_RANKS:
-        curves: dict[str, Callable[[list[float]], float]] = {
+        statistics: dict[str, Callable[[list[float]], float]] = {
             "slowest": max,
             "median": median,
             "fastest": min,
         }
         return [
-            Series(name, [(float(epoch), 1000 * pick(row)) for epoch, row in rank_seconds.items()], color)
-            for color, (name, pick) in enumerate(curves.items())
+            Series(name, [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()], color)
+            for color, (name, statistic) in enumerate(statistics.items())
         ]
 
     series = []
     for rank in range(num_ranks):
-        points = [(float(epoch), 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
+        points = [(epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
         series.append(Series(f"rank {rank}", points, rank))
-
     return series
 
 
@@ -175,16 +173,18 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
     # Speeds are compared by their ratio, which an axis that begins elsewhere hides. Losses are not.
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    epochs = {epoch for series in chart.series for epoch, _ in series.points}
+
+    points = [point for series in chart.series for point in series.points]
+    epochs = {epoch for epoch, _ in points}
     if len(epochs) == 1:  # Matplotlib would put ticks at fractions around it.
         axes.set_xticks(list(epochs))
     else:
         axes.locator_params("x", integer=True)
+    axes.set_xlabel("epoch")
 
     axes.locator_params("y", nbins=5)
-    if max((value for series in chart.series for _, value in series.points), default=0) >= 1000:
+    if max(value for _, value in points) >= 1000:
         axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("epoch")
 
     if has_legend and len(chart.series) > 1:
         # Above the axes, where no curve is.
@@ -195,5 +195,5 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
             bbox_to_anchor=(1, 1),
             ncols=3,
             borderpad=0,
-            labelcolor=axes.xaxis.label.get_color(),
+            labelcolor=MUTED,
         )

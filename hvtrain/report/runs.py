@@ -127,7 +127,6 @@ def table(rows: list[Row]) -> list[str]:
     name_width = min(widths[5], max(MIN_NAME_WIDTH, left - score_width))
 
     lines = []
-
     for began, state, ranks, rate, score, name in cells:
         if len(score) > score_width:
             score = f"{score[: score_width - 1]}…"

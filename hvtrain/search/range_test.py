@@ -52,7 +52,6 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     """
     average = 0.0
     averages = []
-
     for number, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         # Rounded, so that equal losses give equal averages, and a slope of exactly 0.
@@ -92,8 +91,8 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
 
     # Beyond the lowest loss the rate is too high, whatever the slope is there.
     lowest = min(range(LEFT_OUT, len(averages)), key=averages.__getitem__)
-    slopes = {}
 
+    slopes = {}
     for step in range(LEFT_OUT, min(lowest + 1, len(averages) - 1)):
         # Over the steps on both sides, by the logarithm, on which the rates are even.
         rise = averages[step + 1] - averages[step - 1]

@@ -97,8 +97,8 @@ def parse_request(arguments: Sequence[str]) -> Request:
     """Separates sweep=SPACE and trials=N from the settings. Raises ConfigError if one of them is wrong."""
     space = ""
     trials = "20"
-    overrides = []
 
+    overrides = []
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name == "sweep":
@@ -130,7 +130,6 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
             raise ConfigError(f"{argument} came, and {space.path} searches that setting; leave it out of one of them")
 
     configs = []
-
     for example in space.examples():
         searched = [override(name, value) for name, value in example.items()]
         trees = compose([*overrides, *searched])
