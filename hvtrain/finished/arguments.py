@@ -3,7 +3,6 @@
 Nothing here needs TensorFlow.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from hvtrain.config.compose import CONFIGS, compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import ConfigError
+from hvtrain.system.command import Parser
 from hvtrain.training.run_folder import CONFIG_FILE, CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
@@ -54,13 +54,27 @@ class FinishedConfig:
         return value
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --trust."""
+def finished_parser(command: str, usage: str, description: str, examples: str) -> Parser:
+    """Returns the options that all commands on finished runs share.
+
+    Args:
+        command: its name.
+        usage: its own arguments and options, which stand between run=DIR and the settings.
+        description: what it does.
+        examples: command lines, indented.
+    """
+    parser = Parser(
+        f"python -m hvtrain {command}",
+        usage=f"%(prog)s run=DIR {usage} [SETTING=VALUE ...]",
+        description=description,
+        epilog=f"{SETTINGS}\n\nexamples:\n{examples}",
+    )
     parser.add_argument(
         "--trust",
         action="store_true",
         help="call code that the run's settings name, besides hvtrain's and Keras's; for runs of your own code",
     )
+    return parser
 
 
 def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:

@@ -5,14 +5,11 @@ import sys
 from pathlib import Path
 
 from hvtrain.core.files import write_atomic
-from hvtrain.finished.arguments import SETTINGS, SPLITS, add_trust, finished_config
+from hvtrain.finished.arguments import SPLITS, finished_config, finished_parser
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
-EPILOG = f"""\
-{SETTINGS}
-
-examples:
+EXAMPLES = """\
   python -m hvtrain evaluate run=runs/first
   horovodrun -np 2 python -m hvtrain evaluate run=runs/first split=validation checkpoint=last --output metrics.json
 """
@@ -44,14 +41,13 @@ def main() -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain evaluate",
-        usage="%(prog)s run=DIR [split=SPLIT] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
-        description="""\
+    parser = finished_parser(
+        "evaluate",
+        "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
+        """\
 Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
 validation or test (default).""",
-        epilog=EPILOG,
+        EXAMPLES,
     )
     parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
-    add_trust(parser)
     return parser

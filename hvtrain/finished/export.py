@@ -4,16 +4,13 @@ import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
-from hvtrain.finished.arguments import SETTINGS, add_trust, finished_config
+from hvtrain.finished.arguments import finished_config, finished_parser
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
 # By format; a SavedModel is a folder.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
-EPILOG = f"""\
-{SETTINGS}
-
-examples:
+EXAMPLES = """\
   python -m hvtrain export run=runs/first format=savedmodel
   python -m hvtrain export run=runs/first format=onnx checkpoint=last --output digits.onnx
 """
@@ -69,15 +66,14 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
 
 def _parser() -> Parser:
     formats = "|".join(SUFFIXES)
-    parser = Parser(
-        "python -m hvtrain export",
-        usage=f"%(prog)s run=DIR format={formats} [checkpoint=best|last] [--output PATH] [SETTING=VALUE ...]",
-        description="""\
+    parser = finished_parser(
+        "export",
+        f"format={formats} [checkpoint=best|last] [--output PATH]",
+        """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
 for digits.onnx). The exported model is first compared with the run's own on examples of its data.""",
-        epilog=EPILOG,
+        EXAMPLES,
     )
     parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
-    add_trust(parser)
 
     return parser

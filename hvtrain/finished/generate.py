@@ -3,14 +3,11 @@
 import sys
 
 from hvtrain.errors import ConfigError
-from hvtrain.finished.arguments import SETTINGS, add_trust, finished_config
+from hvtrain.finished.arguments import finished_config, finished_parser
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, not_negative
 
-EPILOG = f"""\
-{SETTINGS}
-
-examples:
+EXAMPLES = """\
   python -m hvtrain generate run=runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
 """
 
@@ -55,15 +52,14 @@ def main() -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain generate",
-        usage="%(prog)s run=DIR prompt=TEXT [checkpoint=best|last] [OPTION ...] [SETTING=VALUE ...]",
-        description="Prints the prompt and the trained model's continuation. The same seed gives the same text.",
-        epilog=EPILOG,
+    parser = finished_parser(
+        "generate",
+        "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
+        "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
+        EXAMPLES,
     )
     parser.add_argument("--tokens", type=at_least(1), default=64, metavar="N", help="most tokens to write; default: 64")
     parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
-    add_trust(parser)
 
     return parser

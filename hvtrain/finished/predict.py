@@ -4,14 +4,11 @@ import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished.arguments import SETTINGS, SPLITS, add_trust, finished_config
+from hvtrain.finished.arguments import SPLITS, finished_config, finished_parser
 from hvtrain.system import console
 from hvtrain.system.command import Parser
 
-EPILOG = f"""\
-{SETTINGS}
-
-examples:
+EXAMPLES = """\
   python -m hvtrain predict run=runs/first --output predictions.parquet
   horovodrun -np 2 python -m hvtrain predict run=runs/leaves input=new_pictures --output leaves.csv
 """
@@ -66,18 +63,17 @@ def main() -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain predict",
-        usage="%(prog)s run=DIR [split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE] [SETTING=VALUE ...]",
-        description="""\
+    parser = finished_parser(
+        "predict",
+        "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
+        """\
 Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
 validation or test (default).""",
-        epilog=EPILOG,
+        EXAMPLES,
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         help="FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder",
     )
-    add_trust(parser)
     return parser

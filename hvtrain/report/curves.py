@@ -19,7 +19,7 @@ _WIDTH = 4.4  # Inches.
 _HEIGHT = 2.6
 
 # Epoch and value.
-Points = list[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
