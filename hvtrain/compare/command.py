@@ -55,8 +55,8 @@ def main() -> int:
     facts = _facts(options)
     exit_at_signals()
     print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
-    ended_by: BaseException | None = None
 
+    ended_by: BaseException | None = None
     try:
         contest.run()
     except (KeyboardInterrupt, SystemExit) as error:

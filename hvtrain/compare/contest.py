@@ -72,7 +72,7 @@ class Contest:
                 self.errors[contestant.name] = f"{about}: {error}; its output is in {log}"
                 outcome = "failed"
 
-            progress("")  # Clears the line, which the next one replaces for good.
+            progress("")
             # The results stand below each other, as in a table.
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 

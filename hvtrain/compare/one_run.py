@@ -100,8 +100,8 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     # Other processes may hold memory of the GPUs, which does not count.
     gpu_before = gpu_bytes()
     peak_bytes = 0
-    peak_gpu_bytes = 0
 
+    peak_gpu_bytes = 0
     with started(command, log, cores) as process:
         while not ends_within(process, SECONDS_BETWEEN_SAMPLES):
             peak_bytes = max(peak_bytes, resident_bytes(process.pid))

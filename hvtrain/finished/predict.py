@@ -41,8 +41,8 @@ def main() -> int:
         settings = (path, *run.config.dataset.values())
         inputs = [Path(value) for value in settings if isinstance(value, str)]
         writer = comm.all_or_raise(lambda: writer_for(output, has_masks, inputs))
-        num_examples = 0
 
+        num_examples = 0
         try:
             for rows in predictions(run, examples):
                 num_examples += len(rows["example"])

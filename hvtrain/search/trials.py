@@ -60,7 +60,6 @@ class Trials:
         print(f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}", flush=True)
 
         is_interrupted = False
-
         try:
             while len(self.results["trials"]) < self.num_trials:
                 self._run_next()
@@ -155,8 +154,8 @@ def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: I
     """
     # Beside the run folder, which the run makes itself.
     log = folder.with_suffix(".txt")
-    newest = 0
 
+    newest = 0
     with started(command, log) as process:
         has_ended = False
         while not has_ended:
