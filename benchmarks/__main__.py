@@ -43,17 +43,22 @@ def make_experiment(options: argparse.Namespace, folder: Path, threads: int) -> 
     """The experiment that the options describe. Raises ConfigError."""
     if options.kind == "input":
         return Inputs(folder, threads, options.sizes, options.images, options.steps)
+
     workload = WORKLOADS[options.workload]
     if options.kind == "scaling":
         return Scaling(folder, threads, workload, options.data, options.ranks, options.steps or workload.steps)
+
     names = options.contenders.split(",")
     contenders = [named(name) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"{','.join(names)} names a contender twice; the first runs twice a round anyway")
+
     figure = "step_seconds"
     if options.kind == "startup":
+        # Only the first step is compared.
         workload = replace(workload, warmup_steps=1, steps=2)
         figure = "first_step_seconds"
+
     return Steps(
         folder,
         threads,
@@ -70,6 +75,7 @@ def make_experiment(options: argparse.Namespace, folder: Path, threads: int) -> 
 def parser() -> Parser:
     """The parser of the whole command line; its --help has that of each kind too."""
     parsers: dict[str, Parser] = {}
+
     top = Parser(
         "python -m benchmarks",
         description="""\
@@ -127,6 +133,7 @@ rounds, because a machine that others share is slower for minutes at a time.""",
         threads = "TensorFlow's threads of a rank; default: cores / ranks"
         kind.add_argument("--threads", type=at_least(1), metavar="N", help=threads)
         kind.add_argument("--output", metavar="DIR", help="default: bench/DATE_TIME-KIND-...")
+
     return top
 
 
@@ -144,6 +151,7 @@ def _add_contenders(kind: Parser, default: str) -> None:
 def _contenders_and_workloads() -> str:
     contenders = "\n".join(f"  {contender.name:<18}{contender.about}" for contender in CONTENDERS.values())
     workloads = "\n".join(f"  {work.name:<18}{work.about}, batch {work.batch_size}" for work in WORKLOADS.values())
+
     return f"""\
 contenders:
 {contenders}

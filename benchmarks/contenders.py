@@ -86,8 +86,8 @@ TRAIN = [name for name in CONTENDERS if name != "batches"]
 def named(text: str) -> Contender:
     """The contender NAME, or NAME@SETTING=VALUE@... with settings of its own.
 
-    A setting is a variable in capitals, a setting of the runner, data=..., or output=terminal, on which the runner
-    shows its live display.
+    A setting is a variable in capitals, a setting of the runner, data=..., or output=terminal, on
+    which the runner shows its live display.
 
     >>> named("hvtrain-mpi@HOROVOD_CYCLE_TIME=0.2@guard.every=0@data=synthetic")  # doctest: +ELLIPSIS
     Contender(..., variables=(('HOROVOD_CYCLE_TIME', '0.2'),), overrides=('guard.every=0',), data='synthetic', ...)
@@ -98,6 +98,7 @@ def named(text: str) -> Contender:
     name, *settings = text.split("@")
     if name not in CONTENDERS:
         raise ConfigError(f"--contenders {name} is not one of {', '.join(CONTENDERS)}")
+
     contender = replace(CONTENDERS[name], name=text)
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -111,6 +112,7 @@ def named(text: str) -> Contender:
             contender = replace(contender, on_terminal=True)
         else:
             contender = replace(contender, overrides=(*contender.overrides, setting))
+
     return contender
 
 
@@ -151,6 +153,7 @@ class Workload:
             num_examples = -(-total // epochs) * self.batch_size * num_ranks
             dataset += [f"dataset.image_shape={self.image_shape}", "dataset.num_classes=10"]
             dataset.append(f"dataset.num_train={num_examples}")
+
         return [
             *self.model,
             *dataset,
@@ -158,7 +161,8 @@ class Workload:
             f"train.steps={total}",
             "train.validate_every_epochs=null",
             "optimizer=momentum",
-            # The rate does not depend on the number of ranks, and is small, so that losses stay close.
+            # The rate does not depend on the number of ranks, and is small, so that losses stay
+            # close.
             "train.learning_rate_scale=none",
             "optimizer.learning_rate=0.001",
         ]

@@ -60,6 +60,7 @@ class Experiment(ABC, Generic[Case, Result]):
 
     def run(self, num_rounds: int) -> None:
         """Measures all cases in turns."""
+        # A shared machine can be slower for minutes: only runs of the same round are compared.
         for number, order in in_turns(self.cases(), num_rounds):
             for case in order:
                 self.measure_and_print(case, number, num_rounds)
@@ -78,12 +79,14 @@ class Experiment(ABC, Generic[Case, Result]):
 def plot_bars(path: Path, values: Mapping[str, Sequence[float]], xlabel: str, title: str = "") -> None:
     """Draws a bar for each case, in the order from top to bottom (bars: medians, dots: runs)."""
     names = list(reversed(values))
+
     with picture(path, 9, 1.2 + 0.4 * len(names)) as (_, axes):
         for height, name in enumerate(names):
             runs = values[name]
             color = BLUE if "hvtrain" in name else "#b9c3cc"
             axes.barh(height, median(runs), color=color, height=0.65)
             axes.plot(runs, [height] * len(runs), "o", color="#222222", markersize=3, alpha=0.7)
+
         axes.set_yticks(range(len(names)), names)
         axes.set_xlabel(f"{xlabel} (bar: median)")
         axes.set_title(title, loc="left")

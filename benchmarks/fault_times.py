@@ -2,10 +2,11 @@
 
     python -m benchmarks.fault_times --rounds 3
 
-Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from outside, the clock
-begins with it; where a rank makes or meets it, with the first line that speaks of it (an image: with the first epoch;
-train.max_time: when so much time has passed since the header, which stands there about a second after the run began).
-Figures are medians and the longest. Needs root, for a disk that is full.
+Two ranks train on this machine, under horovodrun on Gloo and on MPI. Where the fault is made from
+outside, the clock begins with it; where a rank makes or meets it, with the first line that speaks
+of it (an image: with the first epoch; train.max_time: when so much time has passed since the
+header, which stands there about a second after the run began). Figures are medians and the longest.
+Needs root, for a disk that is full.
 """
 
 from __future__ import annotations
@@ -107,9 +108,11 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
         SystemExit: The run ended otherwise than it should. The message has its output.
     """
     case = CASES[name]
+    # The file is cut off, as after an interrupted copy.
     if case.overrides is IMAGES:
         cut_image = write_images(folder / "train", 64)[41]
         cut_image.write_bytes(cut_image.read_bytes()[:40])
+
     overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
     line = [
         "horovodrun",
@@ -123,6 +126,7 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
         str(OWN / "conf"),
     ]
     output = folder / "output.txt"
+
     with small_disk(folder / "run", case.disk) if case.disk else nullcontext():
         process = subprocess.Popen(
             [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *overrides],
@@ -140,18 +144,23 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
                 time.sleep(0.02)
 
         if case.strike:
+            # In the middle of the training, after a checkpoint.
             wait_for((folder / "run" / "checkpoints" / "step-00000044").exists)
             ranks = rank_processes(mark)
             if len(ranks) < 2:
                 raise SystemExit(f"{name} on {launcher}: over before its time\n{output.read_text()}")
+
             began = time.monotonic()
             case.strike(process, ranks)
         else:
             wait_for(lambda: case.text in output.read_text())
             began = time.monotonic()
+
         code = process.wait(120)
+        # The launcher may be gone before its ranks.
         left = wait_until_gone(mark, 60)
         duration = time.monotonic() - began - case.expected_seconds
+
     if left or case.code not in (None, code):
         raise SystemExit(f"{name} on {launcher}: code {code}, left {left}\n{output.read_text()}")
     return duration
@@ -164,6 +173,7 @@ def main() -> None:
     options = parser.parse_args()
     for unknown in set(options.cases) - set(CASES):
         parser.error(f"{unknown!r} is not one of {', '.join(CASES)}")
+
     say(f"{'case':<40} {'Gloo s':>14} {'MPI s':>14}   (median, longest of {options.rounds})")
     with tempfile.TemporaryDirectory(prefix="hvtrain-times-") as name:
         for case in options.cases or CASES:
@@ -175,6 +185,7 @@ def main() -> None:
                     folder.mkdir()
                     durations.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
                 columns.append(f"{statistics.median(durations):.1f}, {max(durations):.1f}")
+
             say(f"{case:<40} {columns[0]:>14} {columns[1]:>14}")
 
 

@@ -20,11 +20,18 @@ EACH = ("tiny", "cnn", "wide", "separable", "resnet20")
 
 @dataclass(frozen=True)
 class Goal:
-    """`figure` of ours / that of theirs is at most the limit; examples_per_second: at least."""
+    """A limit on a ratio.
+
+    Attributes:
+        figure: What is compared: a field of benchmarks.measure.Measured.
+        ours: The contender of hvtrain.
+        other: The contender it is compared with.
+        limits: By workload, the most that ours / other may be; the least of examples_per_second.
+    """
 
     figure: str
     ours: str
-    theirs: str
+    other: str
     limits: dict[str, float]
 
     @property
@@ -50,13 +57,16 @@ GOALS = (
 
 def verdict(measured: Ratio, limit: float, smaller_is_better: bool = True) -> str:
     """Whether the goal holds: by the whole interval, or else by the median."""
-    low, middle, high = measured.low, measured.median, measured.high
-    if not smaller_is_better:
-        low, middle, high = -high, -middle, -low
+    if smaller_is_better:
+        best, middle, worst = measured.low, measured.median, measured.high
+    else:
+        # Mirrored, so that smaller is better again.
+        best, middle, worst = -measured.high, -measured.median, -measured.low
         limit = -limit
-    if high <= limit:
+
+    if worst <= limit:
         return "holds"
-    if low > limit:
+    if best > limit:
         return "fails"
     return "holds by its median" if middle <= limit else "fails by its median"
 
@@ -71,32 +81,38 @@ def of_steps(session: dict[str, Any]) -> list[str]:
     runs: dict[str, list[dict[str, float]]] = defaultdict(list)
     for row in session["runs"]:
         runs[row["contender"]].append(row)
+
     workload = session["workload"]["name"]
+
     lines = []
     for goal in GOALS:
-        if workload in goal.limits and {goal.ours, goal.theirs} <= set(runs):
+        if workload in goal.limits and {goal.ours, goal.other} <= set(runs):
             ours = [run[goal.figure] for run in runs[goal.ours]]
-            theirs = [run[goal.figure] for run in runs[goal.theirs]]
-            name = f"{goal.figure} of {goal.ours} / {goal.theirs}"
-            lines.append(judge(name, ratio(ours, theirs), goal.limits[workload], goal.smaller_is_better))
+            others = [run[goal.figure] for run in runs[goal.other]]
+            name = f"{goal.figure} of {goal.ours} / {goal.other}"
+            lines.append(judge(name, ratio(ours, others), goal.limits[workload], goal.smaller_is_better))
+
     return lines
 
 
 def of_allreduce(session: dict[str, Any]) -> list[str]:
     """The goals that an allreduce.json can judge, one line each."""
     ours = session["seconds"]["hvtrain"]
-    theirs = session["seconds"].get("mpi4py", {})
+    mpi = session["seconds"].get("mpi4py", {})
+
     lines = []
     for mib in (4, 16, 64, 128):
         size = str(mib << 20)
-        if size in theirs:
+        if size in mpi:
             name = f"bus bandwidth at {mib} MiB / mpi4py's"
-            lines.append(judge(name, ratio(theirs[size], ours[size]), 0.95, smaller_is_better=False))
-    if "4096" in theirs:
-        lines.append(judge("latency at 4 KiB / mpi4py's", ratio(ours["4096"], theirs["4096"]), 3.0))
+            lines.append(judge(name, ratio(mpi[size], ours[size]), 0.95, smaller_is_better=False))
+
+    if "4096" in mpi:
+        lines.append(judge("latency at 4 KiB / mpi4py's", ratio(ours["4096"], mpi["4096"]), 3.0))
     if "4096" in ours:
         millis = [1000 * seconds for seconds in ours["4096"]]
         lines.append(judge("latency at 4 KiB in ms", ratio(millis, [1.0] * len(millis)), 0.3))
+
     many_small = ratio(ours["whole"], ours["small"])
     lines.append(judge("bandwidth of 160 small tensors / one", many_small, 0.85, smaller_is_better=False))
     return lines

@@ -2,8 +2,9 @@
 
     python -m benchmarks.guard_cost --pairs 5
 
-Two ranks train the CNN on Fashion-MNIST. Each run takes a step's time as wall time over whole epochs, the checkpoint
-at each epoch's end included, the first epoch left out. The figure is the median over pairs of the ratio with / without.
+Two ranks train the CNN on Fashion-MNIST. Each run takes a step's time as wall time over whole
+epochs, the checkpoint at each epoch's end included, the first epoch left out. The figure is the
+median over pairs of the ratio with / without.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def clock() -> Any:
             self.begins.append(time.perf_counter())
 
         def on_train_end(self, logs: Any = None) -> None:
+            # The first epoch has the trace of the graph; the last has no end here.
             whole_epochs = len(self.begins) - 2
             seconds = (self.begins[-1] - self.begins[1]) / (self.params["steps"] * whole_epochs)
             if os.environ.get("HOROVOD_RANK", "0") == os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
@@ -64,6 +66,7 @@ def step_seconds(overrides: list[str], folder: Path, name: str) -> float:
     file = folder / f"{name}.json"
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     launcher = ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain"]
+
     done = subprocess.run(
         [*launcher, *RUN, *overrides, f"run.dir={folder / name}"],
         env=environment(HVTRAIN_COST_FILE=str(file), PYTHONPATH=path),
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("overrides", nargs="*", help="more settings for both runs")
     options = parser.parse_args()
+
     ratios = []
     with tempfile.TemporaryDirectory(prefix="hvtrain-cost-") as folder:
         for pair in range(options.pairs):
@@ -89,9 +93,11 @@ def main() -> None:
             for kind in ("with", "without") if pair % 2 else ("without", "with"):
                 overrides = [*options.overrides, *(WITHOUT if kind == "without" else [])]
                 seconds_of[kind] = step_seconds(overrides, Path(folder), f"{pair}-{kind}")
+
             ratios.append(seconds_of["with"] / seconds_of["without"])
             shown = ", ".join(f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in sorted(seconds_of.items()))
             print(f"pair {pair + 1}: {shown}, ratio {ratios[-1]:.4f}", flush=True)
+
     print(f"median of {len(ratios)} pairs: {statistics.median(ratios):.4f}")
 
 

@@ -1,6 +1,7 @@
 """`benchmarks input`: how fast image files become batches, against Keras's reader and pipelines by hand.
 
-The images are the same in all formats: JPEG files in a folder, in TFRecord files, and in a Parquet file.
+The images are the same in all formats: JPEG files in a folder, in TFRecord files, and in a Parquet
+file.
 """
 
 import io
@@ -40,8 +41,8 @@ class Reading:
 
     Attributes:
         examples_per_second: Of the pipeline alone.
-        cpu_ms_per_example: Time of all threads of the process on cores, which depends less on what else the machine
-            does.
+        cpu_ms_per_example: Time of all threads of the process on cores, which depends less on what
+            else the machine does.
         peak_bytes: Memory of the process.
     """
 
@@ -72,9 +73,11 @@ class Inputs(Experiment[Case, Reading]):
                 if file_format == "image_folder":
                     contenders.append("keras")
                 if (height, width) != TRAINED[:2]:
-                    # Only hvtrain antialiases by itself, so a pipeline by hand that does it too stands beside.
+                    # Only hvtrain antialiases by itself, so a pipeline by hand that does it too
+                    # stands beside.
                     contenders.append("by-hand-antialiased")
                 cases += [(f"{height}x{width}", file_format, contender) for contender in contenders]
+
         return cases
 
     def name(self, case: Case) -> str:
@@ -94,6 +97,7 @@ class Inputs(Experiment[Case, Reading]):
         arguments = [contender, file_format, str(data), *map(str, numbers)]
         variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(self.threads)}
         (report,) = run_and_report(WORKER, [Command(python_line(WORKER, arguments))], 1, folder, variables)
+
         return Reading(
             examples_per_second=BATCH_SIZE / report["step_seconds"],
             cpu_ms_per_example=1000 * report["step_cpu_seconds"] / BATCH_SIZE,
@@ -106,14 +110,16 @@ class Inputs(Experiment[Case, Reading]):
     def _ratio(self, case: Case, figure: str) -> Ratio:
         """hvtrain's figure / that of the case, in the same rounds."""
         size, file_format, _ = case
+        # hvtrain reads the same files in the same format.
         ours = self.results[size, file_format, "hvtrain"]
-        theirs = self.results[case]
-        return ratio([getattr(run, figure) for run in ours], [getattr(run, figure) for run in theirs])
+        others = self.results[case]
+        return ratio([getattr(run, figure) for run in ours], [getattr(run, figure) for run in others])
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds, and ratios with their intervals."""
         num_rounds = len(next(iter(self.results.values())))
         height, width, _ = TRAINED
+
         lines = [
             f"{self.num_images} JPEG images to {height}x{width} float32, batch {BATCH_SIZE}, {self.threads} "
             f"thread(s), {self.steps} steps, medians of {num_rounds} rounds",
@@ -131,6 +137,7 @@ class Inputs(Experiment[Case, Reading]):
                 f"{size:<9}{file_format:<14}{contender:<21}{middle.examples_per_second:>10,.0f}"
                 f"{middle.cpu_ms_per_example:>8.3f}{middle.peak_bytes / 1e6:>9,.0f}  {ratios}"
             )
+
         return lines
 
     def write(self) -> None:
@@ -161,10 +168,12 @@ def jpeg(seed: int, height: int, width: int) -> bytes:
 
     random = np.random.default_rng(seed)
     pixels = np.zeros((height, width, 3), np.float32)
+
     for cells, weight in TEXTURE:
         for channel, cell_values in enumerate(random.random((3, cells, cells), np.float32)):
             smooth = Image.fromarray(cell_values).resize((width, height), Image.Resampling.BICUBIC)
             pixels[..., channel] += weight * np.asarray(smooth)
+
     grain = random.normal(0, GRAIN, (height, width, 1))
     data = io.BytesIO()
     Image.fromarray((225 * pixels + grain).clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=JPEG_QUALITY)
@@ -177,8 +186,10 @@ def write_images(folder: Path, num_images: int, height: int, width: int) -> None
     import pyarrow.parquet as pq
     import tensorflow as tf
 
+    # The same bytes in all formats.
     images = [jpeg(seed, height, width) for seed in range(num_images)]
     labels = [number % NUM_CLASSES for number in range(num_images)]
+
     for number, (image, label) in enumerate(zip(images, labels)):
         path = folder / "image_folder" / "train" / f"class_{label}" / f"{number:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)

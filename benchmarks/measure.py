@@ -79,24 +79,33 @@ def measure(
     arguments = [*overrides, *contender.overrides]
     if contender.module == RUNNER:
         arguments = timed_run(arguments, sum(steps), folder / "run")
+
     line = python_line(contender.module, arguments)
 
     variables = {**dict(contender.variables), WARMUP: str(steps[0]), **thread_variables(threads)}
+    num_awaited = None
     if contender.way == "servers":
-        del variables["TF_NUM_INTEROP_THREADS"]  # With one thread, coordinator and servers deadlock.
+        # With one thread, coordinator and servers deadlock.
+        del variables["TF_NUM_INTEROP_THREADS"]
+        # Only the coordinator, which comes first, ends by itself.
+        num_awaited = 1
+
     if contender.on_terminal:
         variables |= TERMINAL_VARIABLES
+
     reports = run_and_report(
         contender.module,
         _commands(contender, line, num_processes),
         num_processes,
         folder,
         variables,
-        num_awaited=1 if contender.way == "servers" else None,  # Only the coordinator ends by itself.
-        redirect=_terminal if contender.on_terminal else nullcontext,
+        num_awaited,
+        _terminal if contender.on_terminal else nullcontext,
     )
     examples_per_second = sum(batch_size / report["step_seconds"] for report in reports)
+
     return Measured(
+        # The joint rate in steps: contenders that run apart take no common step.
         step_seconds=batch_size * num_processes / examples_per_second,
         examples_per_second=examples_per_second,
         first_step_seconds=max(report["first_step_seconds"] for report in reports),
@@ -112,6 +121,7 @@ def _commands(contender: Contender, line: Sequence[str], num_processes: int) -> 
         launcher = (f"{sys.prefix}/bin/horovodrun",) if contender.on_terminal else LAUNCHER
         transport = contender.way.removeprefix("horovodrun-")
         return [Command(horovod_line(transport, num_processes, line, launcher))]
+
     if contender.way == "workers":
         return _cluster(line, [("worker", index) for index in range(num_processes)])
     if contender.way == "servers":
@@ -127,6 +137,7 @@ def _cluster(line: Sequence[str], tasks: Sequence[tuple[str, int]]) -> list[Comm
         for task_type, _ in tasks:
             server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             cluster.setdefault(task_type, []).append(f"127.0.0.1:{server.getsockname()[1]}")
+
     return [
         Command(
             line,
@@ -149,6 +160,7 @@ def _terminal(log: int) -> Iterator[int]:
 
     reader = threading.Thread(target=copy, daemon=True)
     reader.start()
+
     try:
         yield terminal
     finally:

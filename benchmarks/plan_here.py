@@ -3,12 +3,14 @@
     python -m benchmarks.plan_here              about an hour; the machine must be quiet
     python -m benchmarks.plan_here --ranks 2 --workloads cnn --rounds 1 --largest 4 --rate ""     a look
 
-One number of ranks after the other: `hvtrain allreduce` gives the link (a least-squares fit), `benchmarks steps` the
-rest. One rank's step is taken under the conditions of n ranks, which share cores with each other and with Horovod's
-threads: n ranks that have joined Horovod and reduce nothing (`joined`, plain Keras; `independent`, which has not,
-stands beside it), times what the runner takes over Keras alone (`hvtrain-1` / `keras`). Then `hvtrain-mpi` is predicted
-and measured. With --rate the same on two hosts of scripts/lab (root), one rank each, whose link is as narrow as that:
-the link is measured there too, and computing is that of two ranks here. Expected: every ratio between 0.9 and 1.1.
+One number of ranks after the other: `hvtrain allreduce` gives the link (a least-squares fit),
+`benchmarks steps` the rest. One rank's step is taken under the conditions of n ranks, which share
+cores with each other and with Horovod's threads: n ranks that have joined Horovod and reduce
+nothing (`joined`, plain Keras; `independent`, which has not, stands beside it), times what the
+runner takes over Keras alone (`hvtrain-1` / `keras`). Then `hvtrain-mpi` is predicted and measured.
+With --rate the same on two hosts of scripts/lab (root), one rank each, whose link is as narrow as
+that: the link is measured there too, and computing is that of two ranks here. Expected: every ratio
+between 0.9 and 1.1.
 """
 
 from __future__ import annotations
@@ -56,11 +58,13 @@ def main() -> None:
     messages = {work.name: _messages(work) for work in workloads}
     rows = []
     # Seconds of one rank's step beside the others, by number of ranks and workload.
+
     alone: dict[tuple[int, str], float] = {}
     for num_ranks in map(int, options.ranks.split(",")):
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         collectives = Collectives(num_ranks, "mpi", threads, folder / f"allreduce-{num_ranks}", _sizes(options))
         collectives.run(options.rounds)
+
         for work in workloads:
             steps = Steps(
                 folder / f"{work.name}-{num_ranks}",
@@ -77,6 +81,7 @@ def main() -> None:
             alone[num_ranks, work.name] = one_rank
             cost = predict(collectives.seconds["hvtrain"], num_ranks, messages[work.name], one_rank)
             rows.append(row("one host", work, one_rank, cost, steps.values("hvtrain-mpi")))
+
     if options.rate:
         rows += in_the_lab(options, folder, workloads, messages, alone)
 
@@ -127,10 +132,13 @@ def in_the_lab(
 
     if not any(num_ranks == 2 for num_ranks, _ in alone):
         raise SystemExit("--rate needs 2 among --ranks: computing is measured there")
+
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
+
     rows = []
     with Lab(2) as lab:
         lab("net", "s2", "rate", options.rate)
+
         seconds: dict[str, list[float]] = {}
         for number in range(options.rounds):
             line = python_line(WORKER, ["hvtrain", *map(str, _sizes(options))])
@@ -140,6 +148,7 @@ def in_the_lab(
 
         for work in workloads:
             steps = options.steps or work.steps
+
             measured = []
             for number in range(options.rounds):
                 run_folder = folder / f"lab-{work.name}-{number}"
@@ -148,15 +157,18 @@ def in_the_lab(
                 line = python_line("hvtrain", arguments)
                 reports = _on_hosts(lab, run_folder, threads, line, work.warmup_steps)
                 measured.append(max(report["step_seconds"] for report in reports))
+
             one_rank = alone[2, work.name]
             cost = predict(seconds, 2, messages[work.name], one_rank)
             rows.append(row(f"two hosts, {options.rate}", work, one_rank, cost, measured))
+
     return rows
 
 
 def _on_hosts(lab: Any, folder: Path, threads: int, line: list[str], warmup: int = 0) -> list[dict[str, Any]]:
     """Runs the line on a rank of each host and returns their reports."""
     folder.mkdir(parents=True)
+
     variables = {
         processes.REPORT: f"{folder}/report",
         processes.BEGAN: repr(time.time()),

@@ -3,10 +3,11 @@
     python -m benchmarks.plan_published            the table of docs/plan.md: published against predicted
     python -m benchmarks.plan_published --fit      how the three constants were found
 
-Every input is a published figure: images a second of one GPU, batch, links, GPUs of a host, the network's gradients
-(networks.json has them as keras.applications builds them; tests/plan/test_published.py checks). No publication gives
-the rest, one set of constants for all cases: algorithms.LINK_SHARE, step.Rules.interference and .deviation, fitted to
-FITTED alone, and the latencies, which are those of NCCL's own tuning.
+Every input is a published figure: images a second of one GPU, batch, links, GPUs of a host, the
+network's gradients (networks.json has them as keras.applications builds them;
+tests/plan/test_published.py checks). No publication gives the rest, one set of constants for all
+cases: algorithms.LINK_SHARE, step.Rules.interference and .deviation, fitted to FITTED alone, and
+the latencies, which are those of NCCL's own tuning.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ class Case:
         return 100 * (self.predicted - self.published)
 
 
-# NCCL before 2.4 (2019) has rings alone; Horovod before 0.21 (November 2020) buffers of 64 MB and cycles of 5 ms.
+# NCCL before 2.4 (2019) has rings alone; Horovod before 0.21 (November 2020) buffers of 64 MB and
+# cycles of 5 ms.
 HOROVOD_OF_2018 = Rules(overlap=True, fusion_bytes=64 * MIB, cycle_seconds=5e-3, algorithms=("ring",))
 HOROVOD_OF_2020 = replace(HOROVOD_OF_2018, algorithms=("ring", "tree"))
-# Each gradient by itself as soon as it is there, NCCL in the host and halving and doubling between hosts (section 4).
+# Each gradient by itself as soon as it is there, NCCL in the host and halving and doubling between
+# hosts (section 4).
 GOYAL = Rules(overlap=True, fusion_bytes=1, cycle_seconds=0.0, algorithms=("hierarchical",))
 
 README_OF_16 = "Horovod's README until its pull request #44 of October 2017, which shows the table (RDMA, NCCL)"
@@ -111,7 +114,8 @@ def _uber(network_name: str, num_ranks: int, published: float, source: str) -> C
         images_per_second=ONE_GPU[network_name],
         batch_size=64,
         ranks_per_host=4,
-        # What joins the GPUs inside is not published; PCIe 3.0 x16 has 15.75 GB/s, and the network is the bottleneck.
+        # What joins the GPUs inside is not published; PCIe 3.0 x16 has 15.75 GB/s, and the network
+        # is the bottleneck.
         inside_gbytes=15.75,
         inside_latency_seconds=PCIE_SECONDS,
         gbits=25,
@@ -151,7 +155,8 @@ PREDICTED = [
     _nvidia("DGX-1, FP32", 412, 128, 8, 3170),
     _nvidia("DGX-1, mixed", 1270, 256, 8, 9510),
     _nvidia("DGX-2, FP32", 432, 128, 16, 6500),
-    # 90 epochs of 1,281,167 images took 29 hours on 8 GPUs; NVLink 1 of a P100: four links of 20 GB/s each way.
+    # 90 epochs of 1,281,167 images took 29 hours on 8 GPUs; NVLink 1 of a P100: four links of 20
+    # GB/s each way.
     Case(
         name="Goyal et al.",
         network="ResNet50",
@@ -169,7 +174,8 @@ PREDICTED = [
         against_ranks=8,
     ),
 ]
-# What the model does not reach: it has no input pipeline, and knows no other reason why mixed precision loses here.
+# What the model does not reach: it has no input pipeline, and knows no other reason why mixed
+# precision loses here.
 MISSED = [_nvidia("DGX-2, mixed", 1300, 256, 16, 17250)]
 
 
@@ -179,12 +185,14 @@ def table() -> list[str]:
         "| run | network | GPUs | published | predicted | points off | |",
         "|---|---|---|---|---|---|---|",
     ]
+
     for kind, cases in (("fitted", FITTED), ("predicted", PREDICTED), ("**missed**", MISSED)):
         for case in cases:
             lines.append(
                 f"| {case.name} | {case.network} | {case.num_ranks} | {case.published:.1%} | {case.predicted:.1%} | "
                 f"{case.points:+.1f} | {kind} |"
             )
+
     return lines
 
 

@@ -43,6 +43,7 @@ class Scaling(Experiment[Case, float]):
         option = f"--ranks {','.join(map(str, self.counts))}"
         if len(set(self.counts)) < len(self.counts):
             raise ConfigError(f"{option} names a number twice")
+
         for count in self.counts:
             if self.global_batch % count:
                 raise ConfigError(
@@ -65,11 +66,18 @@ class Scaling(Experiment[Case, float]):
     def measure(self, case: Case, folder: Path) -> float:
         kind, count = case
         work = self.workload
+        contender = CONTENDERS["hvtrain-mpi"]
+        num_ranks = count
         if kind == "strong":
             work = replace(work, batch_size=self.global_batch // count)
+        if kind == "apart":
+            # Each job has the data set of one rank.
+            contender = CONTENDERS["independent"]
+            num_ranks = 1
+
         return measure(
-            CONTENDERS["independent" if kind == "apart" else "hvtrain-mpi"],
-            work.overrides(self.data, 1 if kind == "apart" else count, self.steps),
+            contender,
+            work.overrides(self.data, num_ranks, self.steps),
             count,
             work.batch_size,
             (work.warmup_steps, self.steps),
@@ -85,6 +93,7 @@ class Scaling(Experiment[Case, float]):
         work = self.workload
         first = self.counts[0]
         first_weak = self.results["weak", first]
+
         lines = [
             f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
             f"rank (weak) or {self.global_batch} in all (strong), medians of {len(first_weak)} rounds",
@@ -93,16 +102,19 @@ class Scaling(Experiment[Case, float]):
         ]
         for count in self.counts:
             weak, strong, apart = (self.results[kind, count] for kind in KINDS)
+            # Examples/s of one rank here / of one rank of the smallest number.
             efficiency = ratio([speed * first / count for speed in weak], first_weak)
             lines.append(
                 f"{count:>5}{median(weak):>17,.0f}{median(strong):>19,.0f}{median(apart):>12,.0f}  "
                 f"{efficiency!s:<32}{ratio(weak, apart)!s:<32}".rstrip()
             )
+
         return lines
 
     def write(self) -> None:
         """Writes scaling.json in the folder."""
         by_kind = {kind: {count: self.results[kind, count] for count in self.counts} for kind in KINDS}
+
         summary = {
             "workload": self.workload.name,
             "data": self.data,
@@ -115,6 +127,7 @@ class Scaling(Experiment[Case, float]):
         """Draws examples/s by ranks, beside the line through one rank and independent jobs."""
         first = self.counts[0]
         ideal = median(self.results["weak", first]) / first
+
         styles = {
             "apart": ("jobs that never talk", GREY),
             "weak": ("hvtrain, weak", BLUE),
@@ -131,6 +144,7 @@ class Scaling(Experiment[Case, float]):
             for kind, (label, color) in styles.items():
                 speeds = [median(self.results[kind, count]) for count in self.counts]
                 axes.plot(self.counts, speeds, "o-", color=color, label=label)
+
             axes.set_xticks(self.counts, [str(count) for count in self.counts])
             axes.set_ylim(bottom=0)
             axes.set(xlabel="ranks", ylabel="examples/s")

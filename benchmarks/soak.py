@@ -2,9 +2,10 @@
 
     python -m benchmarks.soak --kills 200
 
-Every start is the same command with the same run.dir. After each kill all ranks are gone, no shared memory is left, and
-the exit code says that a restart helps. At the end all arrays of the last checkpoint (weights, slots, step, rate,
-seeds of both ranks) and the metrics of history.csv are those of a run that nobody touched.
+Every start is the same command with the same run.dir. After each kill all ranks are gone, no shared
+memory is left, and the exit code says that a restart helps. At the end all arrays of the last
+checkpoint (weights, slots, step, rate, seeds of both ranks) and the metrics of history.csv are
+those of a run that nobody touched.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from safetensors.numpy import load_file
 from launching import environment
 from ranks import MARK, left_files, rank_processes, say, send, wait_until_gone
 
-# Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch on two ranks.
+# Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch
+# on two ranks.
 OVERRIDES = [
     "train.deterministic=true",
     "dataset.shift_pixels=1",
@@ -78,9 +80,11 @@ def differences(run: Path, expected: Path) -> list[str]:
     )
     if checkpoint.name != expected_checkpoint.name:
         return [f"{checkpoint.name} against {expected_checkpoint.name}"]
+
     arrays = load_file(checkpoint / "state.safetensors")
     expected_arrays = load_file(expected_checkpoint / "state.safetensors")
     names = sorted({*arrays, *expected_arrays})
+    # Missing on one side counts as different.
     different = [name for name in names if not np.array_equal(arrays.get(name), expected_arrays.get(name))]
     if metrics(run) != metrics(expected):
         different.append("history.csv")
@@ -116,20 +120,24 @@ class Soak:
         whole = self.folder / "uninterrupted"
         say("an uninterrupted run, to compare with")
         self.run_to_its_end(whole)
+
         problems: list[str] = []
         while len(self.seconds) < kills and not problems:
             run = self.folder / f"round-{self.num_runs}"
             self.num_runs += 1
             while len(self.seconds) < kills and not problems and not (run / "result.json").exists():
                 problems = self.kill_once(run, kills)
+
             if problems:
                 break
             if not (run / "result.json").exists():
                 self.run_to_its_end(run)
+
             different = differences(run, whole)
             if different:
                 problems = [f"{run.name} ended with other bits in {len(different)} places: {different[:5]}"]
             say(f"{run.name}: {problems[0] if problems else 'the very bits of the uninterrupted run'}")
+
         return problems
 
     def run_to_its_end(self, run: Path) -> None:
@@ -141,6 +149,7 @@ class Soak:
     def kill_once(self, run: Path, kills: int) -> list[str]:
         """Starts the command and kills a rank at a random moment. Returns what went wrong."""
         mark, log = self._next()
+        # Files of other programs are no problem of this run.
         old_files = left_files(temporary(self.folder))
         launcher = self.random.choice(self.launchers)
         victim = self.random.randrange(2)
@@ -155,17 +164,21 @@ class Soak:
             self._wait(process, 120.0, lambda: steps(run)[-1:] != last_step)
             self._wait(process, self.random.uniform(0.0, 2.0), lambda: False)
 
+        # The run may be over, or the rank not there yet.
         ranks = rank_processes(mark)
         if process.poll() is not None or victim not in ranks:
             code = process.wait(600)
             return [] if code == 0 else [f"{launcher} ended by itself with code {code}:\n{log.read_text()}"]
+
         killed = time.monotonic()
         send(ranks[victim], signal.SIGKILL)
+
         try:
             code = process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return [f"{launcher}: the launcher was still there 60 s after rank {victim} was killed:\n{log.read_text()}"]
+
         processes_left = wait_until_gone(mark, 30)
         seconds = time.monotonic() - killed
         self.seconds.append(seconds)
@@ -179,15 +192,18 @@ class Soak:
         problems = []
         if processes_left:
             problems.append(f"left running: {processes_left}")
+
         files_left = self._files_left(old_files)
         if files_left:
             problems.append(f"left in shared memory or Open MPI's folders: {files_left}")
+
         output = log.read_text(errors="replace")
         # The run may have been over already when the kill came.
         if code != 75 and not (code == 0 and (run / "result.json").exists()):
             problems.append(f"exit code {code} instead of 75")
         elif code and f"rank {victim}" not in output.strip().rpartition("\n")[2]:
             problems.append(f"the last line does not name rank {victim}")
+
         return [f"{launcher}, rank {victim}: {'; '.join(problems)}\n{output}"] if problems else []
 
     def _files_left(self, before: set[str]) -> list[str]:
@@ -220,6 +236,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=60, help="of each run; 20 steps each")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="any of: %(default)s")
+
     parser.add_argument(
         "--seed",
         type=int,
@@ -240,8 +257,10 @@ def main() -> None:
             f"until nothing was left: median {statistics.median(soak.seconds):.1f} s, "
             f"longest {max(soak.seconds):.1f} s"
         )
+
     for problem in problems:
         say(problem)
+
     if not (problems or options.keep):
         shutil.rmtree(folder)
     sys.exit(bool(problems))

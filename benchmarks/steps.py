@@ -13,7 +13,8 @@ from benchmarks.measure import Measured, measure
 from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.errors import RankError
 
-# Relative. Contenders that do the same work differ only in the order of floating-point sums: less, in so few steps.
+# Relative. Contenders that do the same work differ only in the order of floating-point sums: less,
+# in so few steps.
 LOSS_TOLERANCE = 1e-3
 NOISY = 0.02  # typical difference between two runs of the same contender
 COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the first step"}
@@ -23,7 +24,8 @@ COMPARED = {"step_seconds": "step time", "first_step_seconds": "time to the firs
 class Steps(Experiment[str, Measured]):
     """All rounds of one workload. Its cases are names of contenders.
 
-    The first contender runs once more at the end of each round, as "NAME again": its ratio to itself is the noise.
+    The first contender runs once more at the end of each round, as "NAME again": its ratio to
+    itself is the noise.
 
     Attributes:
         workload: What all contenders train.
@@ -59,6 +61,7 @@ class Steps(Experiment[str, Measured]):
         contender = next(contender for contender in self.contenders if contender.name == name)
         work = self.workload
         num_ranks = 1 if contender.is_one_rank else self.num_ranks
+
         return measure(
             contender,
             work.overrides(contender.data or self.data, num_ranks, self.steps, self.epochs),
@@ -78,6 +81,7 @@ class Steps(Experiment[str, Measured]):
 
     def check_losses(self) -> None:
         """Raises RankError if contenders that do the same work ended the latest round with different losses."""
+        # Settings or data of its own may change the work.
         same_work = [
             contender
             for contender in self.contenders
@@ -85,6 +89,7 @@ class Steps(Experiment[str, Measured]):
         ]
         joint = [contender.name for contender in same_work if contender.is_one_job]
         alone = [contender.name for contender in same_work if contender.is_one_rank]
+
         for names in (joint, alone):
             losses = {name: self.results[name][-1].loss for name in names}
             if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * abs(min(losses.values())):
@@ -105,6 +110,7 @@ class Steps(Experiment[str, Measured]):
         work = self.workload
         names = self.cases()
         width = max(14, *(len(name) + 1 for name in names))
+
         lines = [
             f"{work.name} ({work.about}), {self.data}, batch {work.batch_size} per rank, {self.num_ranks} ranks, "
             f"{self.threads} thread(s) per rank, {self.steps} steps, median of {len(self.results[self.again])} rounds",
@@ -119,11 +125,14 @@ class Steps(Experiment[str, Measured]):
                 f"{middle.first_step_seconds:>14.1f}{middle.peak_bytes / 1e6:>9,.0f}{middle.loss:>9.4f}  "
                 f"{ratio(self.values(name), self.values(self.first))}"
             )
+
+        # The first contender against itself, in the same round.
         pairs = zip(self.values(self.again), self.values(self.first))
         spread = median(abs(repeat / once - 1) for repeat, once in pairs)
         noisy = ""
         if spread > NOISY:
             noisy = f"; more than {NOISY:.0%}: use it with care, or repeat on a quieter machine"
+
         lines.append(f"noise: {self.first} against itself {self.noise}, typically {spread:.1%} off{noisy}")
         return lines
 
@@ -134,10 +143,12 @@ class Steps(Experiment[str, Measured]):
             for name in (*self.cases(), self.again)
             for number, run in enumerate(self.results[name], 1)
         ]
+
         with (self.folder / "bench.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+
         settings = {name: getattr(self, name) for name in ("data", "num_ranks", "threads", "steps", "epochs")}
         summary = {
             "workload": asdict(self.workload),
@@ -149,9 +160,12 @@ class Steps(Experiment[str, Measured]):
 
     def plot(self) -> None:
         """Writes bench.png: examples/s of each contender, or seconds to the first step."""
-        figure, label = self.figure, "seconds to the first step"
-        if self.figure == "step_seconds":
-            figure, label = "examples_per_second", "examples/s"
+        figure = self.figure
+        label = "seconds to the first step"
+        if figure == "step_seconds":
+            figure = "examples_per_second"
+            label = "examples/s"
+
         values = {name: [getattr(run, figure) for run in self.results[name]] for name in self.cases()}
         work = self.workload
         title = f"{work.name}: {work.about}, {self.num_ranks} ranks, batch {work.batch_size} per rank"

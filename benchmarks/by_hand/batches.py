@@ -19,6 +19,7 @@ def main() -> None:
     for images, labels in setup.batches_from(0).take(setup.plan.num_steps):
         take(images, labels)
         stopwatch.step_ended()
+
     stopwatch.report(job, 0.0)
 
 

@@ -86,10 +86,12 @@ def use_gpu(number: int | None) -> bool:
     number: of the GPU; None hides all.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    # More processes than GPUs share them.
     visible = [gpus[number % len(gpus)]] if gpus and number is not None else []
     tf.config.set_visible_devices(visible, "GPU")
     for gpu in visible:
         tf.config.experimental.set_memory_growth(gpu, True)
+
     return bool(gpus)
 
 

@@ -1,7 +1,8 @@
 """Input pipelines for one model: hvtrain's, Keras's, and those that its users write by hand. Compared by
 `benchmarks input`.
 
-All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on the same number of threads.
+All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on the same number of
+threads.
 """
 
 import os
@@ -124,6 +125,7 @@ def main() -> None:
             assert images.shape == (BATCH_SIZE, *TRAINED) and images.dtype == tf.float32 and 0.2 < mean < 0.8, mean
         take(images, labels)
         stopwatch.step_ended()
+
     stopwatch.report(0, mean)
     sys.stdout.flush()
     os._exit(0)  # Threads that still read ahead would delay the exit.

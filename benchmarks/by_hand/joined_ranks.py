@@ -1,7 +1,8 @@
 """One rank of a job that has joined Horovod and reduces nothing: what a step is while Horovod's thread runs beside it.
 
-On CPU that thread wakes each cycle, talks with the other ranks', and takes its time from the cores that compute.
-benchmarks.plan_here starts it with the settings of a workload; plain Keras fit does the rest.
+On CPU that thread wakes each cycle, talks with the other ranks', and takes its time from the cores
+that compute. benchmarks.plan_here starts it with the settings of a workload; plain Keras fit does
+the rest.
 """
 
 from __future__ import annotations

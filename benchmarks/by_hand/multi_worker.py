@@ -17,6 +17,7 @@ def main() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     setup = make_setup(rank, size)
     keras.utils.set_random_seed(1)  # Every worker makes the same weights.
+
     with strategy.scope():
         model = setup.model()
         optimizer = setup.optimizer()
@@ -45,6 +46,7 @@ def main() -> None:
             accuracy.reset_state()
         step(batches)
         stopwatch.step_ended()
+
     stopwatch.report(rank, float(mean.result()))
 
 

@@ -1,7 +1,7 @@
 """ParameterServerStrategy: a coordinator, one parameter server, and workers that step asynchronously.
 
-TF_CONFIG says which of them this process is. The coordinator reports for each worker; benchmarks.measure ends workers
-and server.
+TF_CONFIG says which of them this process is. The coordinator reports for each worker;
+benchmarks.measure ends workers and server.
 """
 
 import keras
@@ -28,6 +28,7 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
     setup = make_setup(0, size)
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
     with strategy.scope():
         model = setup.model()
         optimizer = setup.optimizer()
@@ -57,6 +58,7 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
         if number + 1 in (1, stopwatch.warmup, setup.plan.num_steps):
             coordinator.join()  # The clock needs finished steps, and schedule only queues them.
         stopwatch.step_ended()
+
     for rank in range(size):
         stopwatch.report(rank, float(mean.result()))
 

@@ -26,6 +26,7 @@ def main() -> None:
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
             loss = loss_of(labels, logits)
+
         tape = hvd.DistributedGradientTape(tape)
         # Horovod's tape does not accept Keras variables.
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
@@ -40,6 +41,7 @@ def main() -> None:
             accuracy.reset_state()
         step(images, labels)
         stopwatch.step_ended()
+
     stopwatch.report(hvd.rank(), float(mean.result()))
 
 

@@ -21,7 +21,8 @@ _PROBE = (host_facts, interfaces, probe)
 # Exit codes of _SCRIPT.
 _TIMED_OUT = 124
 _NO_PYTHON = 86
-# Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its time by much.
+# Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its
+# time by much.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
@@ -36,7 +37,8 @@ class Answer:
     Attributes:
         facts: The probe's result; None if it did not run.
         trouble: Why it did not run and what to do, in one line.
-        clock: Seconds that the host's clock is ahead of this one's, and the error: half of the time that ssh took.
+        clock: Seconds that the host's clock is ahead of this one's, and the error: half of the time
+            that ssh took.
     """
 
     facts: dict[str, Any] | None = None
@@ -74,8 +76,11 @@ def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> 
 def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
     text = request(_PROBE, "answer", host_request)
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
+    # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
+    # Read just before the call: the error of the clock is half of the time in between.
     began = time.time()
+
     try:
         local = is_local(host)
         if local:
@@ -93,6 +98,7 @@ def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -
         return Answer(trouble=str(error))
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(command, _TIMED_OUT)
+
     ended = time.time()
 
     if done.returncode == _TIMED_OUT:
@@ -101,6 +107,8 @@ def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -
         return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
     if done.returncode == SSH_FAILED and not local:
         return Answer(trouble=ssh.trouble(host, done.stderr))
+
+    # A login shell may have printed a greeting before the answer.
     facts = answer(done.stdout)
     if facts is None:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]

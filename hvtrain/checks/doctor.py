@@ -74,11 +74,13 @@ def main() -> int:
         trees = compose(options.overrides)
         if not trees:
             return 0
+
         config = from_dict(trees[0])
         folders = [config.dataset.get(name) for name in ("dir", "path")]
         # A user's own data set may have a `path` that is no string.
         dataset = next((folder for folder in folders if isinstance(folder, str)), None)
         files = RunFiles(config.run.dir or "runs", dataset)
+
     table = CheckTable(width=13, is_quiet=options.json)
     facts = examine(slots, files, options, table)
     failed = table.failed_checks
@@ -95,6 +97,7 @@ def main() -> int:
     else:
         checks = {row.check for row in table.rows if row.status != "SKIP"}
         table.end(f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed")
+
     return 1 if failed else 0
 
 
@@ -119,9 +122,11 @@ def examine(
     if not cluster:
         return facts
 
+    # From the cheapest check to the slowest: rows appear as soon as they are known.
     table.add([*judge_software(cluster), *judge_machines(cluster, slots), *judge_names(cluster, names)])
     rows, endpoints = judge_interfaces(cluster, names, options.network_interfaces)
     table.add(rows)
+    # A host that failed has no endpoint, and is left out of the calls.
     if len(endpoints) < 2:
         table.add(
             [
@@ -135,6 +140,8 @@ def examine(
         ports = {host: cluster[host]["port"] for host in cluster}
         facts["ports"] = _try_ports(endpoints, ports, ssh)
         table.add(judge_ports(facts["ports"], endpoints, ports))
+
+    # After the ports, whose calls measure clocks better than ssh.
     facts["clocks"] = clock_differences({host: answers[host].clock for host in cluster}, facts["ports"])
     table.add(judge_clocks(facts["clocks"]))
 
@@ -142,8 +149,10 @@ def examine(
     if obstacle:
         table.add([skip("allreduce", obstacle), skip("links", obstacle)])
     else:
+        # Half a minute, so it comes last, and only where ranks would start.
         facts["links"], rows = measure(names, ssh, options.network_interfaces)
         table.add(rows)
+
     return facts
 
 
@@ -166,6 +175,7 @@ def _judge_ssh(answers: Mapping[str, Answer]) -> list[Row]:
                 fail("ssh", host, finding, fix),
                 skip("all other", "nothing more is known of this host", host),
             ]
+
     return rows or [passed("ssh", f"reached: {', '.join(answers)}")]
 
 
@@ -175,8 +185,10 @@ def _try_ports(
     ssh: Ssh,
 ) -> dict[str, dict[str, Any] | None]:
     """Has all hosts listen and connect at once. Returns each one's result; None if it did not answer."""
+    # A port may be reached by another program; only these hosts know the token.
     token = secrets.token_hex(8)
     addresses = {host: [endpoint.address, ports[host]] for host, endpoint in endpoints.items()}
+
     requests = {
         host: {
             "work": "ports",
@@ -204,6 +216,7 @@ Exits with 1 when a check fails.""",
     )
     option = parser.add_argument
     option("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots; default: this host")
+
     option(
         "-p",
         dest="port",
@@ -213,6 +226,7 @@ Exits with 1 when a check fails.""",
     )
     option("-i", dest="identity_file", metavar="KEY", help="ssh's key")
     option("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
+
     option(
         "--no-links",
         dest="links",

@@ -27,10 +27,12 @@ def main() -> int:
     ssh = Ssh(options.port, options.identity_file)
     answers = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
+    # A host that does not answer is a line, not the end.
     lines: dict[str, str] = {}
     for host, answer in answers.items():
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in _describe(answer).items()}
+
     lines |= {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
     width = max(map(len, lines))
     print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
@@ -41,10 +43,12 @@ def _describe(answer: Answer) -> dict[str, str]:
     """A host's facts by name, those that it has."""
     if answer.facts is None:
         return {"ssh": answer.trouble}
+
     facts = answer.facts
     machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
     version = packages.pop("hvtrain", "without metadata")
+
     lines = {
         "hvtrain": f"{version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
@@ -75,9 +79,11 @@ def commit_of(folder: str | None) -> str:
     """The commit of the folder's checkout, and how many files differ from it; empty for an installed package."""
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
+
     commit = checkout(Path(folder))
     if commit is None:
         return ""
+
     number = len(commit["changed"])
     changed = f", {number} changed" if number else ""
     return f" ({commit['commit'][:7]}{changed})"
@@ -87,6 +93,7 @@ def _is_shown(name: str) -> bool:
     """True for a variable that matters, and whose name and value look like no secret."""
     if not _TELLING.fullmatch(name):
         return False
+    # The launcher sends no secret to other hosts; nor is one shown here.
     return name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ)
 
 
@@ -99,6 +106,7 @@ Prints versions, Horovod's build, devices, networks and the variables that matte
 Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
     )
     parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts to ask over ssh; default: this host")
+
     parser.add_argument(
         "-p",
         dest="port",

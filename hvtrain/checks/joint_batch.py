@@ -1,7 +1,8 @@
 """Compares N ranks with a batch each against one process on all batches: if the weights differ, ranks train apart.
 
-Every rank starts from other weights and has other data, so only broadcast and reduction can make the results equal.
-One rank alone, without the reduction, must end with other weights, or the comparison would prove nothing.
+Every rank starts from other weights and has other data, so only broadcast and reduction can make
+the results equal. One rank alone, without the reduction, must end with other weights, or the
+comparison would prove nothing.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ class Case:
 
     Attributes:
         optimizer: Makes the optimizer.
-        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks hold unlike
-            amounts of what counts.
+        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks
+            hold unlike amounts of what counts.
         tolerance: Largest relative difference in any weight or slot that rounding may cause.
         steps_per_reduction: Steps of the training loop for each step that changes weights.
         more_layers: Makes layers that are put before the last one.
@@ -58,12 +59,14 @@ CASES = {
     "adamw": Case(lambda: keras.optimizers.AdamW(0.003, weight_decay=0.01)),
     "lamb": Case(lambda: keras.optimizers.Lamb(0.003)),
     "lion": Case(lambda: keras.optimizers.Lion(0.0005)),
+    # An optimizer that never calls Keras's apply must be reduced too.
     "a step of its own": Case(lambda: OwnStep(0.05)),
     "sparse gradients": Case(lambda: SGD(0.05, momentum=0.9), "embedding"),
     "accumulation": Case(lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4),
     # Half precision rounds the activations of a part differently from those of the joint batch.
     "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
     "mixed_float16": Case(lambda: keras.optimizers.LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
+    # From here on ranks hold unlike amounts of what counts, so a mean of means is wrong.
     "ignored labels": Case(lambda: SGD(0.05), "ignored"),
     "masked tokens": Case(lambda: SGD(0.5, momentum=0.9), "masked"),
     "weighted mean": Case(lambda: keras.optimizers.Adam(0.003), "weighted", reduction="mean_with_sample_weight"),
@@ -80,8 +83,10 @@ class Comparison:
     Attributes:
         error: N ranks against one process.
         error_without_reduction: One rank alone against one process on all batches.
-        error_of_plain_loss: N ranks with the mean of their losses against one process; infinite where that is right.
-        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the end.
+        error_of_plain_loss: N ranks with the mean of their losses against one process; infinite
+            where that is right.
+        ranks_differ: The ranks against each other, at the start (after the broadcast) or at the
+            end.
         reductions: Fewest reductions of any rank.
     """
 
@@ -106,7 +111,8 @@ def compare(
         batch: Examples of one rank's batch.
         wrap: Makes the case's optimizer distributed.
     """
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     data = _data(case.kind, steps, size, batch)
     order = np.arange(steps * size * batch).reshape(steps, size, batch)
 
@@ -115,7 +121,8 @@ def compare(
 
     before, after, reductions = _train(case, batches(order[:, rank]), rank, wrap, hvd.DistributedLoss)
     plain = _train(case, batches(order[:, rank]), rank, wrap)[1] if case.kind in UNLIKE else None
-    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
+    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's
+    # weights.
     joint: Arrays | None = None
     alone: Arrays | None = None
     if rank == 0:
@@ -123,9 +130,11 @@ def compare(
     if rank == size - 1:
         alone = _train(case, batches(order[:, 0]), seed=0)[1]
 
+    # Arrays of a few layers: small enough for one object from each rank.
     everyone = hvd.allgather_object((before, after, reductions, joint, alone), name="hvtrain.compare")
     first_before, first_after, _, expected, _ = everyone[0]
     error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
+
     return Comparison(
         error=largest_difference(first_after, expected),
         error_without_reduction=largest_difference(everyone[-1][4], expected),
@@ -150,6 +159,7 @@ def largest_difference(actual: Arrays, expected: Arrays) -> float:
         if not np.isfinite(gap):
             return float("inf")
         largest = max(largest, float(gap))
+
     return largest
 
 
@@ -178,6 +188,7 @@ def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
 
 def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
+    # The loss is computed in float32 under a policy of half precision too.
     last = keras.layers.Dense(3, name="o", dtype="float32")
     if case.kind == "embedding":
         layers = [
@@ -193,9 +204,11 @@ def _model(case: Case, seed: int) -> keras.Model:
             keras.Input((12,)),
             keras.layers.Dense(24, activation="tanh", name="d", dtype=policy),
         ]
+
     model = keras.Sequential([*layers, *case.more_layers(), last], name="m")
     if case.kind != "two losses":
         return model
+
     features = model.layers[-2].output
     return keras.Model(model.inputs, {"o": last(features), "p": keras.layers.Dense(3, name="p")(features)})
 
@@ -221,6 +234,7 @@ def _train(
 
     losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()
     model.compile(optimizer, losses, jit_compile=False)
+    # Each rank has drawn other weights, from its own seed.
     if wrap:
         hvd.broadcast_model(model)
 
@@ -228,6 +242,7 @@ def _train(
     whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
     rows = len(keras.tree.flatten(batches[0])[0])
     model.fit(tf.data.Dataset.from_tensor_slices(whole).batch(rows), epochs=1, verbose=0, shuffle=False)
+    # Slots: counters are integers, and the rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]
     return before, [*model.get_weights(), *slots], hvd.num_reductions(model.optimizer)

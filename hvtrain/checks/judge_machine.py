@@ -30,9 +30,10 @@ def clock_differences(
     """Compares each host's clock with the first host's.
 
     Args:
-        by_ssh: Each clock against the one of this process's host. The error is half of the time that ssh took.
-        by_port: The answers of hosts that called each other. The first one's calls took far less time than ssh, so
-            they are preferred where they got through.
+        by_ssh: Each clock against the one of this process's host. The error is half of the time
+            that ssh took.
+        by_port: The answers of hosts that called each other. The first one's calls took far less
+            time than ssh, so they are preferred where they got through.
 
     >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {"s1": {"clocks": {"s2": (2.4, 0.001)}}})
     {'s1': (0.0, 0.0), 's2': (2.4, 0.001)}
@@ -48,6 +49,7 @@ def clock_differences(
         if host in called:
             estimates.append(tuple(called[host]))
         differences[host] = min(estimates, key=lambda estimate: estimate[1])
+
     return differences
 
 
@@ -75,10 +77,12 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         needed = slots[host] * SHARED_MEMORY_BYTES
         if room["free"] >= needed:
             return None
+
         finding = (
             f"/dev/shm has {human_bytes(room['free'])} free of {human_bytes(room['total'])}; "
             f"{slots[host]} slots need {human_bytes(needed)}"
         )
+        # The new size holds what is used now and what is needed, in whole MiB.
         size = -(-(needed + room["total"] - room["free"]) // 2**20)
         fix = f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)"
         return finding, fix
@@ -94,6 +98,7 @@ def files_needed(num_ranks: int) -> int:
 
 
 def _open_files(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
+    # Each rank is connected to all others, whatever its host.
     num_ranks = sum(slots.values())
     needed = files_needed(num_ranks)
     soft_limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
@@ -117,6 +122,7 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     host = next(iter(slots))
     if host not in cluster:
         return [skip("run folder", "the host of rank 0 does not answer", host)]
+
     disk = cluster[host]["disk"]
     free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
     if not disk["writable"]:
@@ -128,6 +134,7 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
                 "run.dir=PATH names another folder",
             )
         ]
+
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return [fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")]
@@ -136,7 +143,8 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     first = next(iter(cluster))
-    here, cuda = cluster[first]["gpus"], cluster[first]["cuda"]
+    here = cluster[first]["gpus"]
+    cuda = cluster[first]["cuda"]
     if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
         return [passed("gpus", "no GPU on any host")]
 
@@ -149,6 +157,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         if count < slots[host]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             return f"{count} GPUs for {slots[host]} slots", fix
+        # Without a driver on the first host, its own row says so.
         if here["driver"] and gpus["driver"] != here["driver"]:
             finding = f"driver {gpus['driver']}; {first} has {here['driver']}"
             return finding, f"install one driver version on {first} and {host}"

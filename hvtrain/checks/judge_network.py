@@ -24,6 +24,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     names: all names in -H.
     """
+    # Horovod counts local ranks by hostname.
     owners: dict[str, str] = {}
     rows = []
     for host, facts in cluster.items():
@@ -52,6 +53,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 def _address(cluster: Cluster, name: str) -> str | None:
     """The address to which most hosts resolve a name; a loopback address only if there is no other."""
     addresses = [facts["addresses"][name] for facts in cluster.values() if facts["addresses"][name]]
+    # A host often resolves its own name to 127.0.1.1 (Debian writes that to /etc/hosts).
     counts = Counter(address for address in addresses if not _is_loopback(address)) or Counter(addresses)
     return counts.most_common(1)[0][0] if counts else None
 
@@ -69,8 +71,10 @@ def _name_problems(
     for name in cluster:
         address = cluster[host]["addresses"][name]
         right = addresses[name]
+        # An address that the host does not have cannot be the fix.
         if not any(item["address"] == right for item in cluster[name]["interfaces"]):
             right = None
+
         line = f"{right or 'ADDRESS'} {name}"
         if address is None:
             yield (
@@ -111,6 +115,7 @@ def judge_interfaces(
     """
     if len(names) < 2:
         return [passed("interface", "one host")], {}
+
     first, *others = cluster
     chosen = interface_names.split(",") if interface_names else None
     start = _first_interface(cluster, first, chosen)
@@ -134,6 +139,7 @@ def judge_interfaces(
             chosen_name = f" {interface_names}" if interface_names else ""
             finding = f"no interface{chosen_name} in {first}'s network {network}; it has {_listed(facts)}"
             return finding, _INTERFACE_FIX
+
         address = _address(cluster, host)
         item = next((item for item in inside if item["address"] == address), inside[0])
         # Bridges such as docker0 have the same address on every host.
@@ -141,6 +147,7 @@ def judge_interfaces(
         if twins:
             finding = f"{item['name']} has {item['address']} here and on {twins[0]}, so it cannot join the hosts"
             return finding, _INTERFACE_FIX
+
         endpoints[host] = Endpoint(item["name"], item["address"])
         return None
 
@@ -170,8 +177,8 @@ def judge_ports(
 ) -> list[Row]:
     """Checks that each host reaches a free port of each other host.
 
-    Failed connections are blamed on as few hosts as possible: the one that takes part in most of them comes first, and
-    what is left is looked at again.
+    Failed connections are blamed on as few hosts as possible: the one that takes part in most of
+    them comes first, and what is left is looked at again.
 
     Args:
         answers: Each host's result of probe.Exchange; None if it did not answer.
@@ -179,6 +186,7 @@ def judge_ports(
         ports: The port on which each host listened.
     """
     rows = [skip("ports", "did not answer", host) for host, answer in answers.items() if answer is None]
+
     # Why a connection failed, by (the host that connects, the host that listens).
     missing = {
         (caller, listener): reason
@@ -188,7 +196,8 @@ def judge_ports(
     }
     while missing:
         counts = Counter(host for pair in missing for host in pair)
-        # Of two hosts in equally many failed connections, the one that was called more often is at fault.
+        # Of two hosts in equally many failed connections, the one that was called more often is at
+        # fault.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
         callers = [caller for caller, listener in missing if listener == host]
@@ -198,10 +207,12 @@ def judge_ports(
             findings.append(f"{', '.join(callers)} cannot reach its port {ports[host]}")
         if listeners:
             findings.append(f"it cannot reach high ports of {', '.join(listeners)}")
+
         reason = next(reason for pair, reason in missing.items() if host in pair)
         others = ",".join(endpoints[other].address for other in dict.fromkeys([*callers, *listeners]))
         fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {others} -j ACCEPT"
         rows.append(fail("ports", host, f"{'; '.join(findings)} ({reason})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
+
     finding = f"free ports are reachable between {len(endpoints)} hosts, in both directions"
     return rows or [passed("ports", finding)]

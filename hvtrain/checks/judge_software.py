@@ -17,16 +17,18 @@ Problem = tuple[str, str] | None
 def judge_software(cluster: Cluster) -> list[Row]:
     """Compares each host with the first one.
 
-    A host without the ranks' Python answers by another one, which sees other packages. Its packages, code and Horovod
-    are not judged: the row on its Python says what to do.
+    A host without the ranks' Python answers by another one, which sees other packages. Its
+    packages, code and Horovod are not judged: the row on its Python says what to do.
     """
     with_environment = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
     rows = [*_folder(cluster), *_python(cluster)]
+
     for check, judge in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
         if with_environment:
             rows += judge(with_environment)
         else:
             rows.append(skip(check, "no host has the environment"))
+
     return rows + _dataset(cluster)
 
 
@@ -42,6 +44,7 @@ def _folder(cluster: Cluster) -> list[Row]:
 
 
 def _python(cluster: Cluster) -> list[Row]:
+    # Compared with a host that has the environment, if there is one.
     with_environment = (host for host, facts in cluster.items() if facts["python"]["is_wanted"])
     first = next(with_environment, next(iter(cluster)))
     here = cluster[first]["python"]
@@ -65,9 +68,11 @@ def _packages(cluster: Cluster) -> list[Row]:
 
     def problem(host: str, facts: Facts) -> Problem:
         versions = facts["packages"]
+        # TensorFlow has two names: tensorflow, and tensorflow-cpu.
         missing = [name for name in _NEEDED if not versions[name]]
         if not any(versions[name] for name in _TENSORFLOW):
             missing.insert(0, "tensorflow")
+
         different = [
             f"{name} {versions[name] or 'none'}, {first} {here[name] or 'none'}"
             for name in here
@@ -80,6 +85,7 @@ def _packages(cluster: Cluster) -> list[Row]:
             findings.append(f"has {'; '.join(different)}")
         if not findings:
             return None
+
         fix = "scripts/run recreates it"
         if host != first:
             fix = copy_to(environment(facts), first, host)
@@ -95,9 +101,11 @@ def _code(cluster: Cluster) -> list[Row]:
     here = cluster[first]["code"]
 
     def problem(host: str, facts: Facts) -> Problem:
-        files, folder = facts["code"]["files"], facts["code"]["folder"]
+        files = facts["code"]["files"]
+        folder = facts["code"]["folder"]
         if folder is None:
             return "has no hvtrain that its Python finds", f"on {host}: scripts/run"
+
         difference = unlike(here["files"], files)
         if not difference:
             return None
@@ -152,21 +160,26 @@ def _dataset(cluster: Cluster) -> list[Row]:
     def problem(host: str, data: Facts) -> Problem:
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not _no_data(here):
-            # Never a command that deletes data: the first host may be the one that lacks it (an unmounted disk).
+            # Never a command that deletes data: the first host may be the one that lacks it (an
+            # unmounted disk).
             fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
+
         error = _no_data(data)
         if error:
             return error, fix
         if _no_data(here) or here["too_large"]:
             return None
+
         difference = unlike(here["entries"], data["entries"])
         if not difference:
             return None
+
         counts = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
         return f"{difference} {counts}", fix
 
     by_host = {host: facts["dataset"] for host, facts in cluster.items()}
     read = {host: data for host, data in by_host.items() if not data["too_large"]}
+
     unread = [
         skip("data set", f"not compared: {data['too_large']}", host)
         for host, data in by_host.items()

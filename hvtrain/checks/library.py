@@ -18,7 +18,8 @@ from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.run import device_map, versions
 
-BATCH, STEPS = 16, 8
+BATCH = 16
+STEPS = 8
 
 
 def library_checks(strategy: Strategy) -> Checks:
@@ -54,6 +55,7 @@ def _controller(strategy: Strategy) -> str:
         raise CheckError(f"ranks see jobs of {sizes} ranks; start all with one launcher")
     if len({(host, local_rank) for _, _, host, local_rank in ranks}) < len(ranks):
         raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
+
     hosts = dict.fromkeys(host for _, _, host, _ in ranks)
     return f"{strategy.description()}, {len(ranks)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
 
@@ -67,6 +69,7 @@ def _devices(strategy: Strategy) -> str:
         raise CheckError(
             f"some ranks have a GPU and some have none: {device_map(devices)}; check the hosts without one"
         )
+
     tf32 = "on" if tf.config.experimental.tensor_float_32_execution_enabled() else "off"
     return f"{device_map(devices)}; TF32 {tf32}"
 
@@ -74,6 +77,7 @@ def _devices(strategy: Strategy) -> str:
 def _broadcast() -> str:
     """Broadcasts variables of several types, one of them empty, that differ between ranks."""
     normal = np.random.default_rng(hvd.rank()).normal
+
     values = [
         normal(size=(3, 5)).astype("float32"),
         np.zeros((3, 0), "float32"),
@@ -82,9 +86,11 @@ def _broadcast() -> str:
         np.array([hvd.rank() == 0]),
     ]
     variables = [tf.Variable(value) for value in values]
+    # The control: ranks that held the same values would agree without a broadcast.
     num_different = len(set(hvd.allgather_object(fingerprint(variables))))
     hvd.broadcast_variables(variables, 0)
     after = hvd.allgather_object((fingerprint(variables), int(variables[3])))
+    # Variable 3 holds the rank.
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError("variables differ between ranks after a broadcast; look at the network and at Horovod's build")
     if num_different < hvd.size():
@@ -96,16 +102,19 @@ def _joint_batch(case: Case) -> str:
     comparison = compare(case, STEPS, BATCH)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
+    # Counted in the graph: a Python counter would count traces.
     if comparison.reductions != expected:
         raise CheckError(
             f"{comparison.reductions} reductions in the graph for {expected} steps that change weights; "
             "the optimizer that trains is not the distributed one"
         )
+
     if not comparison.error < case.tolerance:
         raise CheckError(
             f"{size} ranks differ from one process on the joint batch by {comparison.error:.2g} "
             f"(at most {case.tolerance:g}); gradients are not reduced, or wrongly"
         )
+
     if comparison.ranks_differ:
         raise CheckError(
             f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
@@ -115,6 +124,7 @@ def _joint_batch(case: Case) -> str:
         raise CheckError("the mean of the ranks' losses gives the same weights, so the comparison proves nothing")
     if comparison.error_without_reduction < 3 * case.tolerance:
         raise CheckError("one rank without reduction ends with the same weights, so the comparison proves nothing")
+
     controls = f"without reduction {comparison.error_without_reduction:.1g}"
     if case.kind in UNLIKE:
         controls = f"with the mean of losses {comparison.error_of_plain_loss:.1g}; {controls}"
@@ -133,6 +143,7 @@ def _overflow() -> str:
     is_last = hvd.rank() == hvd.size() - 1
     gradient = tf.constant([np.inf if is_last else 1.0, 1.0])
     tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(gradient)
+    # Weights as they were, and half the loss scale.
     states = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
     if states != [([1.0, 2.0], scale / 2)] * hvd.size():
         raise CheckError(f"ranks did not skip an overflow together: {states}; look at the build of Horovod")
@@ -145,10 +156,12 @@ def _different_models() -> str:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     variable = keras.Variable([0.0] * width)
     is_refused = False
+
     try:
         optimizer.apply([tf.ones(width)], [variable])
     except RankError as error:
         is_refused = "cannot reduce the gradients" in str(error)
+
     if not all(hvd.allgather_object(is_refused)):
         raise CheckError("gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build")
     return "gradients of different shapes are refused on all ranks before they are summed"
@@ -156,6 +169,7 @@ def _different_models() -> str:
 
 def _shards(strategy: Strategy) -> str:
     """Counts the images that each rank reads in an epoch; each image holds its number."""
+    # One more than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
@@ -171,7 +185,9 @@ def _shards(strategy: Strategy) -> str:
 def _metrics(strategy: Strategy) -> str:
     """Compares metrics on shards of different sizes with those of one process."""
     generator = np.random.default_rng(5)
-    x, y = generator.normal(size=(51, 4)).astype("float32"), generator.integers(0, 3, 51)
+    x = generator.normal(size=(51, 4)).astype("float32")
+    y = generator.integers(0, 3, 51)
+    # All ranks need one model, and `alone` is computed on each of them.
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
@@ -182,6 +198,7 @@ def _metrics(strategy: Strategy) -> str:
     own = slice(few * (hvd.rank() - 1), few * hvd.rank())
     if hvd.rank() == 0:
         own = slice(few * (hvd.size() - 1), None)
+
     together = strategy.evaluate(model, tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8))
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
     gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
@@ -213,9 +230,12 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
             path = writer.write(Path(folder), 1, store.snapshot(model, [store.rank_state(model)]), {})
             saved.append(store.read(path))
 
+    # Only the chief touches the disk; the broadcast brings the values to the others.
     strategy.comm.on_chief(write)
+    # On all ranks, so that nothing but the file can bring the values back.
     for variable in variables:
         variable.assign(keras.ops.zeros_like(variable.value))
+
     strategy.comm.on_chief(lambda: store.restore(saved[0], model))
     strategy.comm.broadcast_model(model)
     after = strategy.comm.gather(fingerprint([variable.value for variable in variables]))

@@ -1,7 +1,8 @@
 """Times all-reduces over all hosts and over pairs of hosts. measure_links starts it, with one rank per host.
 
-Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs": [[rank, rank, TIMES], ...]}. TIMES is
-{"bytes", "seconds", "latency_seconds"}: a size, the best time of an all-reduce of that size, and that of one of 4 KiB.
+Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs": [[rank, rank, TIMES], ...]}.
+TIMES is {"bytes", "seconds", "latency_seconds"}: a size, the best time of an all-reduce of that
+size, and that of one of 4 KiB.
 """
 
 import json
@@ -39,21 +40,25 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def reduce(value: tf.Tensor) -> tf.Tensor:
-        # Only one element: copying the whole result out of the graph would be counted as the link's time.
+        # Only one element: copying the whole result out of the graph would be counted as the link's
+        # time.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 
     def best(size: int) -> float:
         value = tf.ones([size // 4])
         best_seconds = float("inf")
+
         for _ in range(REPEATS):
             began = time.perf_counter()
             reduce(value).numpy()
             seconds = time.perf_counter() - began
-            # The slowest rank's time: a rank that enters late finds the others waiting and measures too little.
+            # The slowest rank's time: a rank that enters late finds the others waiting and measures
+            # too little.
             slowest = float(hvd.allreduce(seconds, name=f"{name}.time", op=hvd.Max, process_set=process_set))
             best_seconds = min(best_seconds, slowest)
             if slowest > SLOW_SECONDS:
                 break
+
         return best_seconds
 
     best(SMALL_BYTES)  # Warm-up: connects the ranks and traces the graph.
@@ -73,8 +78,10 @@ def main() -> None:
     pairs = list(combinations(range(hvd.size()), 2))
     if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
         pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]  # neighbours in the ring
+
     by_pair = {pair: _measure_pair(pair, "first") for pair in pairs}
     quickest = min(times["seconds"] for times in by_pair.values())
+
     for pair, times in by_pair.items():
         # A slow pair is measured once more: a host may have been busy at that moment.
         if times["seconds"] > 2 * quickest:
@@ -86,6 +93,7 @@ def main() -> None:
         # One write, because the launcher puts the rank before each piece of output.
         sys.stdout.write(f"{MARK} {json.dumps(measured)}\n")
         sys.stdout.flush()
+
     hvd.shutdown()
 
 
@@ -94,6 +102,7 @@ def _measure_pair(pair: tuple[int, int], attempt: str) -> dict[str, float]:
     name = f"hvtrain.links.{pair[0]}.{pair[1]}.{attempt}"
     if hvd.size() == 2:
         return measure(PAIR_BYTES, hvd.global_process_set, name)
+
     process_set = hvd.add_process_set(pair)
     times = measure(PAIR_BYTES, process_set, name) if process_set.included() else None
     times = hvd.broadcast_object(times, root_rank=pair[0], name=f"{name}.times")

@@ -1,8 +1,8 @@
 """Measures how fast hosts reduce together, and judges which host or link is slow.
 
-link_worker does it on one rank per host, under Horovod's launcher on Gloo. Algorithm bandwidth is bytes / seconds. Bus
-bandwidth is that times 2 (n - 1) / n, what a ring sends over each link; it compares with the link's own speed for any
-number of hosts n. Both are in Gbit/s.
+link_worker does it on one rank per host, under Horovod's launcher on Gloo. Algorithm bandwidth is
+bytes / seconds. Bus bandwidth is that times 2 (n - 1) / n, what a ring sends over each link; it
+compares with the link's own speed for any number of hosts n. Both are in Gbit/s.
 """
 
 import json
@@ -25,7 +25,8 @@ MARK = "hvtrain-links:"
 START_SECONDS = 120
 SECONDS_FOR_A_PAIR = 3
 SLOW_SHARE = 1 / 3
-# Slower than this is slow without comparison: a step of ResNet-50, 100 MB of gradients, would wait 16 s.
+# Slower than this is slow without comparison: a step of ResNet-50, 100 MB of gradients, would wait
+# 16 s.
 FLOOR_GBITS = 0.1
 
 
@@ -39,6 +40,7 @@ def measure(
     Returns:
         What link_worker prints, None if the ranks did not reduce, and the rows.
     """
+    # One rank per host: ranks of one host would share its link.
     job = Job(
         ("python", "-m", "hvtrain.checks.link_worker"),
         len(hosts),
@@ -50,7 +52,9 @@ def measure(
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})
     time_limit = most_seconds(len(hosts))
+    # Python would hold back its output in a pipe.
     output, has_ended = _run(line, {**variables, "PYTHONUNBUFFERED": "1"}, time_limit)
+
     for text in output.splitlines():
         if MARK in text:
             measured = json.loads(text.partition(MARK)[2])
@@ -86,6 +90,7 @@ def _run(line: list[str], variables: dict[str, str], seconds: float) -> tuple[st
         stdout=PIPE,
         stderr=STDOUT,
         errors="replace",
+        # A session of its own, so that _end reaches the launcher's children too.
         start_new_session=True,
     ) as process:
         try:
@@ -105,6 +110,7 @@ def _end(process: Popen[str]) -> str:
             return process.communicate(timeout=8)[0]
         except TimeoutExpired:
             continue
+
     return ""
 
 
@@ -121,7 +127,8 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
     """Fails links below a third of what hosts usually reach. A host whose links are all slow is named itself.
 
-    A host reaches what its best link does, so that one slow host among three does not make the others look slow.
+    A host reaches what its best link does, so that one slow host among three does not make the
+    others look slow.
 
     Args:
         measured: What link_worker prints.
@@ -137,16 +144,20 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         (hosts[first], hosts[second]): bandwidths(pair["bytes"], pair["seconds"], 2)[1]
         for first, second, pair in measured["pairs"]
     }
+    # By its best link, or one slow host among three would slow the other two.
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
     usual = median(best.values())
     bound = max(FLOOR_GBITS, usual * SLOW_SHARE)
     needed = f"{bound:.2f} is needed (hosts usually reach {usual:.2f})"
 
+    # A slow host makes all its links slow; it is named once, and they are not.
     slow_hosts = [host for host in hosts if best[host] < bound]
+
     rows = []
     for host in slow_hosts:
         fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch; or leave it out of -H"
         rows.append(fail("links", host, f"{best[host]:.2f} Gbit/s at best, to any host; {needed}", fix))
+
     for (first, second), speed in speeds.items():
         if speed < bound and not {first, second} & set(slow_hosts):
             fix = f"look at what lies between {first} and {second}: traceroute {second}; "

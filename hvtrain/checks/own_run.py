@@ -52,6 +52,7 @@ class OwnRun:
 def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
     """The checks in an order in which an early failure explains later ones."""
     run = OwnRun(config, strategy)
+
     return {
         f"data: {run.source.name}": partial(_data, run),
         "step of your model": partial(_step, run),
@@ -69,6 +70,7 @@ def _data(run: OwnRun) -> str:
     }
     num_readers = Counter(digest for rank_hashes in run.strategy.comm.gather(hashes) for digest in rank_hashes)
     num_shared = sum(count > 1 for count in num_readers.values())
+    # The shards' sizes are those that the run's steps are computed from.
     sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
     total = run.source.num_examples("train")
     if sum(sizes) != total:
@@ -78,6 +80,7 @@ def _data(run: OwnRun) -> str:
             f"{num_shared} of {len(num_readers)} samples looked at are read by more than one rank; give each rank its "
             "own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
         )
+
     return (
         f"{len(num_readers)} samples looked at, {num_shared} on more than one rank; "
         f"shards of {min(sizes)} to {max(sizes)}"
@@ -87,7 +90,8 @@ def _data(run: OwnRun) -> str:
 def _step(run: OwnRun) -> str:
     """Compares the distributed optimizer's step with a plain one's on the mean of all ranks' gradients."""
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(next(iter(run.batches())))
-    model, comm = run.model, run.strategy.comm
+    model = run.model
+    comm = run.strategy.comm
 
     @tf.function
     def gradients() -> list[Any]:
@@ -97,12 +101,14 @@ def _step(run: OwnRun) -> str:
         # Sparse gradients (of embeddings) become dense ones.
         return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
 
+    # A variable that the loss does not depend on has no gradient.
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
     joint = [_mean(parts) for parts in zip(*comm.gather(own))]
 
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
     plain = build_optimizer(run.config, run.plan)
     multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
+    # Copies: the run's own variables take the distributed step below.
     expected = _change(plain, joint, copies)
     reductions_before = num_reductions(model.optimizer)
     change = _change(model.optimizer, own, model.trainable_variables)
@@ -138,6 +144,7 @@ def _change(
     """
     if not optimizer.built:
         optimizer.build(variables)
+
     before = [variable.numpy() for variable in variables]
     scale = float(optimizer.scale_loss(tf.constant(1.0)))
     scaled = [None if gradient is None else tf.constant(gradient * scale, gradient.dtype) for gradient in gradients]
@@ -145,12 +152,14 @@ def _change(
     # With accumulation, the weights change only after so many calls.
     for _ in range(getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1):
         apply()
+
     return [variable.numpy() - old for variable, old in zip(variables, before)]
 
 
 def _weights(run: OwnRun) -> str:
     check = WeightCheck(run.model)
     check("after one step of your model")
+    # Moving statistics of batch normalization differ between ranks until they are averaged.
     check.average_untrained()
     check("after their moving statistics were made equal", everything=True)
     return f"equal on {run.plan.size} rank(s) after it, optimizer state too"

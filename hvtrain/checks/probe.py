@@ -1,7 +1,8 @@
 """Collects one host's facts, and tests connections between hosts.
 
-ask_hosts sends this file to every host and runs it there even if hvtrain is not installed: in the environment's Python,
-or in any python3 where that is missing. So it needs nothing but the standard library of Python 3.9.
+ask_hosts sends this file to every host and runs it there even if hvtrain is not installed: in the
+environment's Python, or in any python3 where that is missing. So it needs nothing but the standard
+library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ DATASET_SECONDS = 12.0
 NVIDIA_SMI_SECONDS = 15
 LOOKUP_SECONDS = 6.0
 CONNECT_SECONDS = 2.0
-# Once one direction works, both hosts are listening: the other direction then works within this time or not at all.
+# Once one direction works, both hosts are listening: the other direction then works within this
+# time or not at all.
 GRACE_SECONDS = 3.0
 END_BYTES = 64 << 10
 # At most this many files are read, END_BYTES at both ends; of the others only name and size count.
@@ -40,7 +42,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
 
     Returns:
-        The facts or the result of Exchange, with "began" and "ended": seconds since the epoch by this host's clock.
+        The facts or the result of Exchange, with "began" and "ended": seconds since the epoch by
+        this host's clock.
 
     Raises:
         OSError: The port of "ports" is taken.
@@ -54,12 +57,14 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the facts.
 
-    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are relative to it.
+    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are
+    relative to it.
     """
     # As ranks have it, so that the same hvtrain is looked at.
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
     folder = Path(request["folder"])
     dataset = request["dataset"]
+
     return {
         "hostname": socket.gethostname(),
         "machine": _machine(),
@@ -93,6 +98,7 @@ def _machine() -> dict[str, Any]:
         name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
     except (OSError, KeyError):
         name = platform.system()
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{name}, Linux {platform.release()}",
@@ -120,9 +126,11 @@ def _disk(folder: Path) -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     """GPU names and driver version from nvidia-smi, or its error; no names and no error without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
+    # ssh starts a shell whose PATH may lack these folders.
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
     if program is None:
         return gpus
+
     line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = run(
@@ -135,6 +143,7 @@ def _gpus() -> dict[str, Any]:
         )
     except (OSError, TimeoutExpired) as error:
         return {**gpus, "error": " ".join(str(error).split())}
+
     if done.returncode:
         message = " ".join((done.stdout + done.stderr).split())
         return {**gpus, "error": message or f"exit code {done.returncode}"}
@@ -143,6 +152,7 @@ def _gpus() -> dict[str, Any]:
         if comma:
             gpus["names"].append(name.strip())
             gpus["driver"] = gpus["driver"] or driver.strip()
+
     return gpus
 
 
@@ -151,12 +161,14 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
 
     Returns:
         path, num_files and num_bytes.
-        entries: A checksum of each file, or of each folder if there are more than MAX_ENTRIES files. It covers
-            relative names, sizes, and the first and last 64 KiB of at most MAX_FILES_READ files, evenly spaced.
+        entries: A checksum of each file, or of each folder if there are more than MAX_ENTRIES
+            files. It covers relative names, sizes, and the first and last 64 KiB of at most
+            MAX_FILES_READ files, evenly spaced.
         error: A path that is missing or cannot be read, and why; None otherwise.
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
+
     description: dict[str, Any] = {
         "path": str(path),
         "num_files": 0,
@@ -174,6 +186,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         return {**description, "too_large": f"it cannot be listed in {seconds:.0f} s"}
     except OSError as error:
         return {**description, "error": f"{error.filename or path}: {error.strerror}"}
+
     texts = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
     return {
         **description,
@@ -197,6 +210,7 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
             _check_time(deadline)
             file = Path(folder, name)
             sizes[str(file.relative_to(path))] = file.stat().st_size
+
     return sizes
 
 
@@ -217,6 +231,7 @@ def _entries(texts: dict[str, str]) -> dict[str, str]:
         if len(texts) > MAX_ENTRIES:
             key = f"{os.path.dirname(name)}/"  # noqa: PTH120 (a top-level file's folder is empty, not ".")
         joined[key] = joined.get(key, "") + text
+
     return {key: _checksum(text) for key, text in joined.items()}
 
 
@@ -242,9 +257,11 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
     threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
+
     deadline = time.monotonic() + LOOKUP_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
     return dict(resolved)
 
 
@@ -275,7 +292,8 @@ class Exchange:
         self._token = request["token"]
         self._others = request["others"]
         self._deadline = time.monotonic() + request["seconds"]
-        # By host: when this one got through to it, and when it got through to this one (time.monotonic).
+        # By host: when this one got through to it, and when it got through to this one
+        # (time.monotonic).
         self._reached: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._clocks: dict[str, tuple[float, float]] = {}
@@ -288,14 +306,17 @@ class Exchange:
         Returns:
             reached: The hosts reached.
             missing: The reason for each host that was not.
-            clocks: For each host reached, by how many seconds its clock is ahead of this one's, and the error: half
-                the round-trip time.
+            clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
+                the error: half the round-trip time.
         """
+        # Daemons: accept() has no end, and connect() may outlast the time limit.
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
+
         while time.monotonic() < self._deadline and not all(map(self._is_settled, self._others)):
             time.sleep(0.02)
+
         missing = {name: self._reasons.get(name, "no answer") for name in self._others if name not in self._reached}
         return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}
 
@@ -319,6 +340,7 @@ class Exchange:
         ):
             caller.settimeout(CONNECT_SECONDS)
             token, _, name = stream.readline(200).strip().partition(" ")
+            # Another program, or a host of another doctor, gets no answer.
             if token == self._token and name in self._others:
                 stream.write(f"{self._token} {time.time()}\n")
                 stream.flush()
@@ -340,7 +362,10 @@ class Exchange:
                         )
                         self._reached[name] = time.monotonic()
                         return
+
                     self._reasons[name] = "another program answers there"
             except OSError as error:
                 self._reasons[name] = error.strerror or str(error)
+
+            # Hosts start at different moments: a refusal may only mean "not yet".
             time.sleep(0.1)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the first.
+# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
+# first.
 Cluster = Mapping[str, Mapping[str, Any]]
-# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError (every rank).
+# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError
+# (every rank).
 Checks = dict[str, Callable[[], str]]
 
 
@@ -112,7 +114,8 @@ def failures(
     Args:
         check: Name of the check.
         hosts: What is known of each host, by name.
-        problem: Gets a host's name and what is known of it; returns what is wrong and the fix, or None.
+        problem: Gets a host's name and what is known of it; returns what is wrong and the fix, or
+            None.
     """
     problems = {host: problem(host, facts) for host, facts in hosts.items()}
     return [fail(check, host, *pair) for host, pair in problems.items() if pair]

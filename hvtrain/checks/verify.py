@@ -46,9 +46,12 @@ Exits with 1 when a check fails.""",
             horovodrun,
             [horovodrun, "-np", "2", sys.executable, "-m", "hvtrain", "verify", *arguments],
         )
+
     trees = compose()
     if not trees:
         return 0
+
+    # Options of Hydra (--config-dir) alone are no settings of a run.
     has_own_run = any("=" in argument and not argument.startswith("--") for argument in arguments)
     return 0 if verify(from_dict(trees[0]), has_own_run) else 1
 
@@ -70,13 +73,17 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
         from hvtrain.strategies.horovod import HorovodStrategy
 
     strategy: Strategy = build(config, "strategy", Strategy) if has_own_run else HorovodStrategy()
-    # With the ten bits of TF32, healthy GPUs from Ampere on differ by up to 2.5e-3 where these checks allow 1e-5.
+    # With the ten bits of TF32, healthy GPUs from Ampere on differ by up to 2.5e-3 where these
+    # checks allow 1e-5.
     tf.config.experimental.enable_tensor_float_32_execution(False)
+
     try:
         topology = strategy.start()
         if topology.size == 1:
             raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
+
         console.start_log(topology.is_chief)
+        # Notes of a run would stand between the rows.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
         has_passed = run_checks({**library_checks(strategy), **own_checks}, strategy)
@@ -84,6 +91,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
     except BaseException as error:
         strategy.report_failure(error)
         raise
+
     return has_passed
 
 
@@ -93,20 +101,26 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
     Each check has a deadline, so that none can hang.
     """
     table = CheckTable(width=22, is_quiet=not strategy.topology.is_chief)
+
     for name, check in checks.items():
+        # A rank that is gone leaves the others in a collective without an end.
         deadline = threading.Timer(SECONDS_PER_CHECK, _time_out, [name])
         deadline.daemon = True
         deadline.start()
         finding = ""
         own_error = None
+
         try:
             finding = check()
         except CheckError as error:
             own_error = str(error)
+        # Any error fails this check alone; the next ones still run.
         except Exception as error:
             own_error = " ".join(f"{type(error).__name__}: {error}".split())
         finally:
             deadline.cancel()
+
+        # Every rank enters this collective, also the one that has failed.
         errors = strategy.comm.gather(own_error)
         failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
         if not failed_ranks:
@@ -120,6 +134,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
     outcome = f"all {len(checks)} checks passed"
     if num_failed:
         outcome = f"{len(checks) - num_failed} checks passed, {num_failed} failed"
+
     table.end(f"{outcome} on {strategy.topology.size} rank(s)")
     return num_failed == 0
 

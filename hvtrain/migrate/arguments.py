@@ -17,7 +17,8 @@ from hvtrain.migrate.parsing import (
     with_args,
 )
 
-# By the beginning of the full name: arguments with a new name, or (None) that can be dropped without loss.
+# By the beginning of the full name: arguments with a new name, or (None) that can be dropped
+# without loss.
 RENAMED: dict[str, dict[str, str | None]] = {
     "keras.optimizers.": {"lr": "learning_rate"},
     "keras.layers.LeakyReLU": {"alpha": "negative_slope"},
@@ -88,10 +89,12 @@ class Arguments(Pass):
         name = self.imported(original_node.func)
         if not name:
             return self._method(updated_node)
+
         call = updated_node
         for beginning, new_names in RENAMED.items():
             if name == beginning or (beginning.endswith(".") and name.startswith(beginning)):
                 call = _with_names(call, new_names)
+
         if name.startswith("keras.optimizers.") and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
         if name.startswith(HVTRAIN) and name.endswith(".LearningRateWarmupCallback"):
@@ -99,6 +102,7 @@ class Arguments(Pass):
             if argument(call, "initial_lr", 0):
                 return call
             return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
+
         if name.startswith(HVTRAIN) and name.endswith(".LearningRateScheduleCallback"):
             return _schedule(call)
         return call
@@ -110,18 +114,23 @@ class Arguments(Pass):
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
         if decay is None:
-            return with_args(call, args) if len(args) < len(call.args) else call
+            if len(args) == len(call.args):
+                return call
+            return with_args(call, args)
+
         without_decay = [arg for arg in args if arg is not decay]
         if isinstance(decay.value, cst.Integer | cst.Float) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
         if rate is None or self.sets_rates:
             return with_args(call, args)  # undecided.py reports it.
+
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
     def _method(self, call: cst.Call) -> cst.BaseExpression:
         if not isinstance(call.func, cst.Attribute) or m.matches(call.func.value, m.Call(func=m.Name("super"))):
             return call
+
         method = method_of(call)
         if method == "variables" and not call.args:
             return call.func
@@ -132,8 +141,11 @@ class Arguments(Pass):
         if method in GENERATORS:
             method, *order = GENERATORS[method]
             call = _with_names(_with_keywords(_with_method(call, method), order), {"generator": "x"})
+
         call = _with_names(call, METHODS.get(method, {}))
-        return self._compile(call) if method == "compile" else call
+        if method == "compile":
+            return self._compile(call)
+        return call
 
     def _compile(self, call: cst.Call) -> cst.Call:
         """Turns XLA off, which cannot compile an operation of Horovod (horovod#2590)."""
@@ -181,7 +193,10 @@ def _with_names(call: cst.Call, new_names: dict[str, str | None]) -> cst.Call:
             args.append(arg)
         elif new_name is not None:
             args.append(arg.with_changes(keyword=cst.Name(new_name)))
-    return call if args == list(call.args) else with_args(call, args)
+
+    if args == list(call.args):
+        return call
+    return with_args(call, args)
 
 
 def _schedule(call: cst.Call) -> cst.Call:
@@ -191,10 +206,12 @@ def _schedule(call: cst.Call) -> cst.Call:
     """
     if argument(call, "initial_lr") or not call.args:
         return call
+
     multiplier = argument(call, "multiplier")
     positional = [arg for arg in call.args if arg.keyword is None]
     if multiplier is None and len(positional) == 1:
         (multiplier,) = positional  # Today's callback needs two.
+
     is_lambda = bool(positional) and isinstance(positional[0].value, cst.Lambda)
     if multiplier in positional or is_lambda:
         initial_lr = cst.Arg(expression("None"))
@@ -202,6 +219,7 @@ def _schedule(call: cst.Call) -> cst.Call:
         initial_lr = keyword("initial_lr", expression("None"))
     else:
         return call
+
     args = list(call.args)
     if multiplier is not None and is_number(multiplier.value):
         args = _replaced(args, multiplier, expression(f"lambda epoch: {code_of(multiplier.value)}"))

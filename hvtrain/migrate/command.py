@@ -40,6 +40,7 @@ Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3,
 decide. Shows the changes as a diff, and writes nothing without --write.""",
         epilog=EPILOG,
     )
+
     parser.add_argument(
         "paths",
         nargs="+",
@@ -52,16 +53,21 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
         raise ConfigError(
             "this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst"
         )
+
+    # libcst is optional, so it is imported after the check.
     from hvtrain.migrate.rewriting import migrate
 
     # All are read before any is written, so an error leaves the folder as it was.
     texts = {file: _read(file) for path in options.paths for file in _files(Path(path))}
     scripts = {file: migrate(text, str(file)) for file, text in texts.items()}
+
     for file, script in scripts.items():
         if options.write and script.text != script.old:
             _write(file, script.text)
         _report(file, script, options.write)
-    return 1 if any(script.undecided for script in scripts.values()) else 0
+
+    is_undecided = any(script.undecided for script in scripts.values())
+    return int(is_undecided)
 
 
 def _files(path: Path) -> list[Path]:
@@ -69,6 +75,7 @@ def _files(path: Path) -> list[Path]:
         raise ConfigError(f"{path} does not exist; name a Python file or a folder of them")
     if not path.is_dir():
         return [path]
+
     files = sorted(file for file in path.rglob("*.py") if not _belongs_to_tools(file.relative_to(path), path))
     if not files:
         raise ConfigError(f"{path} holds no Python file; name a folder of scripts")
@@ -95,7 +102,9 @@ def _write(file: Path, text: str) -> None:
     """Replaces a script at once, with the mode that it had. A link stays a link."""
     target = file.resolve()
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
+
     try:
+        # Bytes, so that line ends stay as they are.
         temporary.write_bytes(text.encode())
         shutil.copymode(target, temporary)
         temporary.replace(target)
@@ -111,10 +120,11 @@ def _report(file: Path, script: "Rewritten", is_written: bool) -> None:
     elif is_written:
         print(f"{file}: written")
     else:
-        has_colors = sys.stdout.isatty()
         for line in script.diff(str(file)):
-            color = COLORS.get(line[0], "") if has_colors else ""
-            end = END_COLOR if color else ""
-            print(f"{color}{line.rstrip()}{end}")
+            text = line.rstrip()
+            if sys.stdout.isatty() and line[0] in COLORS:
+                text = f"{COLORS[line[0]]}{text}{END_COLOR}"
+            print(text)
+
     for number, text in script.undecided if is_written else script.undecided_in_old():
         print(f"{file}: line {number}: {text}")

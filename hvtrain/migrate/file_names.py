@@ -36,6 +36,7 @@ class Literals(Pass):
         if method == "add_argument" and default and isinstance(node.args[0].value, cst.SimpleString):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
+
         suffix = _suffix(node, name, method)
         if suffix:
             path = argument(node, "filepath", 1 if name.endswith("save_model") else 0)
@@ -52,15 +53,19 @@ class Literals(Pass):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
             # "name-%d.h5" % step, or folder + "name.h5" and folder / "name.h5"
-            return self.literals(node.left if isinstance(node.operator, cst.Modulo) else node.right)
+            is_format = isinstance(node.operator, cst.Modulo)
+            return self.literals(node.left if is_format else node.right)
         if isinstance(node, cst.Call):
             if method_of(node) == "format":
                 return self.literals(node.func.value)
             if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
                 return self.literals(node.args[-1].value)
+
         # A name that is assigned several times may hold anything.
         values = self.values.get(dotted(node) or "?", [])
-        return self.literals(values[0]) if len(values) == 1 else []
+        if len(values) != 1:
+            return []
+        return self.literals(values[0])
 
 
 class FileNames(Pass):
@@ -73,6 +78,7 @@ class FileNames(Pass):
 
     def __init__(self, literals: Literals) -> None:
         super().__init__()
+
         self.nodes: dict[cst.CSTNode, str] = {}
         self.texts: dict[str, str] = {}
         for _, path, suffix in literals.written:
@@ -81,6 +87,7 @@ class FileNames(Pass):
                 new = with_suffix(text, suffix)
                 if new != text:
                     self.nodes[literal] = self.texts[text] = new
+
         for path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
@@ -94,6 +101,7 @@ class FileNames(Pass):
             new = self.texts.get(text)
         if new is None:
             return updated_node
+
         quote = updated_node.quote
         return updated_node.with_changes(value=f"{updated_node.prefix}{quote}{new}{quote}")
 
@@ -101,7 +109,9 @@ class FileNames(Pass):
         self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
     ) -> cst.FormattedStringText:
         new = self.nodes.get(original_node) or self.texts.get(original_node.value)
-        return updated_node.with_changes(value=new) if new else updated_node
+        if new is None:
+            return updated_node
+        return updated_node.with_changes(value=new)
 
 
 def with_suffix(text: str, suffix: str) -> str:
@@ -113,9 +123,11 @@ def with_suffix(text: str, suffix: str) -> str:
     allowed = (suffix, ".h5", ".hdf5") if suffix == MODEL else (suffix,)
     if text.endswith(allowed):
         return text
+
     for old in _OLD_SUFFIXES:
         if text.endswith(old):
             return text.removesuffix(old) + suffix
+
     return text + suffix
 
 
@@ -125,21 +137,30 @@ def unresolved(literals: Literals) -> list[cst.Call]:
 
 
 def _text(node: cst.CSTNode) -> str:
-    return node.raw_value if isinstance(node, cst.SimpleString) else node.value
+    if isinstance(node, cst.SimpleString):
+        return node.raw_value
+    return node.value
 
 
 def _suffix(call: cst.Call, name: str, method: str) -> str:
     """The suffix of the file that this call writes; empty if it writes none."""
     if name.startswith("keras.callbacks.ModelCheckpoint"):
         only_weights = argument(call, "save_weights_only", 3)
-        return WEIGHTS if only_weights and m.matches(only_weights.value, m.Name("True")) else MODEL
+        if only_weights and m.matches(only_weights.value, m.Name("True")):
+            return WEIGHTS
+        return MODEL
+
     if name in ("keras.models.save_model", "keras.saving.save_model"):
         return MODEL
     if name:
         return ""
-    receiver = dotted(call.func.value).lower() if isinstance(call.func, cst.Attribute) else ""
+
+    receiver = ""
+    if isinstance(call.func, cst.Attribute):
+        receiver = dotted(call.func.value).lower()
     if method == "save_weights":
         return WEIGHTS
+
     has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
     is_model = receiver.endswith(("model", "net", "network"))
     if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):

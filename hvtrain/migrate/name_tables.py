@@ -136,11 +136,13 @@ def new_name(name: str) -> str:
     ('tensorflow.keras.preprocessing.text.Tokenizer', '"sum"')
     """
     new = name
+
     for table in (_PREFIXES, _DISSOLVED):
         old = max((old for old in table if _starts(new, old)), key=len, default="")
         # The module's own name stays; names in it are replaced.
         if old and not (table is _DISSOLVED and new == old):
             new = table[old] + new[len(old) :]
+
     new = _EXACT.get(new, new)
     is_short = _starts(name, "tensorflow") and not _starts(name, "tensorflow.keras") and _starts(new, "keras")
     if is_short and "keras" not in name and not exists(new):
@@ -185,12 +187,14 @@ def exists(name: str, root: str = KERAS) -> bool:
     (True, False, True)
     """
     package = root
+
     for part in name.split(".")[1:]:
         if not (_site() / package).is_dir():
             return True  # An attribute of a class or a function.
         if part not in members(package):
             return False
         package = f"{package}/{part}"
+
     return True
 
 

@@ -23,6 +23,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
     new = apply(text, names)
     for line in sorted(names.missing, reverse=True):
         new = _with_import(new, line)
+
     return without_unused(text, new)
 
 
@@ -58,9 +59,12 @@ class _Names(Pass):
         name = self.imported(original_node)
         if not name or name == original_node.value or name.rpartition(".")[2] != original_node.value:
             return updated_node
+
         new = self._new(name)
         # A name of Keras 2 may have become a string.
-        return expression(new if new.startswith('"') else new.rpartition(".")[2])
+        if new.startswith('"'):
+            return expression(new)
+        return expression(new.rpartition(".")[2])
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False
@@ -73,11 +77,13 @@ class _Names(Pass):
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
         if len(original_node.body) > 1 or not isinstance(original_node.body[0], cst.Import | cst.ImportFrom):
             return updated_node
+
         statement = original_node.body[0]
         imported = _imports(statement)
         new_names = [self._new(item.name) for item in imported]
         if new_names == [item.name for item in imported]:
             return updated_node
+
         statements = [
             cst.parse_statement(line) for line in _lines(imported, new_names, isinstance(statement, cst.Import))
         ]
@@ -85,12 +91,15 @@ class _Names(Pass):
             statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
             statements[-1] = statements[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)
+
         statements[0] = statements[0].with_changes(leading_lines=original_node.leading_lines)
         return cst.FlattenSentinel(statements)
 
     def _new(self, name: str) -> str:
         is_low = name.startswith("horovod.tensorflow") and not name.startswith("horovod.tensorflow.keras")
-        return name if is_low and self.keeps_horovod else new_name(name)
+        if is_low and self.keeps_horovod:
+            return name
+        return new_name(name)
 
     def _renamed(self, node: cst.Attribute) -> cst.BaseExpression | None:
         """The chain under its new name; None if renaming its import is enough."""
@@ -98,14 +107,17 @@ class _Names(Pass):
         base: cst.BaseExpression = node
         while isinstance(base, cst.Attribute):
             base = base.value
+
         imported = self.imported(base)
         if not name or not imported:
             return None
+
         new = self._new(name)
         # `import a.b` binds a, which is not renamed; any other import binds what it is renamed to.
         bound = imported if dotted(base) == imported else self._new(imported)
         if new == bound + name[len(imported) :]:
             return None
+
         module = new.partition(".")[0]
         if module in _WRITTEN:
             written, line = _WRITTEN[module]
@@ -120,6 +132,7 @@ def _imports(statement: cst.Import | cst.ImportFrom) -> list[_Imported]:
         module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
     if isinstance(statement.names, cst.ImportStar):
         return [_Imported(f"{module}.*", "*")]
+
     imported = []
     for item in statement.names:
         name = dotted(item.name)
@@ -128,6 +141,7 @@ def _imports(statement: cst.Import | cst.ImportFrom) -> list[_Imported]:
             imported.append(_Imported(f"{module}.{name}", alias or name))
         else:
             imported.append(_Imported(name, alias))
+
     return imported
 
 
@@ -137,17 +151,22 @@ def _lines(imported: list[_Imported], new_names: list[str], is_plain: bool) -> I
     is_plain: the old statement was `import a.b`, not `from a import b`.
     """
     groups: dict[str, list[str]] = defaultdict(list)
+
     for item, name in zip(imported, new_names):
         if is_plain and not item.alias:
             groups[""].append(name)
             continue
+
         module, _, last = name.rpartition(".")
         if name == HVTRAIN:  # `import hvtrain.keras as hvd`, as everybody writes it.
-            module, last = "", HVTRAIN
+            module = ""
+            last = HVTRAIN
+
         # `from a import b` without an alias follows the new name of b; leave_Name renames its uses.
         had_own_name = not is_plain and item.alias == item.name.rpartition(".")[2]
         keeps_own_name = item.alias in ("*", last) or (had_own_name and module)
         groups[module].append(last if keeps_own_name else f"{last} as {item.alias}")
+
     for module, names in groups.items():
         if module:
             yield f"from {module} import {', '.join(names)}"
@@ -168,19 +187,23 @@ def _with_import(text: str, line: str) -> str:
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if any(ast.unparse(node) == line for node in imports):
         return text
+
     related = ("tensorflow", "keras", "horovod", "hvtrain")
     modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
     later = [node for node, module in zip(imports, modules) if module.partition(".")[0] in related] or imports[-1:]
     lines = text.splitlines(keepends=True)
     end = "\r\n" if "\r\n" in text else "\n"
-    lines.insert(later[0].lineno - 1 if later else 0, line + end)
+    index = later[0].lineno - 1 if later else 0
+    lines.insert(index, line + end)
     return "".join(lines)
 
 
 def without_unused(old: str, new: str) -> str:
     """The new script without imports that only the old one used."""
     unused = set(names_used(old)) - set(names_used(new))
-    return apply(new, _Unimport(unused)) if unused else new
+    if not unused:
+        return new
+    return apply(new, _Unimport(unused))
 
 
 class _Unimport(Pass):
@@ -200,11 +223,13 @@ class _Unimport(Pass):
             return updated_node
         if isinstance(statement.names, cst.ImportStar):
             return updated_node
+
         bound = [item.alias or item.name.partition(".")[0] for item in _imports(statement)]
         kept = [item for item, name in zip(statement.names, bound) if name not in self.unused]
         if len(kept) == len(bound):
             return updated_node
         if not kept:
             return cst.RemoveFromParent()
+
         kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated_node.with_changes(body=[statement.with_changes(names=kept)])

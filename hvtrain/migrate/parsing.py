@@ -28,6 +28,7 @@ class Pass(cst.CSTTransformer):
         """
         if not dotted(node):
             return ""
+
         names = self.get_metadata(QualifiedNameProvider, node, frozenset())
         return next((name.name for name in names if name.source == QualifiedNameSource.IMPORT), "")
 
@@ -43,7 +44,8 @@ def dotted(node: cst.CSTNode | None) -> str:
         return node.value
     if isinstance(node, cst.Attribute):
         before = dotted(node.value)
-        return f"{before}.{node.attr.value}" if before else ""
+        if before:
+            return f"{before}.{node.attr.value}"
     return ""
 
 
@@ -79,6 +81,7 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
         has_position = arg.keyword is None and number == position
         if has_position or (arg.keyword and arg.keyword.value == keyword):
             return arg
+
     return None
 
 
@@ -86,13 +89,19 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
     """The call with these arguments, laid out as it was."""
     if not args or not call.args:
         return call.with_changes(args=list(args))
-    # A comma holds the line break after it. The last one may be missing, or stand before the bracket's line.
+
+    # A comma holds the line break after it. The last one may be missing, or stand before the
+    # bracket's line.
     between = call.args[0].comma if len(call.args) > 1 else cst.MaybeSentinel.DEFAULT
     end = call.args[-1].comma
+
     new_args = []
     for arg in args[:-1]:
         has_own_comma = isinstance(arg.comma, cst.Comma) and arg.comma is not end
-        new_args.append(arg if has_own_comma else arg.with_changes(comma=between))
+        if not has_own_comma:
+            arg = arg.with_changes(comma=between)
+        new_args.append(arg)
+
     return call.with_changes(args=[*new_args, args[-1].with_changes(comma=end)])
 
 

@@ -52,18 +52,22 @@ class Pinning(Pass):
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
             return body
+
         call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
+
         new_body = []
         for statement in body:
             if statement is by_rank[0]:
                 new_body.append(call)
             elif statement not in by_hand:
                 new_body.append(statement)
+
         return new_body
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
         """True if other statements use what these assign, such as a session's config."""
         here = names_used("".join(code_of(statement) for statement in statements))
+
         assigned = {
             name.value
             for statement in statements
@@ -79,6 +83,7 @@ def _pins(statement: cst.BaseStatement) -> bool:
         return all(_is_pinning(part) for part in statement.body)
     if not isinstance(statement, cst.For | cst.If | cst.Try):
         return False
+
     inner: list[cst.BaseStatement] = list(statement.body.body)
     orelse = getattr(statement, "orelse", None)
     if isinstance(orelse, cst.If):  # an elif
@@ -93,6 +98,7 @@ def _is_pinning(part: cst.BaseSmallStatement) -> bool:
         return bool(_CALL.fullmatch(code_of(part)))
     if not isinstance(part, cst.Assign):
         return False
+
     target = code_of(part.targets[0].target)
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)

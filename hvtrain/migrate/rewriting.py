@@ -82,6 +82,8 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     new = text
     if uses_horovod and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
+
+    # Names first: the other passes know the names of Keras 3 only.
     new = rename(new, keeps_horovod=is_graph)
     new = apply(new, Arguments(new, uses_horovod))
     # Both passes need the same nodes, so they share a tree.
@@ -95,6 +97,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
 def _alias(tree: ast.Module) -> str:
     """The script's name for Horovod's Keras interface; empty if it does not import it."""
     modules = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
+
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for item in node.names:
@@ -104,4 +107,5 @@ def _alias(tree: ast.Module) -> str:
             for item in node.names:
                 if f"{node.module}.{item.name}" in modules:
                     return item.asname or item.name
+
     return ""

@@ -92,8 +92,9 @@ class _Undecided(Literals):
         if name.startswith("keras."):
             if not exists(name):
                 near = nearest(name)
-                fix = fix or (f"did you mean {near}?" if near else "replace it")
-                self.report(node, f"Keras 3 has no {name}; {fix}")
+                if near and not fix:
+                    fix = f"did you mean {near}?"
+                self.report(node, f"Keras 3 has no {name}; {fix or 'replace it'}")
         elif name.startswith(f"{HVTRAIN}.") and name.split(".")[2] not in names_of_hvtrain():
             self.report(
                 node,
@@ -125,9 +126,11 @@ class _Undecided(Literals):
 
     def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
         """Reports where the name of a weight is searched for that of a layer."""
+        # Names of Keras's own weights (kernel, bias) mean the same as before.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
         if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
             return
+
         for attribute in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("name"))):
             name = code_of(attribute).partition(".")[0]
             if name in self._weights:
@@ -149,11 +152,13 @@ class _Undecided(Literals):
                 "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
                 "script sets the rate; put the decay into that callback",
             )
+
         if name.startswith("keras.callbacks.") and name.rpartition(".")[2] in _WRITERS:
             if argument(node, "period"):
                 self.report(node, "period= was removed; save_freq counts batches, or is 'epoch'")
             if self.uses_horovod and not self._on_rank_0:
                 self.report(node, "all ranks would write the same file; use this callback on rank 0 only")
+
         if name.startswith("keras.layers.BatchNormalization"):
             for removed in ("renorm", "virtual_batch_size"):
                 if argument(node, removed):
@@ -167,6 +172,7 @@ class _Undecided(Literals):
         multiplier = argument(node, "multiplier", 1)
         if initial_lr is None or multiplier is None or not m.matches(initial_lr.value, m.Name("None")):
             return
+
         code = code_of(multiplier.value)
         is_function = isinstance(multiplier.value, cst.Lambda) or code in self._functions
         if not is_function and not is_number(multiplier.value):
@@ -183,21 +189,26 @@ class _Undecided(Literals):
             for removed, fix in _REMOVED_FROM_COMPILE.items():
                 if argument(node, removed):
                     self.report(node, f"{removed}= was removed; {fix}")
+
             if self.uses_horovod and any(arg.star == "**" for arg in node.args):
                 self.report(
                     node,
                     "the arguments of compile are not in the script; they must contain jit_compile=False",
                 )
+
+        # A broadcast anywhere in the script counts, in a callback or by hand.
         if method == "fit" and self.uses_horovod and not self.broadcasts:
             self.report(
                 node,
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
+
         if method == "save" and argument(node, "save_format"):
             self.report(
                 node,
                 "save_format= was removed; the suffix .keras says it, and model.export writes a SavedModel",
             )
+
         saves_model = method == "save" and m.matches(func.value, m.Name("model"))
         if (method == "save_weights" or saves_model) and self.uses_horovod and not self._on_rank_0:
             self.report(node, "all ranks would write the same file; put it under if hvd.rank() == 0")

@@ -1,7 +1,8 @@
 """`python -m hvtrain allreduce`: latency and bandwidth by size, beside those of MPI's own and of a copy in memory.
 
-Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): algorithm bandwidth is
-bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that each of n ranks has to send.
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
+algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
+each of n ranks has to send.
 """
 
 import json
@@ -71,6 +72,7 @@ class Collectives:
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 line = python_line(WORKER, [method, *map(str, self.sizes)])
+
                 reports = run_and_report(
                     WORKER,
                     [Command(horovod_line(self.transport, self.num_ranks, line))],
@@ -78,9 +80,11 @@ class Collectives:
                     self.folder / f"round-{number}" / method,
                     thread_variables(self.threads),
                 )
+                # The slowest rank's time: an all-reduce has ended when it has ended everywhere.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))
+
         progress("")
 
     def bus_bandwidth(self, method: str, size: int) -> float:
@@ -95,10 +99,11 @@ class Collectives:
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds."""
         ours = self.seconds["hvtrain"]
-        theirs = self.seconds.get("mpi4py")
+        mpi = self.seconds.get("mpi4py")
         heading = f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}"
-        if theirs:
+        if mpi:
             heading += f"{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's"
+
         lines = [
             f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
             f"medians of {len(ours['small'])} rounds",
@@ -110,12 +115,13 @@ class Collectives:
                 f"{human_bytes(size):>8}{micros:>11,.0f}{size / micros / 1e3:>16.2f}"
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
             )
-            if theirs:
+            if mpi:
                 copied = size / self.microseconds("memcpy", size) / 1e3
                 line += (
                     f"{self.microseconds('mpi4py', size):>11,.0f}{self.bus_bandwidth('mpi4py', size):>10.2f}"
-                    f"{copied:>11.2f}  {ratio(theirs[str(size)], ours[str(size)])}"
+                    f"{copied:>11.2f}  {ratio(mpi[str(size)], ours[str(size)])}"
                 )
+
             lines.append(line)
 
         call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
@@ -142,6 +148,7 @@ class Collectives:
             "mpi4py": ("mpi4py", ORANGE, "s-"),
             "memcpy": ("a copy", GREY, "^-"),
         }
+
         with picture(self.folder / "bench.png", 11, 4.2, columns=2) as (_, (left, right)):
             for method in self.seconds:
                 label, color, style = styles[method]
@@ -149,6 +156,7 @@ class Collectives:
                 left.loglog(self.sizes, micros, style, color=color, label=label)
                 rates = [self.bus_bandwidth(method, size) for size in self.sizes]
                 right.semilogx(self.sizes, rates, style, color=color, label=label)
+
             for axes, title in ((left, "time, µs"), (right, "bus bandwidth, GB/s")):
                 axes.set_title(title, loc="left")
                 axes.set_xticks(self.sizes[::2], [human_bytes(size) for size in self.sizes[::2]], rotation=30)
@@ -187,6 +195,7 @@ all-reduce and a copy in memory take turns with it. Writes allreduce.json, which
     option("--transport", choices=METHODS, default="mpi", help="default: mpi")
     option("--largest", type=at_least(1), default=256, metavar="MIB", help="largest size; default: 256")
     option("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
+
     option(
         "--threads",
         type=at_least(1),

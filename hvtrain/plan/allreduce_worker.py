@@ -1,8 +1,9 @@
 """One rank of `hvtrain allreduce`: seconds by size, for one of several methods. Reports one JSON file.
 
-`hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy`
-copies in memory, a bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
-and as one; `call` is a graph call that reduces nothing, which is part of `hvtrain`'s times too.
+`hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is MPI's own, on NumPy
+arrays; `memcpy` copies in memory, a bound for anything that moves data. `small` and `whole` reduce
+the same bytes as NUM_SMALL tensors and as one; `call` is a graph call that reduces nothing, which
+is part of `hvtrain`'s times too.
 """
 
 import json
@@ -54,6 +55,7 @@ def main() -> None:
         report["small"] = seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
         report["whole"] = seconds(method, [whole_bytes // 4], whole_bytes)
         report["call"] = seconds(method, [], 1)
+
     Path(f"{os.environ[processes.REPORT]}.{method.rank}").write_text(json.dumps(report))
 
 
@@ -67,6 +69,7 @@ def seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
     """
     action = method.make(lengths)
     repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
+
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):
         if repetition % 20 == 0:
@@ -74,6 +77,7 @@ def seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
         began = time.perf_counter()
         action()
         times.append(time.perf_counter() - began)
+
     return median(times[WARMUP_REPETITIONS:])
 
 
@@ -83,6 +87,7 @@ def hvtrain_method() -> Method:
 
     import hvtrain.keras as hvd
 
+    # Before TensorFlow initializes a device.
     hvd.init()
     hvd.pin_gpu()
 
@@ -103,6 +108,7 @@ def mpi_method(copies: bool = False) -> Method:
     world = MPI.COMM_WORLD
 
     def make(lengths: list[int]) -> Action:
+        # MPI reduces one array; `small` is measured for hvtrain only.
         sent = np.ones(lengths[0], np.float32)
         received = np.empty_like(sent)
         if copies:

@@ -1,7 +1,7 @@
 """Times the steps of one rank, and reports them as a JSON file that `processes` reads.
 
-The clock runs from the end of the last graph call within the warm-up steps to the end of the last step. So it includes
-waiting for data, computing, reduction, callbacks and the ends of epochs.
+The clock runs from the end of the last graph call within the warm-up steps to the end of the last
+step. So it includes waiting for data, computing, reduction, callbacks and the ends of epochs.
 """
 
 import json
@@ -25,18 +25,22 @@ class Stopwatch:
         self.steps = 0
         self._untimed_steps = 0
         self._first_step_seconds = 0.0
-        # time.perf_counter() and time.process_time() at the begin and at the end of the timed steps.
+        # time.perf_counter() and time.process_time() at the begin and at the end of the timed
+        # steps.
         self._begin = self._begin_cpu = 0.0
         self._end = self._end_cpu = 0.0
 
     def step_ended(self, steps: int = 1) -> None:
         """Counts steps that have ended on the device."""
         if not self.steps:
+            # By the wall clock: another process took the begin.
             self._first_step_seconds = time.time() - float(os.environ[processes.BEGAN])
+
         self.steps += steps
         self._end = time.perf_counter()
         self._end_cpu = time.process_time()
-        # A call that starts within the warm-up and ends after it is timed whole: there may be no other.
+        # A call that starts within the warm-up and ends after it is timed whole: there may be no
+        # other.
         if self.steps <= self.warmup or not self._begin:
             self._begin = self._end
             self._begin_cpu = self._end_cpu
@@ -45,6 +49,7 @@ class Stopwatch:
     def report(self, rank: int, loss: float) -> None:
         """Writes this rank's figures. loss: the mean over the last epoch's steps."""
         timed_steps = self.steps - self._untimed_steps
+
         figures = {
             "rank": rank,
             "step_seconds": (self._end - self._begin) / timed_steps,
@@ -54,6 +59,7 @@ class Stopwatch:
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "loss": loss,
         }
+        # Each rank has a file of its own.
         Path(f"{os.environ[processes.REPORT]}.{rank}").write_text(json.dumps(figures))
 
 

@@ -51,17 +51,23 @@ def main() -> int:
     trees = compose(options.overrides)
     if not trees:
         return 0
+
     config = from_dict(trees[0])
     measured = [read(Path(path)) for path in options.calibrate]
+
+    # Errors of the command line come first, without the seconds that TensorFlow takes.
     with console.quiet_import(config.verbose):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
+
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
     folder = Path(options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}")
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
+
     print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
 
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
@@ -72,8 +78,10 @@ def main() -> int:
         machine, links = machine_of(options, measured, rules.algorithms)
         if options.calibrate:  # Measured times include the wait for Horovod's cycle.
             rules = replace(rules, cycle_seconds=0.0)
+
         work = Work(step_seconds, run.messages)
         costs = [step_cost(work, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
+        # Worth a line if it saves more than a percent.
         by_hosts = step_cost(work, options.np, machine, replace(rules, algorithms=("hierarchical",))).step_seconds
         helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
         print("\n".join(report.step_lines(run, costs, links, rules, by_hosts if helps else None)))
@@ -93,6 +101,7 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
         algorithms = tuple(ALGORITHMS)
     elif options.algorithm:
         algorithms = (options.algorithm,)
+
     return Rules(
         overlap=run.bucket_bytes > 0,
         fusion_bytes=options.fusion_mib * MIB,
@@ -112,8 +121,10 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
                 run.source.fact("image_shape", "the command that measures this run on one rank"),
             )
         )
+        # Of the same shape, so that a step takes as long.
         overrides += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
+
     return measured_step_seconds(overrides, run.batch_size)
 
 
@@ -130,6 +141,7 @@ def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
         LostRankError: The training failed. The message names the file with its output.
     """
     num_steps = WARMUP_STEPS + TIMED_STEPS
+
     settings = [
         *(text for text in overrides if not text.startswith("run.dir=")),
         "strategy=single",
@@ -159,6 +171,7 @@ Nothing is trained or reduced.""",
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
     option("--ranks-per-host", type=at_least(1), default=4, metavar="N", help="default: 4")
+
     option(
         "--examples",
         type=at_least(1),
@@ -171,6 +184,7 @@ Nothing is trained or reduced.""",
         metavar="C",
         help="its classes, if the settings do not say so; default: 1000",
     )
+
     option(
         "--output",
         metavar="DIR",
@@ -180,6 +194,7 @@ Nothing is trained or reduced.""",
     group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
     step = group.add_mutually_exclusive_group()
     step.add_argument("--step-seconds", type=positive, metavar="S", help="given")
+
     step.add_argument(
         "--measure",
         action="store_true",
@@ -192,6 +207,7 @@ Nothing is trained or reduced.""",
 
     group = parser.add_argument_group("the machine")
     figure("--link-gbits", 25.0, "G", "nominal speed between hosts")
+
     figure(
         "--latency-us",
         1e6 * NETWORK_SECONDS,
@@ -205,6 +221,7 @@ Nothing is trained or reduced.""",
         "G",
         "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75",
     )
+
     figure(
         "--inside-latency-us",
         1e6 * PCIE_SECONDS,
@@ -213,6 +230,7 @@ Nothing is trained or reduced.""",
         may_be_zero=True,
     )
     figure("--link-share", LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
+
     group.add_argument(
         "--calibrate",
         action="append",

@@ -62,6 +62,7 @@ class Forecast:
         buckets = [[*range(len(self.gradients))]]
         if self.bucket_bytes:
             buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
+
         members = [[self.gradients[position] for position in bucket] for bucket in buckets]
         return [
             Gradient(
@@ -90,7 +91,8 @@ def forecast(
         config: The run.
         num_ranks: Ranks of the run.
         ranks_per_host: Ranks of each host; they share its data and its entry in train.batch_size.
-        examples: Training examples of a data set that is not on this machine; nothing is opened then.
+        examples: Training examples of a data set that is not on this machine; nothing is opened
+            then.
         classes: Its number of classes, if the data set's settings do not say.
 
     Raises:
@@ -98,6 +100,7 @@ def forecast(
     """
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
+    # Names of hosts: only which ranks share one matters.
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
@@ -106,6 +109,7 @@ def forecast(
 
     schedule = build_schedule(config, plan)
     model = build_model(config, source, open_task(config, source), plan, Strategy())
+
     return Forecast(
         config=config,
         plan=plan,
@@ -125,6 +129,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         except DataError as error:
             raise DataError(f"{error}; for a data set on other machines give --examples N") from error
         return source
+
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
         raise ConfigError(
@@ -132,7 +137,9 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
             "leave --examples out, "
             f"or give dataset=synthetic dataset.image_shape=[28,28,1] dataset.num_train={examples}"
         )
+
     num_classes = classes or config.dataset.get("num_classes") or 1000
+    # A model needs shapes and numbers, no data.
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
     return stand_in
@@ -146,10 +153,12 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     warmup = getattr(schedule, "warmup_steps", 0)
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
+
     milestones = [round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())]
     steps |= {step: "step " for step in milestones if 0 < step <= last}
     if not milestones:
         steps.setdefault((min(warmup, last) + last) // 2, "step ")
+
     steps.setdefault(last, "the last step, ")
     return [(label, step) for step, label in sorted(steps.items())]
 
@@ -157,11 +166,13 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
 def footprint(model: keras.Model, batch_size: int) -> Footprint:
     """Sizes of a compiled model whose optimizer is built.
 
-    Activations are the outputs of all layers, kept for the backward pass. They are an estimate, since TensorFlow keeps
-    less of some and more of others (work space of convolutions, gaps of the allocator); the rest is exact.
+    Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
+    since TensorFlow keeps less of some and more of others (work space of convolutions, gaps of the
+    allocator); the rest is exact.
     """
     weight_bytes = _bytes(model.weights)
     slot_bytes = _bytes(model.optimizer.variables)
+
     return Footprint(
         weight_bytes=weight_bytes,
         gradient_bytes=_bytes(model.trainable_variables),
@@ -175,8 +186,8 @@ def footprint(model: keras.Model, batch_size: int) -> Footprint:
 def gradients(model: keras.Model) -> list[Gradient]:
     """Gradients of the trainable variables, last layer first, with the multiplications for one example as work.
 
-    Each weight of a kernel is used once at each position of the layer's output, in convolution, dense and depthwise
-    layers alike. Layers without weights count as nothing.
+    Each weight of a kernel is used once at each position of the layer's output, in convolution,
+    dense and depthwise layers alike. Layers without weights count as nothing.
     """
     in_order = []
     for layer in reversed(list(_layers(model))):
@@ -185,11 +196,13 @@ def gradients(model: keras.Model) -> list[Gradient]:
         num_positions = 1
         if shape and None not in shape[1:]:
             num_positions = math.prod(shape[1:-1])
+
         # The layer's work is done before its first gradient; the others come with it.
         work = float(num_positions * sum(math.prod(variable.shape) for variable in variables))
         for variable in reversed(variables):
             in_order.append(Gradient(_bytes([variable]), work))
             work = 0.0
+
     return in_order
 
 
@@ -211,8 +224,10 @@ def _activation_bytes(model: Any, batch_size: int) -> int | None:
         shape = _output_shape(layer)
         if shape is None or None in shape[1:]:
             return None
+        # A view has no memory of its own.
         if not isinstance(layer, _VIEWS):
             total += math.prod(shape[1:]) * tf.as_dtype(layer.compute_dtype).size
+
     return total * batch_size
 
 

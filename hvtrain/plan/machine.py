@@ -29,8 +29,8 @@ class Fit:
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.
-        latency_seconds: Of one step of the ring; None if all measurements have the same number of ranks: then it is
-            part of start_seconds.
+        latency_seconds: Of one step of the ring; None if all measurements have the same number of
+            ranks: then it is part of start_seconds.
         bytes_per_second: Of the link.
         error: Mean absolute relative error.
     """
@@ -44,7 +44,8 @@ class Fit:
 def fit(measurements: Sequence[Measured]) -> Fit:
     """Fits start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
 
-    The sum of squared relative errors is minimised, so that small messages count as much as large ones.
+    The sum of squared relative errors is minimised, so that small messages count as much as large
+    ones.
 
     >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
     >>> best = fit(ring)
@@ -64,14 +65,17 @@ def fit(measurements: Sequence[Measured]) -> Fit:
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "
             "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
+
     # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
     terms = np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
     has_latency = len(set(ranks)) > 1
     best = _least_squares(terms, [0, 1, 2] if has_latency else [0, 2])
     if has_latency and min(best[:2]) < 0:
-        # Neither time can be negative. One of the two is zero: whichever fits better without the other.
+        # Neither time can be negative. One of the two is zero: whichever fits better without the
+        # other.
         candidates = [_least_squares(terms, [kept, 2]) for kept in (0, 1)]
         best = min(candidates, key=lambda factors: _error(terms, factors))
+
     start, latency, inverse_bandwidth = best.clip(0).tolist()
     if inverse_bandwidth <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
@@ -80,7 +84,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
 
 def _least_squares(terms: np.ndarray, columns: list[int]) -> np.ndarray:
     """The factors with which the columns of terms come nearest to 1; 0 for other columns."""
-    # Columns differ by many orders of magnitude (1 and bytes), so each is scaled to its largest value.
+    # Columns differ by many orders of magnitude (1 and bytes), so each is scaled to its largest
+    # value.
     scales = terms[:, columns].max(axis=0)
     factors = np.zeros(3)
     factors[columns] = np.linalg.lstsq(terms[:, columns] / scales, np.ones(len(terms)), rcond=None)[0] / scales
@@ -105,6 +110,7 @@ def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Se
     for measurement in measurements:
         seconds, _ = allreduce_seconds(measurement.num_bytes, measurement.num_ranks, machine, algorithms)
         ratios.setdefault(measurement.num_bytes, []).append(measurement.seconds / seconds)
+
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     name = machine.slowest(measurements[0].num_ranks)
     link = replace(getattr(machine, name), corrections=corrections)
@@ -134,6 +140,7 @@ def machine_of(
         ConfigError: A file cannot be fitted.
     """
     share = f"{options.link_share:.1%} of the speed is used"
+
     machine = Machine(
         inside=Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share),
         between=Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share),
@@ -146,13 +153,20 @@ def machine_of(
     groups: dict[str, list[Measured]] = {}
     for measurements in files:
         groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(measurements)
+
+    # Fitted by link: the same link may be measured on several numbers of ranks.
     for name, measurements in groups.items():
         machine, descriptions[name] = _with_fit(machine, name, measurements)
+
+    # After all fits, because a correction is relative to the whole machine.
     for measurements in groups.values():
         machine = corrected(machine, measurements, algorithms)
 
     slowest = machine.slowest(options.np)
-    used = ("inside", "between") if slowest == "between" and options.ranks_per_host > 1 else (slowest,)
+    used = [slowest]
+    if slowest == "between" and options.ranks_per_host > 1:
+        used = ["inside", "between"]
+
     labels = {"inside": "inside a host", "between": "between hosts"}
     return machine, [f"{labels[name]}: {descriptions[name]}" for name in used]
 
@@ -170,6 +184,7 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
         start_seconds = max(0.0, start_seconds)
     else:
         latency = f", {1e6 * latency_seconds:.3g} us a step"
+
     ranks = ", ".join(map(str, sorted({measurement.num_ranks for measurement in measurements})))
     description = (
         f"{best.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
@@ -182,6 +197,7 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
 def read(path: Path) -> list[Measured]:
     """Reads the median of each size from a file of `hvtrain allreduce`. Raises ConfigError."""
     advice = "give the allreduce.json of python -m hvtrain allreduce"
+
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         num_ranks = int(content["num_ranks"])

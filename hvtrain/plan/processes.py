@@ -16,8 +16,8 @@ from typing import Any
 from hvtrain.config.compose import override
 from hvtrain.errors import LostRankError
 
-# Variables that a process gets: the path of its report, to which it appends its rank; when it was started, in seconds
-# since the epoch; and the number of steps before the timed ones.
+# Variables that a process gets: the path of its report, to which it appends its rank; when it was
+# started, in seconds since the epoch; and the number of steps before the timed ones.
 REPORT = "HVTRAIN_BENCH_FILE"
 BEGAN = "HVTRAIN_BENCH_BEGAN"
 WARMUP = "HVTRAIN_BENCH_WARMUP"
@@ -86,16 +86,19 @@ def run_and_report(
         redirect: Gets the log's file descriptor and yields the one that processes write to.
 
     Raises:
-        LostRankError: A process failed or did not report. The message names the file with its output.
+        LostRankError: A process failed or did not report. The message names the file with its
+            output.
     """
     folder.mkdir(parents=True)
     log = folder / "output.txt"
+
     environment = {
         **os.environ,
         **variables,
         "TF_CPP_MIN_LOG_LEVEL": "2",
         REPORT: str(folder / "report"),
     }
+
     processes = []
     with log.open("wb") as file, redirect(file.fileno()) as output:
         for command in commands:
@@ -105,9 +108,11 @@ def run_and_report(
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=STDOUT,
+                # A session of its own, so that _wait ends its children too.
                 start_new_session=True,
             )
             processes.append(process)
+
         codes = _wait(processes, processes[:num_awaited])
 
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
@@ -117,6 +122,7 @@ def run_and_report(
             f"{name} ended with {codes} and {len(reports)} of {num_reports} reports; "
             f"its output is in {log} and ends: {last_line}"
         )
+
     return reports
 
 
@@ -126,7 +132,9 @@ def _wait(processes: Sequence[Popen[bytes]], awaited: Sequence[Popen[bytes]]) ->
     Ends all of them when one fails, on Ctrl-C, and when time is up.
     """
     deadline = time.monotonic() + SECONDS_FOR_A_RUN
+
     try:
+        # A rank that waits for a failed one would wait until the time is up.
         while any(process.poll() is None for process in awaited) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
                 break
@@ -136,9 +144,11 @@ def _wait(processes: Sequence[Popen[bytes]], awaited: Sequence[Popen[bytes]]) ->
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
+
         for process in processes:
             try:
                 process.wait(20)
             except TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
     return [process.wait() for process in awaited]

@@ -27,6 +27,7 @@ def amount(num_bytes: float) -> str:
         if num_bytes >= length:
             digits = 0 if num_bytes >= 10 * length else 1
             return f"{num_bytes / length:,.{digits}f} {unit}"
+
     return f"{num_bytes / 1e3:,.1f} kB"
 
 
@@ -47,13 +48,15 @@ def launch_line(overrides: Sequence[str], num_ranks: int, ranks_per_host: int) -
 def memory(forecast: Forecast) -> dict[str, int]:
     """Bytes on a rank by purpose; activations only if they are known."""
     footprint = forecast.footprint
+
     parts = {
         "weights": footprint.weight_bytes,
         "gradients": footprint.gradient_bytes,
         "optimizer slots": footprint.slot_bytes,
     }
     if forecast.plan.size > 1:
-        parts["fusion buffer"] = Rules.fusion_bytes  # Horovod allocates it for grouped tensors too.
+        # Horovod allocates it for grouped tensors too.
+        parts["fusion buffer"] = Rules.fusion_bytes
     if footprint.activation_bytes is not None:
         parts["activations"] = footprint.activation_bytes
     return parts
@@ -61,13 +64,16 @@ def memory(forecast: Forecast) -> dict[str, int]:
 
 def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> list[str]:
     """Lines on the run itself, which need no prediction."""
-    config, plan = forecast.config, forecast.plan
+    config = forecast.config
+    plan = forecast.plan
     num_hosts = -(-plan.size // ranks_per_host)
     precision = config.train.precision
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     rates = (f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast))
+    # The newest ones, and the best one.
     num_checkpoints = config.checkpoint.keep + 1
     checkpoint_bytes = forecast.footprint.checkpoint_bytes
+
     lines = [
         (
             "model",
@@ -98,6 +104,7 @@ def _s(number: int) -> str:
 
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
+    # Ranks with batches of their own have no single product.
     if len(set(plan.batch_sizes)) > 1:
         return f"{plan.global_batch:,}"
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
@@ -116,6 +123,7 @@ def _steps(forecast: Forecast) -> str:
 def _memory(forecast: Forecast) -> str:
     parts = memory(forecast)
     total = amount(sum(parts.values()))
+
     # Activations are the one part that is estimated.
     shown = [
         f"{name} about {amount(size)}" if name == "activations" else f"{name} {amount(size)}"
@@ -147,6 +155,7 @@ def step_lines(
     step_seconds = costs[0].step_seconds
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
+
     lines += [
         f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
@@ -160,6 +169,7 @@ def step_lines(
             f"{1000 * cost.exposed_seconds:>12,.1f}{_examples_per_second(forecast, cost):>13,.0f}"
             f"{cost.efficiency:>12.1%}  {cost.algorithm}"
         )
+
     num_steps = forecast.plan.num_steps
     seconds = costs[-1].step_seconds
     lines += [
@@ -171,6 +181,7 @@ def step_lines(
             "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): "
             f"{1000 * by_hosts_seconds:,.1f} ms, {step_seconds / by_hosts_seconds:.1%}"
         )
+
     return lines
 
 
@@ -187,6 +198,7 @@ def as_json(
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
     plan = forecast.plan
+
     return {
         "words": without_secrets(options.overrides),
         "num_ranks": plan.size,
@@ -209,8 +221,8 @@ def as_json(
 def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
     """Writes a PNG; without costs it shows the learning rate alone."""
     plan = forecast.plan
-    columns = 3 if costs else 1
-    width = 13 if costs else 5
+    width, columns = (13, 3) if costs else (5, 1)
+
     with picture(path, width, 4, columns) as (figure, _):
         figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
         _draw_learning_rate(figure.axes[0], forecast)
@@ -243,6 +255,7 @@ def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
     ranks = [cost.num_ranks for cost in costs]
     percent = [100 * cost.efficiency for cost in costs]
     axes.plot(ranks, percent, "o-", color=BLUE)
+
     axes.annotate(
         f"{percent[-1]:.0f}%",
         (ranks[-1], percent[-1]),

@@ -1,8 +1,8 @@
 """The machine in the cost model, and the time of one all-reduce on it by bytes, ranks and algorithm. Pure.
 
-Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and Gropp (2005,
-"Optimization of Collective Communication Operations in MPICH") base their formulas, as we do ours. The additions are
-left out: a rank adds faster than its link delivers.
+Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and
+Gropp (2005, "Optimization of Collective Communication Operations in MPICH") base their formulas, as
+we do ours. The additions are left out: a rank adds faster than its link delivers.
 """
 
 import math
@@ -14,13 +14,16 @@ import numpy as np
 # Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
 
-# Share of a link's nominal speed that an all-reduce gets. Fitted once, together with step.Rules.interference and
-# .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
+# Share of a link's nominal speed that an all-reduce gets. Fitted once, together with
+# step.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
-# Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink, 5.7 over PCIe and 9.6
-# over a network, and 1.9 times as much for large messages ("plateau effect of ring"), such as gradients.
-NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 1.9 * 3.4e-6, 1.9 * 5.7e-6, 1.9 * 9.6e-6
+# Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
+# 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of
+# ring"), such as gradients.
+NVLINK_SECONDS = 1.9 * 3.4e-6
+PCIE_SECONDS = 1.9 * 5.7e-6
+NETWORK_SECONDS = 1.9 * 9.6e-6
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Link:
     Attributes:
         latency_seconds: Until the first byte arrives.
         bytes_per_second: From then on.
-        corrections: Pairs (bytes, measured / predicted seconds) of all-reduces over it: no real link has the same
-            speed for all sizes.
+        corrections: Pairs (bytes, measured / predicted seconds) of all-reduces over it: no real
+            link has the same speed for all sizes.
     """
 
     latency_seconds: float
@@ -51,6 +54,7 @@ class Link:
         """
         if not self.corrections:
             return 1.0
+
         sizes, factors = zip(*self.corrections)
         return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), factors))
 
@@ -63,7 +67,8 @@ class Machine:
         inside: Each rank's link inside its host.
         between: The link of a host to the others, which all its ranks share.
         ranks_per_host: Ranks of a host.
-        start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have agreed on it.
+        start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
+            agreed on it.
     """
 
     inside: Link
@@ -83,8 +88,8 @@ class Machine:
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     """2 (n - 1) steps, in each of which every rank passes on an n-th part: 2 (n - 1) (alpha + bytes / n / beta).
 
-    No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations"), but its latency grows with the ranks.
+    No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations"), but its latency grows with the ranks.
 
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
@@ -95,13 +100,15 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     """Halving and doubling (Rabenseifner's algorithm, in Thakur et al. 2005): a ring's bytes in 2 log2 n steps.
 
-    That holds for powers of two. Other numbers of ranks would send more; they get the ring's time here.
+    That holds for powers of two. Other numbers of ranks would send more; they get the ring's time
+    here.
 
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
     """
     if num_ranks & (num_ranks - 1):
         return ring_seconds(num_bytes, num_ranks, link)
+
     steps = 2 * (num_ranks.bit_length() - 1)
     return steps * link.latency_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
 
@@ -109,8 +116,8 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """One ring through all ranks, host after host, which crosses each host's link once in each direction.
 
-    The narrowest link limits it. A part of the sum passes 2 (n - 1) links, of which 2 (hosts - 1) lead from host to
-    host; NCCL's ncclTopoTuneModel counts the same way.
+    The narrowest link limits it. A part of the sum passes 2 (n - 1) links, of which 2 (hosts - 1)
+    lead from host to host; NCCL's ncclTopoTuneModel counts the same way.
 
     >>> wide = Machine(Link(1e-6, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(flat_ring_seconds(100e6, 8, wide), 6)  # 2 x 7 / 8 x 0.1 s, 12 steps of 1 us, 2 of 10
@@ -119,9 +126,11 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     hosts = machine.num_hosts(num_ranks)
     if hosts == 1:
         return ring_seconds(num_bytes, num_ranks, machine.inside)
+
     slowest = machine.between.bytes_per_second
     if num_ranks > hosts:
         slowest = min(slowest, machine.inside.bytes_per_second)
+
     steps = 2 * (num_ranks - 1)
     outer_steps = 2 * (hosts - 1)
     inner_steps = steps - outer_steps
@@ -132,8 +141,9 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
 def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """Reduce-scatter inside the hosts, halving and doubling between hosts for each part, allgather inside the hosts.
 
-    This follows Goyal et al. 2017 (arXiv:1706.02677, section 4); with HOROVOD_HIERARCHICAL_ALLREDUCE, MPI chooses how
-    hosts reduce. The parts share each host's link, which carries all bytes; its latency grows with the hosts alone.
+    This follows Goyal et al. 2017 (arXiv:1706.02677, section 4); with
+    HOROVOD_HIERARCHICAL_ALLREDUCE, MPI chooses how hosts reduce. The parts share each host's link,
+    which carries all bytes; its latency grows with the hosts alone.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
@@ -147,9 +157,10 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
 def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """Two binary trees over the hosts, each for one half of the data, and a chain inside each host.
 
-    An inner rank of one tree is a leaf of the other, so each link carries 2 x bytes, and the latency grows with the
-    logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan").
-    NCCL has it since 2.4. The time to fill the pipeline is left out.
+    An inner rank of one tree is a leaf of the other, so each link carries 2 x bytes, and the
+    latency grows with the logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full
+    bandwidth broadcast, reduction and scan"). NCCL has it since 2.4. The time to fill the pipeline
+    is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
@@ -157,6 +168,7 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     """
     if num_ranks == 1:
         return 0.0
+
     hosts = machine.num_hosts(num_ranks)
     local = min(num_ranks, machine.ranks_per_host)
     latency = 0.0
@@ -187,6 +199,7 @@ def allreduce_seconds(
     """
     if num_ranks == 1:
         return 0.0, "none"
+
     seconds, name = min((ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms)
     link: Link = getattr(machine, machine.slowest(num_ranks))
     return (machine.start_seconds + seconds) * link.correction(num_bytes), name

@@ -1,8 +1,8 @@
 """Time of one training step on n ranks: computing, and the part of the reduction that computing does not hide. Pure.
 
-A small simulation: the backward pass finishes the gradients of the last layer first; those that are ready go into a
-buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduce, one after the other; the step ends
-when the last has been reduced.
+A small simulation: the backward pass finishes the gradients of the last layer first; those that are
+ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduce,
+one after the other; the step ends when the last has been reduced.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class Work:
     Attributes:
         step_seconds: Its time without other ranks.
         gradients: In the order of the backward pass.
-        forward_share: The part of the step before the first gradient. The backward pass computes twice as many
-            products as the forward pass: for the inputs and for the weights.
+        forward_share: The part of the step before the first gradient. The backward pass computes
+            twice as many products as the forward pass: for the inputs and for the weights.
     """
 
     step_seconds: float
@@ -46,13 +46,17 @@ class Rules:
 
     Attributes:
         overlap: Whether gradients are reduced while others are computed, or after the last.
-        fusion_bytes: Size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0), but have buckets.
-        cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on average.
-        interference: How much slower computing is while data is moved: both use memory and cores (Rashidi et al. 2021,
-            "Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms"). Fitted, as are
-            algorithms.LINK_SHARE and the deviation: see docs/plan.md.
+        fusion_bytes: Size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0),
+            but have buckets.
+        cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on
+            average.
+        interference: How much slower computing is while data is moved: both use memory and cores
+            (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep
+            Learning Training Platforms"). Fitted, as are algorithms.LINK_SHARE and the deviation:
+            see docs/plan.md.
         deviation: Standard deviation of the ranks' step times, relative to their mean.
-        algorithms: Names in costs.algorithms; each buffer takes the fastest. NCCL chooses between these two.
+        algorithms: Names in costs.algorithms; each buffer takes the fastest. NCCL chooses between
+            these two.
     """
 
     overlap: bool = False
@@ -102,22 +106,29 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
     if num_ranks == 1 or not work.gradients:
         return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
+
     sizes = [gradient.num_bytes for gradient in work.gradients]
     ready = _ready_times(work, compute) if rules.overlap else [compute] * len(sizes)
 
     computed = compute
     free = 0.0  # When the last reduction so far has ended.
+
     busy = 0.0
     buffers: list[tuple[int, str]] = []
     first = 0
     while first < len(sizes):
         # After a reduction Horovod takes the next at once; while idle it waits for its next cycle.
-        begin = free if ready[first] < free else ready[first] + rules.cycle_seconds / 2
+        begin = free
+        if ready[first] >= free:
+            begin = ready[first] + rules.cycle_seconds / 2
+
         last = first + 1
         while last < len(sizes) and ready[last] <= begin and sum(sizes[first : last + 1]) <= rules.fusion_bytes:
             last += 1
+
         num_bytes = sum(sizes[first:last])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
+
         # Waiting for a latency slows nobody down.
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
@@ -172,7 +183,8 @@ def expected_maximum(number: int) -> float:
     >>> [round(expected_maximum(number), 4) for number in (1, 2, 10, 100)]  # 2: 1 / sqrt(pi)
     [0.0, 0.5642, 1.5388, 2.5076]
     """
-    end, steps = 8.0, 800  # Normal numbers beyond 8 deviations are negligible.
+    end = 8.0  # Normal numbers beyond 8 deviations are negligible.
+    steps = 800
     width = 2 * end / steps
     below = [NormalDist().cdf(-end + width * (index + 0.5)) ** number for index in range(steps)]
     return end - width * sum(below)
@@ -181,8 +193,9 @@ def expected_maximum(number: int) -> float:
 def slowdown(num_ranks: int, deviation: float) -> float:
     """Expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
 
-    Step times are taken as normal, with a relative deviation. The heavier tail that Chen et al. (2016, "Revisiting
-    Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is not modelled.
+    Step times are taken as normal, with a relative deviation. The heavier tail that Chen et al.
+    (2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is
+    not modelled.
 
     >>> round(slowdown(512, 0.03), 3)
     1.091
