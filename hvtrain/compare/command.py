@@ -54,7 +54,10 @@ def main() -> int:
     # Before the first run, which makes the machine busy.
     facts = _facts(options)
     exit_at_signals()
-    print(f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}", flush=True)
+    print(
+        f"{len(contest.schedule())} runs of {options.np} ranks; results go to {folder}",
+        flush=True,
+    )
 
     ended_by: BaseException | None = None
     try:
@@ -175,9 +178,20 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         epilog=EPILOG,
     )
     option = parser.add_argument
-    option("-np", type=at_least(1), default=2, metavar="N", help="ranks, workers or replicas; default: 2")
+    option(
+        "-np",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="ranks, workers or replicas; default: 2",
+    )
     parser.add_hosts()
-    option("--num-ps", type=at_least(1), metavar="P", help="parameter servers, for strategies that have some")
+    option(
+        "--num-ps",
+        type=at_least(1),
+        metavar="P",
+        help="parameter servers, for strategies that have some",
+    )
     option(
         "--rounds",
         type=at_least(1),
@@ -185,7 +199,13 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         metavar="N",
         help="rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6",
     )
-    option("--speed-steps", type=at_least(2), default=100, metavar="N", help="steps of a short run; default: 100")
+    option(
+        "--speed-steps",
+        type=at_least(2),
+        default=100,
+        metavar="N",
+        help="steps of a short run; default: 100",
+    )
     option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
     option(
         "--target",
@@ -198,7 +218,12 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         default=JOINT,
         help=f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})",
     )
-    option("--single-cores", type=at_least(1), metavar="N", help="cores that strategy=single may use; default: all")
+    option(
+        "--single-cores",
+        type=at_least(1),
+        metavar="N",
+        help="cores that strategy=single may use; default: all",
+    )
     option(
         "--plan",
         type=at_least(0),

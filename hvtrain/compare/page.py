@@ -50,7 +50,12 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
 
     shown: list[Panel] = []
     if any(entry["rounds"] for entry in strategies):
-        shown.append(("examples/s (bar: median, dots: rounds)", partial(_draw_speed, strategies=strategies)))
+        shown.append(
+            (
+                "examples/s (bar: median, dots: rounds)",
+                partial(_draw_speed, strategies=strategies),
+            )
+        )
     if not points:
         return shown
 
@@ -97,7 +102,16 @@ def _draw_curves(
         x, y = zip(*points)
         # Widths differ so that curves that coincide stay visible.
         width = 2.6 - 0.3 * row
-        axes.plot(x, y, "o-", color=color, linewidth=width, markersize=3, alpha=0.9, label=entry["name"])
+        axes.plot(
+            x,
+            y,
+            "o-",
+            color=color,
+            linewidth=width,
+            markersize=3,
+            alpha=0.9,
+            label=entry["name"],
+        )
 
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
@@ -105,7 +119,9 @@ def _draw_curves(
     axes.legend(frameon=False, fontsize=8)
 
 
-def _colored(strategies: list[Mapping[str, Any]]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+def _colored(
+    strategies: list[Mapping[str, Any]],
+) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     """Yields the number, color and entry of each strategy; a strategy has one color in all panels."""
     for number, entry in enumerate(strategies):
         yield number, SERIES[number % len(SERIES)], entry

@@ -6,7 +6,14 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from hvtrain.compare.conclusion import against, on_examples, on_scaling, on_speed, on_target, on_test
+from hvtrain.compare.conclusion import (
+    against,
+    on_examples,
+    on_scaling,
+    on_speed,
+    on_target,
+    on_test,
+)
 from hvtrain.compare.contest import Contest
 from hvtrain.compare.contestants import SINGLE, Contestant
 from hvtrain.compare.one_run import Training
@@ -167,7 +174,14 @@ def curve(training: Training) -> Curve:
         seconds += record.seconds
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
-        points.append({"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch, **metrics})
+        points.append(
+            {
+                "epoch": record.epoch,
+                "seconds": seconds,
+                "examples": record.step * batch,
+                **metrics,
+            }
+        )
 
     return points
 
@@ -229,7 +243,10 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     if has_gpus:
         header.append("GPU MB")
 
-    return [[*header, "CPU s", "s in all"], *(_table_row(entry, tests, has_gpus) for entry in strategies)]
+    return [
+        [*header, "CPU s", "s in all"],
+        *(_table_row(entry, tests, has_gpus) for entry in strategies),
+    ]
 
 
 def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -> list[str]:
@@ -242,7 +259,12 @@ def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -
     if entry["target_epoch"]:
         target = f"{entry['target_seconds']:.1f} (epoch {entry['target_epoch']})"
 
-    row = [entry["name"], format_known(entry["examples_per_second"], ",.0f"), against_single, target]
+    row = [
+        entry["name"],
+        format_known(entry["examples_per_second"], ",.0f"),
+        against_single,
+        target,
+    ]
     row += [format_known(entry["tests"].get(name), ".4f") for name in tests]
     row.append(_megabytes(entry["peak_bytes"]))
     if has_gpus:

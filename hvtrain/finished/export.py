@@ -74,6 +74,10 @@ Writes the model of a finished run, in float32 and with its preprocessing, and a
 for digits.onnx). The exported model is first compared with the run's own on examples of its data.""",
         EXAMPLES,
     )
-    parser.add_argument("--output", metavar="PATH", help="the exported model; default: the run's name, in this folder")
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        help="the exported model; default: the run's name, in this folder",
+    )
 
     return parser

@@ -21,7 +21,13 @@ from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.system import console
 from hvtrain.tasks import Task
 from hvtrain.training.finish import load_weights
-from hvtrain.training.setup import build_network, open_source, open_task, optimizer_at, seed_everything
+from hvtrain.training.setup import (
+    build_network,
+    open_source,
+    open_task,
+    optimizer_at,
+    seed_everything,
+)
 
 
 @dataclass(frozen=True)

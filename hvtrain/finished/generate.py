@@ -58,8 +58,20 @@ def _parser() -> Parser:
         "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
         EXAMPLES,
     )
-    parser.add_argument("--tokens", type=at_least(1), default=64, metavar="N", help="most tokens to write; default: 64")
-    parser.add_argument("--temperature", type=not_negative, default=0.7, metavar="T", help="default: 0.7; 0: greedy")
+    parser.add_argument(
+        "--tokens",
+        type=at_least(1),
+        default=64,
+        metavar="N",
+        help="most tokens to write; default: 64",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=not_negative,
+        default=0.7,
+        metavar="T",
+        help="default: 0.7; 0: greedy",
+    )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
 
     return parser

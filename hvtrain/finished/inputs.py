@@ -139,7 +139,10 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(files)):
             names = [str(file.relative_to(root)) for file in files[part]]
-            yield np.stack([preprocessed(file) for file in files[part]]), {"file": np.array(names, object)}
+            yield (
+                np.stack([preprocessed(file) for file in files[part]]),
+                {"file": np.array(names, object)},
+            )
 
     return Examples(str(path), len(files), batches)
 

@@ -51,7 +51,10 @@ class ProgressLines:
         self._printed_at = now
         # At the mean speed so far, which includes the tracing of the graph.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
-        print(f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left", flush=True)
+        print(
+            f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left",
+            flush=True,
+        )
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""`python -m hvtrain report RUN...`: writes the report of a run again, or compares several runs."""
+"""`python -m hvtrain report RUN...`: writes the report of a run again, or compares several runs.
+
+Everything on a page comes from the files of the run folders, so neither TensorFlow nor the data are needed.
+"""
 
 import sys
 from pathlib import Path
@@ -41,7 +44,12 @@ Writes the report of a run again, report.html and curves.png, from the files in 
 going or has failed. Several runs are compared on one page: a sortable table of figures, curves in common charts, and
 the settings that differ.""",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; python -m hvtrain runs lists them")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run folder; python -m hvtrain runs lists them",
+    )
     parser.add_argument(
         "--output",
         metavar="FILE",

@@ -12,7 +12,7 @@ from hvtrain.system.text import exact_duration, format_known
 
 # They differ between any two runs, or say nothing about the training.
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
-_SPEED_COLUMNS = ("examples/s", "of each rank", "efficiency")
+_LAST_COLUMNS = ("ranks", "examples/s", "of each rank", "efficiency", "time", "began")
 
 # The value to sort by, None if it is unknown, and the text.
 Cell = tuple[Any, str]
@@ -29,7 +29,7 @@ def html(runs: Sequence[RunFiles]) -> str:
     return render(
         "comparison.html.j2",
         title=f"{len(runs)} runs",
-        columns=["run", "state", *metrics, *best_columns, "ranks", *_SPEED_COLUMNS, "time", "began"],
+        columns=["run", "state", *metrics, *best_columns, *_LAST_COLUMNS],
         rows=[_row(run, label, metrics, best_columns) for run, label in zip(runs, labels)],
         labels=labels,
         num_colors=len(SERIES),
@@ -77,6 +77,7 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
     ranks = run.num_ranks
     rate_of_each = rate / ranks if rate and ranks else None
     split = result.get("split") or {}
+    seconds = result.get("seconds")
 
     return [
         (label, label),
@@ -87,7 +88,7 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
         _cell(rate, ",.0f"),
         _cell(rate_of_each, ",.0f"),
         _cell(split.get("efficiency"), ".0%"),
-        (result.get("seconds"), exact_duration(result["seconds"]) if "seconds" in result else ""),
+        (seconds, "" if seconds is None else exact_duration(seconds)),
         (run.began, run.began),
     ]
 

@@ -145,7 +145,11 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
             "fastest": min,
         }
         return [
-            Series(name, [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()], color)
+            Series(
+                name,
+                [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()],
+                color,
+            )
             for color, (name, statistic) in enumerate(statistics.items())
         ]
 

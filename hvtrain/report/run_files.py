@@ -9,7 +9,14 @@ from typing import Any
 
 from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.core.files import read_file
-from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, EpochRecord, read_history, read_rank_seconds, read_starts
+from hvtrain.core.run_files import (
+    RESULT_FILE,
+    REVIEW_FILE,
+    EpochRecord,
+    read_history,
+    read_rank_seconds,
+    read_starts,
+)
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import is_held
 

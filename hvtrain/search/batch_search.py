@@ -104,7 +104,10 @@ def _attempt(
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model, start = runner.restore(run, None)
     description = describe(run, model, start)
-    log.info("%s", summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE}))
+    log.info(
+        "%s",
+        summary({name: text for name, text in description.items() if name not in _DIFFER_BY_SIZE}),
+    )
 
     on_chief = strategy.comm.on_chief
     sizes = Sizes(run, model, start, limit_bytes)
@@ -263,7 +266,11 @@ def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None
         python = f"horovodrun -np {ranks} python"
 
     log.info("largest that fits, of those tried: train.batch_size=%d", trials[-1].batch_size)
-    log.info("fastest: train.batch_size=%d, with %s examples/s", best.batch_size, f"{best.examples_per_second:,.0f}")
+    log.info(
+        "fastest: train.batch_size=%d, with %s examples/s",
+        best.batch_size,
+        f"{best.examples_per_second:,.0f}",
+    )
     log.info("  %s -m hvtrain %s", python, settings)
     log.info("another batch changes what optimizer.learning_rate means; to find one for it:")
     log.info("  %s -m hvtrain find_lr %s", python, settings)

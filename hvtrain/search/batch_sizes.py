@@ -163,7 +163,11 @@ def write_png(folder: Path, trials: Sequence[Trial]) -> None:
         speed.set(ylabel="examples/s of all ranks", ylim=(0, 1.1 * max(rates)))
         speed.legend()
         memory.plot(sizes, peaks, "o-", color="tab:green")
-        memory.set(xlabel="train.batch_size", ylabel="peak memory of a rank in MiB", ylim=(0, 1.1 * max(peaks)))
+        memory.set(
+            xlabel="train.batch_size",
+            ylabel="peak memory of a rank in MiB",
+            ylim=(0, 1.1 * max(peaks)),
+        )
         for axes in (speed, memory):
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -80,8 +80,19 @@ that fits, and the fastest: the smallest within 3% of the most examples/s. Write
 A size that would exceed the memory of the host or of its container is not begun.""",
         epilog=EPILOG,
     )
-    parser.add_argument("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
-    parser.add_argument("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
+    parser.add_argument(
+        "--first",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="first size, of a rank; default: 1",
+    )
+    parser.add_argument(
+        "--largest",
+        type=at_least(1),
+        metavar="N",
+        help="largest size to try; default: as many as fit",
+    )
     parser.add_argument(
         "--steps",
         type=at_least(1),

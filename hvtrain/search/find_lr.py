@@ -39,7 +39,11 @@ def main() -> int:
 
 def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
     """Returns the run as a trial whose rate grows from the lowest to the highest."""
-    schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": lowest, "highest": highest}
+    schedule = {
+        "_target_": "hvtrain.core.schedule.RangeTest",
+        "lowest": lowest,
+        "highest": highest,
+    }
     return as_trial(config, num_steps, schedule=schedule)
 
 
@@ -89,8 +93,20 @@ prints the optimizer.learning_rate at which the loss fell fastest, for this numb
 A schedule's warm-up and decay are applied to this rate.""",
         epilog=EPILOG,
     )
-    parser.add_argument("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
-    parser.add_argument("--lowest", type=positive, default=1e-5, metavar="RATE", help="first rate; default: 1e-5")
+    parser.add_argument(
+        "--steps",
+        type=at_least(10),
+        default=100,
+        metavar="N",
+        help="steps of the test; default: 100",
+    )
+    parser.add_argument(
+        "--lowest",
+        type=positive,
+        default=1e-5,
+        metavar="RATE",
+        help="first rate; default: 1e-5",
+    )
     parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
 
     return parser

@@ -164,7 +164,11 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
 def _log_suggestion(rate: float, lowest_at: float, factor: float, folder: Path) -> None:
     """Logs the rate as the setting, which the run multiplies by the factor of its ranks."""
     note = "" if factor == 1 else f" (x {factor:g} = {rate:.3g} for all ranks together)"
-    log.info("the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate / factor, note)
+    log.info(
+        "the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s",
+        rate / factor,
+        note,
+    )
     log.info("it was lowest at %.2g; picture and losses in %s", lowest_at / factor, folder)
 
 

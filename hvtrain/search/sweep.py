@@ -164,8 +164,16 @@ with the best settings again. trials: results in all, those that are there inclu
     option = parser.add_argument
     option("-np", type=at_least(1), default=2, metavar="N", help="ranks of a trial; default: 2")
     parser.add_hosts()
-    option("--metric", metavar="NAME", help="a column of history.csv; default: checkpoint.best, that of the task")
-    option("--direction", choices=(MAX, MIN), help="which of its values is best; default: by its name")
+    option(
+        "--metric",
+        metavar="NAME",
+        help="a column of history.csv; default: checkpoint.best, that of the task",
+    )
+    option(
+        "--direction",
+        choices=(MAX, MIN),
+        help="which of its values is best; default: by its name",
+    )
     option(
         "--prune-after",
         type=at_least(1),
@@ -174,7 +182,13 @@ with the best settings again. trials: results in all, those that are there inclu
         help="finished trials before others are pruned, from epoch 2 on; default: 5",
     )
     option("--no-pruning", action="store_true", help="each trial trains to its end")
-    option("--seed", type=at_least(0), default=0, metavar="N", help="of the choice of settings; default: 0")
+    option(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="of the choice of settings; default: 0",
+    )
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
 
     return parser

@@ -86,7 +86,9 @@ def table(results: Results) -> list[list[str]]:
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
         settings = [in_short(trial["settings"].get(name)) for name in names]
-        rows.append([str(trial["number"]), value, str(_epochs(trial)), f"{trial['seconds'] or 0:.0f}", *settings])
+        epochs = str(_epochs(trial))
+        seconds = f"{trial['seconds'] or 0:.0f}"
+        rows.append([str(trial["number"]), value, epochs, seconds, *settings])
 
     return rows
 

@@ -17,7 +17,15 @@ from hvtrain.errors import INTERRUPTED, LostRankError
 from hvtrain.launch.child import SECONDS_TO_SAVE, end, ends_within, failure, started
 from hvtrain.search.search_space import Goal
 from hvtrain.search.study import IsHopeless, Study
-from hvtrain.search.sweep_results import best_of, in_short, result_lines, train_command, trial_record, write, write_png
+from hvtrain.search.sweep_results import (
+    best_of,
+    in_short,
+    result_lines,
+    train_command,
+    trial_record,
+    write,
+    write_png,
+)
 from hvtrain.system.text import duration
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -57,7 +65,10 @@ class Trials:
         already = len(self.results["trials"])
         note = f"; {already} of them are there" if already else ""
         num_ranks = self.results["num_ranks"]
-        print(f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}", flush=True)
+        print(
+            f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}",
+            flush=True,
+        )
 
         is_interrupted = False
         try:
@@ -74,7 +85,10 @@ class Trials:
 
         print("\n" + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"]))
         if is_interrupted:
-            print("hvtrain: interrupted; all trials so far are kept, and the same command goes on", file=sys.stderr)
+            print(
+                "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
+                file=sys.stderr,
+            )
             return INTERRUPTED
 
         return 0 if self.results["best"] else 1
@@ -100,7 +114,10 @@ class Trials:
         outcome = trial["error"]
         if trial["value"] is not None:
             outcome = f"{self.goal.metric} {trial['value']:.5g}"
-        print(f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}", flush=True)
+        print(
+            f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}",
+            flush=True,
+        )
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
         searched = [override(name, value) for name, value in settings.items()]
@@ -131,8 +148,15 @@ class Trials:
         ]
         best = best_of(trials, self.goal.direction)
         if best:
-            best = {**best, "line": train_command(self.launcher, self.overrides, best["settings"])}
-        self.results |= {"trials": trials, "best": best, "importances": self.study.importances()}
+            best = {
+                **best,
+                "line": train_command(self.launcher, self.overrides, best["settings"]),
+            }
+        self.results |= {
+            "trials": trials,
+            "best": best,
+            "importances": self.study.importances(),
+        }
         write(self.results, self.folder)
 
 
