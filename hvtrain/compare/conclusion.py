@@ -34,6 +34,7 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
     if not common:
         return None
 
+    # A strategy that failed or was interrupted has fewer rounds; they are not compared with those of another time.
     return ratio([numerators[n] for n in common], [denominators[n] for n in common]), len(common)
 
 
@@ -60,6 +61,7 @@ def is_clear(speed_ratio: Ratio, num_rounds: int) -> bool:
 
 def on_speed(speeds: Speeds) -> list[str]:
     """States which contestant is the fastest, and how the others compare with it."""
+    # The order is that of medians; whether a difference is real is decided within the rounds.
     medians = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
     if len(medians) < 2:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
@@ -147,6 +149,7 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
     >>> on_test("test_accuracy", {"single": 0.9722, "horovod": 0.975})
     'test_accuracy from 0.9722 (single) to 0.9750 (horovod); one run each, so another seed may order them otherwise.'
     """
+    # No claim about which is better: one run of each says little about small differences.
     low = min(values, key=lambda name: values[name])
     high = max(values, key=lambda name: values[name])
     spread = f"{metric} from {values[low]:.4f} ({low}) to {values[high]:.4f} ({high})"
@@ -202,6 +205,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         stdin=subprocess.DEVNULL,
         check=False,
     )
+    # The comparison itself has succeeded, so an error of the plan is one more line of it.
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]

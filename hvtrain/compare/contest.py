@@ -60,7 +60,7 @@ class Contest:
         """Starts one run after the other. A contestant that fails takes no part in later runs."""
         schedule = self.schedule()
         for index, (contestant, number) in enumerate(schedule):
-            if contestant.name in self.errors:
+            if contestant.name in self.errors:  # What has failed once would fail again.
                 continue
             about = "the whole run" if number == WHOLE else f"round {number} of {self.num_rounds}"
             title = f"run {index + 1} of {len(schedule)}: {contestant.name}, {about}"
@@ -112,7 +112,6 @@ class Contest:
             return training
 
         self.rounds.setdefault(contestant.name, {})[number] = training
-
         for path in (folder / "run" / name for name in _LARGE):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ from hvtrain.errors import ConfigError
 SINGLE = "single"
 JOINT = "joint"
 RANK = "rank"
+# Law 1: data is sharded, then shuffled, so the shards of all ranks are another order than one shard.
 ORDER = "takes the examples in another order, since its data is one shard"
 # A short run only takes steps, and all of them: validation and checkpoints would be timed too.
 _ONLY_STEPS = (
@@ -103,6 +104,7 @@ def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JO
 
 def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant | None:
     strategy, *settings = name.split("@")
+    # The user's own strategies, from --config-dir, take part too.
     folders = (CONFIGS, *own_folders(common))
     known = sorted(path.stem for folder in folders for path in (folder / "strategy").glob("*.yaml"))
     if strategy not in known:
@@ -167,5 +169,6 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
 
 def learning_rate_factor(config: RunConfig, num_ranks: int) -> float:
     """Returns by how much num_ranks ranks multiply the learning rate of one."""
+    # As core/step_plan.py has it, for the number of ranks alone: accumulation is the same for one process.
     factors = {"linear": num_ranks, "sqrt": math.sqrt(num_ranks), "none": 1}
     return factors[config.train.learning_rate_scale]

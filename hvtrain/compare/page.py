@@ -78,6 +78,7 @@ def _draw_speed(axes: Any, strategies: list[Mapping[str, Any]]) -> None:
     for row, color, entry in _colored(strategies):
         if not entry["examples_per_second"]:
             continue
+        # The dots show how much a round differs from the others, which a median hides.
         axes.barh(row, entry["examples_per_second"], color=color, height=0.6)
         speeds = [run["examples_per_second"] for run in entry["rounds"] if run["examples_per_second"]]
         axes.plot(speeds, [row] * len(speeds), "o", color=INK, markersize=3, alpha=0.7)

@@ -86,6 +86,7 @@ def write_panels(
         for axes, (title, draw) in zip(figure.axes, panels):
             draw(axes)
             axes.set_title(title, loc="left", fontsize=10)
+        # The last row may have more axes than there are panels.
         for axes in figure.axes[len(panels) :]:
             axes.remove()
 
@@ -138,13 +139,16 @@ def _for_a_page(text: str, title: str) -> str:
     """Removes what the page has already or would have twice: XML head, group names, size, fonts."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    # Two charts on a page may not have the same id; nothing refers to these.
     text = re.sub(r'<g id="[\w.-]*"', "<g", text)
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
     text = re.sub(fonts, "", text)
 
+    # A color that is a variable follows the page from light to dark.
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
 
+    # Without a size of its own the chart is as wide as its place on the page.
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
 

@@ -43,7 +43,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         # This process still holds the lock of the folder, by which it looks like a running one.
         run = replace(read_run(folder), state="finished")
         write_page(run, folder / REPORT_FILE, with_diff)
-    except Exception as error:
+    except Exception as error:  # Whatever Matplotlib or a template may raise.
         log.warning(
             "%s is not written: %s; python -m hvtrain report %s tries again",
             REPORT_FILE,

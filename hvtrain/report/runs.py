@@ -57,6 +57,7 @@ def main() -> int:
 
     rows = [run_row(path, folder) for path in find_runs(folder)]
     key = SORT_KEYS[options.sort]
+    # None cannot be compared with a number.
     known = [row for row in rows if key(row) is not None]
     unknown = [row for row in rows if key(row) is None]
     rows = [*sorted(known, key=key), *unknown]
@@ -83,6 +84,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     except OSError:  # A folder that another user keeps private.
         return []
 
+    # Hidden folders are those of editors and version control.
     return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
 
 
@@ -94,6 +96,7 @@ def run_row(path: Path, folder: Path) -> Row:
         name = str(path.relative_to(folder))
 
     row: Row = dict.fromkeys(COLUMNS)
+    # One damaged run is no reason to hide the others.
     row.update(run=name, state="damaged", resumable=False, began="")
     try:
         run = read_run(path)

@@ -95,6 +95,7 @@ def _attempt(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
+    # Others run the step elsewhere, on servers or replicas, where its memory is not this process's.
     if not strategy.is_plain:
         raise ConfigError(
             "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
@@ -172,6 +173,7 @@ class Sizes:
 
     def obstacle(self, size: int) -> str:
         """Returns what is known to prevent the size: too few examples, or too little memory of a host; else ""."""
+        # The plan knows how many batches of this size the data set fills.
         try:
             self.plan_of(size)
         except ConfigError as error:
@@ -196,6 +198,7 @@ class Sizes:
     def measure(self, size: int) -> str:
         """Trains some steps. Returns the reason if the size does not fit on a rank, else ""."""
         run = replace(self.run, plan=self.plan_of(size))
+        # From here on, so that the peak is that of this size.
         forget_peak()
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
@@ -234,6 +237,7 @@ class Sizes:
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
+        # Compiled as the real step is, since XLA plans memory of its own.
         step = tf.function(gradients_alone, jit_compile=bool(model.jit_compile))
 
         try:
@@ -241,6 +245,7 @@ class Sizes:
         except tf.errors.OpError as error:
             if not is_out_of_memory(error):
                 raise
+            # For the log of this rank; all ranks learn its number.
             log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
             return False
 

@@ -118,9 +118,11 @@ def lacking_host(ranks: Sequence[RankMemory], limit_bytes: int | None = None) ->
     >>> lacking_host(ranks[:1], limit_bytes=170)
     ('s1', 100.0, 120)
     """
+    # Ranks of a host compete for its memory, so their growth counts together.
     for host in dict.fromkeys(rank.host for rank in ranks):
         of_host = [rank for rank in ranks if rank.host == host]
         growth = sum(rank.growth_bytes for rank in of_host)
+        # Ranks ask at slightly different times; the smallest answer is the safe one.
         free = min(rank.free_bytes for rank in of_host)
         if limit_bytes is not None:
             resident = sum(rank.resident_bytes for rank in of_host)
@@ -169,5 +171,6 @@ def write_png(folder: Path, trials: Sequence[Trial]) -> None:
             ylim=(0, 1.1 * max(peaks)),
         )
         for axes in (speed, memory):
+            # Each size is twice the one before.
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -39,6 +39,7 @@ def main() -> int:
 
 def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
     """Returns the run as a trial whose rate grows from the lowest to the highest."""
+    # Any schedule of the user's is replaced: its warm-up would hold the rate down.
     schedule = {
         "_target_": "hvtrain.core.schedule.RangeTest",
         "lowest": lowest,

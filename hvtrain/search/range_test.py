@@ -86,6 +86,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
     nothing = Suggestion(None, None)
     num_finite = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     averages = smoothed(losses[:num_finite])
+    # A slope takes a step on each side.
     if len(averages) <= LEFT_OUT + 2:
         return nothing
 

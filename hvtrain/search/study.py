@@ -60,6 +60,7 @@ class Study:
 
         # The same seed again would draw the same settings again.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
+        # Optuna's default prunes too.
         self._study.pruner = optuna.pruners.NopPruner()
         if prune_after is not None:
             self._study.pruner = optuna.pruners.MedianPruner(prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH)

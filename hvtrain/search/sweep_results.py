@@ -142,6 +142,7 @@ def write_png(results: Results, path: Path) -> None:
 
     optuna's own plots would show the numbers of choices, since it stores no lists (study.py).
     """
+    # By importance, as soon as there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
     panels: list[Panel] = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
 
@@ -183,6 +184,7 @@ def _draw_setting(axes: Any, results: Results, name: str) -> None:
         trials = [trial for trial in _with_value(results, state) if name in trial["settings"]]
         positions = [trial["settings"][name] for trial in trials]
         if choices:
+            # Choices need not be numbers, so each has a place of its own.
             positions = [choices.index(value) for value in positions]
         values = [trial["value"] for trial in trials]
         axes.plot(positions, values, "o", color=color, markersize=4)
