@@ -50,16 +50,12 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
 
     shown: list[Panel] = []
     if any(entry["rounds"] for entry in strategies):
-        shown.append(
-            (
-                "examples/s (bar: median, dots: rounds)",
-                partial(_draw_speed, strategies=strategies),
-            )
-        )
+        draw_speed = partial(_draw_speed, strategies=strategies)
+        shown.append(("examples/s (bar: median, dots: rounds)", draw_speed))
     if not points:
         return shown
 
-    # Seconds say which strategy is faster, examples which one learns more of each.
+    # Over seconds the faster strategy is ahead, over examples the one that learns more of each.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))
