@@ -1,8 +1,8 @@
-"""Builders of networks: shapes in, an uncompiled keras.Model out. conf/model/*.yaml name them as `_target_`.
+"""Builders of networks: shapes in, an uncompiled keras.Model out.
 
-Every builder takes facts, such as `image_shape` (height, width, channels) and `num_outputs`, which
-the runner fills in from the data set and the task, and its own options from YAML. All builders keep
-these rules:
+conf/model/*.yaml name them as `_target_`. Every builder takes facts, such as `image_shape` (height,
+width, channels) and `num_outputs`, which the runner fills in from the data set and the task, and
+its own options from YAML. All builders keep these rules:
 - Inputs are normalized floats. The output is float32 of shape (batch, num_outputs), or with height
   and width between the two, without activation, also under mixed precision (use losses with
   from_logits=True).

@@ -1,4 +1,4 @@
-"""Any network of keras.applications by its name, untrained, with a head for the data set's classes."""
+"""Any network of keras.applications by its name, untrained, with a head for the task."""
 
 import inspect
 import re

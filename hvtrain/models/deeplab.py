@@ -1,4 +1,8 @@
-"""DeepLabv3+ for semantic segmentation (Chen et al. 2018, arXiv:1802.02611) on networks of keras.applications."""
+"""DeepLabv3+ for semantic segmentation, on networks of keras.applications.
+
+After Chen et al. 2018, "Encoder-Decoder with Atrous Separable Convolution for Semantic Image
+Segmentation" (arXiv:1802.02611), called the paper here.
+"""
 
 import difflib
 from collections.abc import Sequence
@@ -37,11 +41,12 @@ def deeplabv3plus(
     norm_momentum: float = 0.9,
     **options: Any,
 ) -> keras.Model:
-    """A logit for each class at each pixel: backbone, atrous spatial pyramid pooling, decoder, bilinear upsampling.
+    """Backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
-    The backbone's layers keep the names and the weights' shapes of keras.applications. Where its
-    features would become coarser than output_stride, strides are left out, and what follows is
-    dilated as much: the same kernels see the same pixels, at more positions.
+    Gives a logit for each class at each pixel. The backbone's layers keep the names and the
+    weights' shapes of keras.applications. Where its features would become coarser than
+    output_stride, strides are left out, and what follows is dilated as much: the same kernels see
+    the same pixels, at more positions.
 
     Args:
         image_shape: (height, width, channels).
@@ -88,7 +93,7 @@ def deeplabv3plus(
 
 
 def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
-    """Returns new settings of those layers that change so that no feature is coarser than output_stride, by layer.
+    """Returns the settings, by layer, with which no feature is coarser than output_stride.
 
     A layer behind strides that are left out has to skip as many positions as they did (the
     algorithm à trous).

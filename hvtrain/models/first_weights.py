@@ -84,8 +84,8 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     # The head is taken as a whole, or stays new as a whole.
     head_layers = {part.path for part in head_of(model)}
     head = [slot for slot in slots if slot.layer in head_layers]
-    new_head = [] if all(slot.fits(arrays) for slot in head) else head
-    taken = [slot for slot in slots if not new_head or slot.layer not in head_layers]
+    is_head_new = not all(slot.fits(arrays) for slot in head)
+    taken = [slot for slot in slots if not (is_head_new and slot.layer in head_layers)]
     for slot in taken:
         if not slot.fits(arrays):
             raise _difference(
@@ -98,7 +98,7 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     unused = arrays.keys() - {slot.key_in(arrays) for slot in slots}
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
     # If the head is new, the source may have one of its own, by another name.
-    is_other_head = bool(new_head) and len(unused_layers) == 1
+    is_other_head = is_head_new and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
@@ -106,21 +106,15 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     # Nothing is assigned before everything is known to fit.
     for slot in taken:
         slot.variable.assign(arrays[slot.key_in(arrays)])
-    _log_taken(path, taken, new_head, excepted)
+    new = [f"{slot.path} {tuple(slot.variable.shape)}" for slot in head if is_head_new]
+    _log_taken(path, taken, [*new, *excepted])
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
         log.info("               not taken from there: %s", named)
 
 
-def _log_taken(
-    path: Path,
-    taken: Sequence[Slot],
-    new_head: Sequence[Slot],
-    excepted: Sequence[str],
-) -> None:
+def _log_taken(path: Path, taken: Sequence[Slot], new: Sequence[str]) -> None:
     number = sum(int(np.prod(slot.variable.shape)) for slot in taken)
-    new = [f"{slot.path} {tuple(slot.variable.shape)}" for slot in new_head]
-    new += excepted
     suffix = f"; new: {', '.join(new)}" if new else ""
     log.info("weights        %s parameters from %s%s", f"{number:,}", path, suffix)
 
@@ -240,7 +234,7 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
 
 
 def _of_checkpoint(arrays: Arrays) -> Arrays:
-    """Returns the model's weights in a checkpoint, those of model.lora_rank added to the kernels."""
+    """Returns the model's weights in a checkpoint, LoRA's matrices added to the kernels."""
     # Keys are model/NUMBER/PATH; others are of the optimizer and the ranks.
     model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
     weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}

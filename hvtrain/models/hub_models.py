@@ -1,4 +1,4 @@
-"""Any backbone or task model of keras-hub by its name, untrained, or with the architecture of a preset on disk.
+"""Any backbone or task model of keras-hub by its name, or by a preset on disk, untrained.
 
 Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
 that the task needs. Also reads presets (folders that save_to_preset of keras-hub wrote), and finds
@@ -45,7 +45,7 @@ def hub_model(
     backbone: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> keras.Model:
-    """keras_hub.models.<name> without its preprocessor, with float32 logits of the shape that the run's task needs.
+    """keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
     It is a plain keras.Model around that of keras-hub, which has a fit of its own. A backbone by
     itself gets a dense layer, on pooled features unless the task needs an output at each position.
@@ -64,8 +64,7 @@ def hub_model(
         options: of the task's constructor; of a backbone `dropout`, before the dense layer.
 
     Raises:
-        ConfigError: keras-hub is not installed, no such class, a preset that is no folder,
-            impossible options.
+        ConfigError: no keras-hub, no such class or preset, or impossible options.
     """
     hub = _import_keras_hub()
     chosen = _find_class(hub, name)
@@ -95,8 +94,7 @@ def hub_model(
         _check_size(network, facts)
         kind = _class_for_backbone(hub, chosen, type(network))
         if is_task:
-            saved = task_config(folder, kind) if folder else {}
-            network = _new_task(kind, network, saved, options, num_outputs)
+            network = _new_task(kind, network, folder, options, num_outputs)
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
         outputs = fit_outputs(network(named_inputs), named_inputs, output_shape, dropout, is_task)
     except ConfigError:
@@ -198,11 +196,11 @@ def _new_backbone(
 def _new_task(
     kind: Any,
     backbone: keras.Model,
-    saved: dict[str, Any],
+    folder: str | None,
     options: dict[str, Any],
     num_outputs: int | None,
 ) -> keras.Model:
-    """Builds the task model, with the options that were saved, those of the run, and the user's."""
+    """Builds the task model, with the preset's options, those of the run, and the user's."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
     run_options: dict[str, Any] = {}
@@ -211,6 +209,7 @@ def _new_task(
     if "activation" in _parameters(kind):
         run_options["activation"] = None  # The losses of runs take logits.
     fixed = {"backbone": backbone, "preprocessor": None, "name": "task", "compile": False}
+    saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
     # Otherwise a loaded model compiles it, and Keras warns of an optimizer without variables.
@@ -243,7 +242,8 @@ def _check_options(
 
 
 def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for tokens or texts beyond what the backbone has weights for: a GPU would read zeros."""
+    """Raises ConfigError for tokens or texts beyond what the backbone has weights for."""
+    # A GPU would read zeros for them, without an error.
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
         size = getattr(backbone, fact, None)
         needed = facts[fact]
@@ -258,8 +258,7 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
     """Makes inputs of these tf.TensorSpecs, and of them what the network takes; returns both.
 
     A single array is the tokens or the image. What a text model takes besides is derived from the
-    tokens if it is missing: the mask of those that are not padding, one segment, and all positions
-    as those whose tokens are predicted.
+    tokens if it is missing: see _derived.
 
     Raises:
         ConfigError: the inputs have other names, or other numbers of axes.
@@ -267,23 +266,23 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
     inputs = symbolic(spec)
     has_names = isinstance(network.input, Mapping)
     expected = dict(network.input) if has_names else {"image": network.input}
-    if isinstance(inputs, Mapping):
-        given_inputs = dict(inputs)
-    else:
-        given_inputs = {TOKENS if TOKENS in expected else next(iter(expected)): inputs}
+    data_inputs = inputs
+    if not isinstance(inputs, Mapping):
+        data_inputs = {TOKENS if TOKENS in expected else next(iter(expected)): inputs}
 
-    named = dict(given_inputs)
+    named = dict(data_inputs)
     for name in expected:
-        derived = None if name in given_inputs else _derived(name, given_inputs, padding_token)
-        if derived is not None:
-            named[name] = derived
+        if name not in data_inputs:
+            derived = _derived(name, data_inputs, padding_token)
+            if derived is not None:
+                named[name] = derived
 
     # A data set may leave the lengths of axes open, so only their number is compared.
     axes = {name: len(tensor.shape) for name, tensor in named.items()}
     if axes != {name: len(tensor.shape) for name, tensor in expected.items()}:
         raise ConfigError(
             f"{type(network).__name__} takes {_shapes(expected)}, and the data set gives "
-            f"{_shapes(given_inputs)}; give it such inputs"
+            f"{_shapes(data_inputs)}; give it such inputs"
         )
     return inputs, named if has_names else named["image"]
 
@@ -295,11 +294,12 @@ def _shapes(tensors: Mapping[str, Any]) -> str:
 def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) -> Any:
     """Derives an input from the tokens beside it; None if it does not follow from them.
 
-    decoder_padding_mask follows from decoder_token_ids, padding_mask from token_ids.
+    The mask is of tokens that are not padding; all tokens are of one segment; and all positions are
+    predicted. decoder_padding_mask follows from decoder_token_ids, padding_mask from token_ids.
     """
-    kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), None)
-    tokens = inputs.get(f"{name.removesuffix(kind)}{TOKENS}") if kind else None
-    if tokens is None:
+    kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), "")
+    tokens = inputs.get(name.removesuffix(kind) + TOKENS)
+    if not kind or tokens is None:
         return None
     if kind == SEGMENTS:
         return ops.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""Small networks for small images: mlp and cnn for first runs, resnet20, and a separable CNN (docs/separable.md).
+"""Small networks for small images: mlp and cnn for first runs, resnet20, and a separable CNN.
 
 Also the checks and layers that all builders share.
 """
@@ -56,7 +56,8 @@ def image_input(
 
 
 def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
-    """Dense layer without activation; float32 whatever the policy, because losses in bfloat16 lose digits."""
+    """Dense layer without activation."""
+    # In float32 whatever the policy, because losses in bfloat16 lose digits.
     return layers.Dense(
         num_outputs,
         kernel_initializer=initializer,
@@ -86,7 +87,7 @@ def _check_name(
     get: Callable[[str], Any],
     examples: str,
 ) -> None:
-    """Raises ConfigError unless Keras has an activation or initializer of that name, which `get` looks up."""
+    """Raises ConfigError unless `get` finds an activation or initializer of that name."""
     try:
         get(name)
     except ValueError:
@@ -146,7 +147,9 @@ def cnn(
     num_outputs: int,
     dropout: Sequence[float] = (0.25, 0.5),
 ) -> keras.Model:
-    """The classic Keras MNIST network: 1,199,882 parameters on 28x28x1 with 10 classes; images from 6x6.
+    """The classic Keras MNIST network, for images from 6x6.
+
+    1,199,882 parameters on 28x28x1 with 10 classes.
 
     Args:
         image_shape: (height, width, channels).
@@ -175,12 +178,12 @@ def resnet20(
     num_outputs: int,
     blocks_per_stage: int = 3,
 ) -> keras.Model:
-    """Three stages of residual blocks, as in He et al. for CIFAR-10 (2015, arXiv:1512.03385, section 4.2).
+    """Three stages of residual blocks, as He et al. 2015 built them for CIFAR-10.
 
-    272,474 trainable parameters on 32x32x3 with 10 classes (Keras counts 1,568 more, the moving
-    means and variances). If a stage changes the shape, the shortcut is a 1x1 convolution: the
-    paper's option B, as in most code. The paper's own CIFAR runs used option A, zero padding, with
-    2,752 fewer parameters.
+    See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
+    (Keras counts 1,568 more, the moving means and variances). If a stage changes the shape, the
+    shortcut is a 1x1 convolution: the paper's option B, as in most code. The paper's own CIFAR runs
+    used option A, zero padding, with 2,752 fewer parameters.
 
     Args:
         image_shape: (height, width, channels).
@@ -234,9 +237,10 @@ def separable_cnn(
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
 ) -> keras.Model:
-    """Chollet's separable convolutions (2017) between one plain convolution and one dense layer of 512.
+    """Chollet's separable convolutions between one plain convolution and one dense layer.
 
-    2,887,306 parameters on 28x28x1 with 10 classes; images from 8x8.
+    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it.     2,887,306 parameters on 28x28x1
+    with 10 classes; images from 8x8.
 
     Args:
         image_shape: (height, width, channels).

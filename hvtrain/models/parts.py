@@ -1,4 +1,4 @@
-"""Parts of a model by name, and the settings that change them: model.freeze, model.lora_rank, train.sync_batch_norm.
+"""Parts of a model by name, and the settings that change them, such as model.freeze.
 
 A part is named by a pattern of fnmatch, in which * stands for anything, slashes too. It matches a
 layer's name, its path (the names of the layers that it is in, then its own) or the path of a

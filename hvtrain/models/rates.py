@@ -1,4 +1,4 @@
-"""train.rates and train.ema: parts of a model that learn at another rate, and a moving average of the weights.
+"""train.rates and train.ema: parts that learn at another rate, and averages of the weights.
 
 The average is validated and saved while training goes on without it. Keras's optimizers keep it
 among their variables (use_ema), so checkpoints have it; at the end of the training it becomes the
@@ -18,9 +18,10 @@ from hvtrain.models.parts import find_variables
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
-    """Returns the factor of each trainable variable; of several patterns that match it the last one counts.
+    """Returns the factor of each trainable variable.
 
-    Raises ConfigError for a pattern that matches none.
+    Of several patterns that match it the last one counts. Raises ConfigError for a pattern that
+    matches none.
     """
     factors = {}
     for pattern, factor in (rates or {}).items():

@@ -35,10 +35,10 @@ class Segment:
 def recompute(model: keras.Model) -> None:
     """Makes a built model keep only what goes from one segment of its layers to the next.
 
-    The backward pass recomputes the rest.
-    With n layers of like size there are about sqrt(n) segments, and activations of 2 sqrt(n) layers
-    in memory. Each is computed once more, with the same random numbers, and changes no state then.
-    The values are the same. Of nested models the one with the most layers is divided.
+    The backward pass recomputes the rest. With n layers of like size there are about sqrt(n)
+    segments, and activations of 2 sqrt(n) layers in memory. Each is computed once more, with the
+    same random numbers, and changes no state then. The values are the same. Of nested models the
+    one with the most layers is divided.
 
     Raises:
         ConfigError: the model is neither Functional nor Sequential, so Keras does not know its

@@ -1,4 +1,4 @@
-"""A transformer over tokens: causal, to predict the next token, or in both directions, to predict hidden ones."""
+"""A transformer over tokens, to predict the next token, or hidden ones from both sides."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def transformer(
 ) -> keras.Model:
     """Pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
 
-    As GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
-    The token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
+    As GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). The
+    token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
     defaults, 128 tokens and a vocabulary of 2,048.
 
     Args:

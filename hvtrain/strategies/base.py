@@ -1,7 +1,8 @@
-"""Interface of strategies, and the single process, which is its null object: nobody asks which strategy a run has.
+"""Interface of strategies, and the single process, which is its null object.
 
-A strategy has parts: comm (collectives), timeline, membership (ranks that leave and join) and
-watchdog. The base class of each part does for one process what the others do for many.
+So nobody asks which strategy a run has. A strategy has parts: comm (collectives), timeline,
+membership (ranks that leave and join) and watchdog. The base class of each part does for one
+process what the others do for many.
 """
 
 import threading
@@ -33,7 +34,7 @@ STOP_SECONDS = 2.0
 
 
 class Comm:
-    """`strategy.comm`: collectives on Python values, arrays and models. Every rank must enter each of them.
+    """`strategy.comm`: collectives on Python values, arrays and models; every rank enters each.
 
     The watchdog is told while this rank waits in one, so that it does not blame the rank for the
     wait.
@@ -59,11 +60,11 @@ class Comm:
         """Sets weights and optimizer state on all ranks to the chief's."""
 
     def on_chief(self, action: Callable[[], T]) -> T:
-        """Runs the action on the chief and returns its result on all ranks. If it raises a UserError, all ranks do."""
+        """Runs the action on the chief; all ranks return its result, or raise its UserError."""
         return self.on_rank(0, action)
 
     def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Like on_chief, but runs the action on rank `root`; the error names a root other than the chief."""
+        """Like on_chief, but on rank `root`; the error names a root other than the chief."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.rank == root:
             with self.watchdog.phase(CHECKPOINT):
@@ -79,7 +80,7 @@ class Comm:
         raise type(error)(f"rank {root} on {host}: {error}")
 
     def all_or_raise(self, action: Callable[[], T]) -> T:
-        """Runs the action on every rank; each returns its own result. If one raises a UserError, all ranks raise it."""
+        """Runs the action on every rank; if one raises a UserError, all ranks raise it."""
         value, error = _attempt(action)
         failures = self.gather((error, self.topology.host) if error else None)
         first = next((rank for rank, failure in enumerate(failures) if failure), None)
@@ -118,7 +119,7 @@ class Membership:
     commit_steps = 0
 
     def run_with_restarts(self, attempt: Callable[[], T]) -> T:
-        """Runs the attempt, repeats it when ranks leave or join, and returns its result (every rank)."""
+        """Returns the attempt's result; repeats it when ranks leave or join (every rank)."""
         return attempt()
 
     def check(self) -> None:
@@ -158,7 +159,7 @@ class Strategy:
 
     @property
     def num_computing(self) -> int:
-        """How many compute gradients at the same time: ranks, replicas of one process, or workers of servers."""
+        """How many compute gradients at the same time: ranks, replicas or workers."""
         return self.topology.size * self.num_replicas
 
     @property
@@ -168,7 +169,7 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """True if each process trains by the model's own step, on its own batch, as in Keras. Not collective."""
+        """True if each process trains by the model's own step on its own batch. Not collective."""
         return type(self).fit is Strategy.fit and type(self).train_step is Strategy.train_step
 
     def start(self) -> Topology:
@@ -206,7 +207,7 @@ class Strategy:
         check_finite: bool = False,
         divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
-        """Changes the optimizer to step on the mean of all ranks' gradients, and returns it. Not collective.
+        """Makes the optimizer step on the mean of all ranks' gradients. Not collective.
 
         Args:
             optimizer: not built yet.
@@ -217,7 +218,7 @@ class Strategy:
         return optimizer
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        """Returns the loss, changed so that the mean of all ranks' gradients is the joint batch's. Not collective."""
+        """Makes the mean of all ranks' gradients that of the joint batch. Not collective."""
         return joint_loss(loss, lambda number: number, lambda: 1)
 
     def prepare(self, model: keras.Model) -> None:
@@ -235,7 +236,7 @@ class Strategy:
         callbacks: list[keras.callbacks.Callback],
         call_steps: CallSteps,
     ) -> None:
-        """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
+        """Trains from start_step to the end of the plan, unless a callback stops it.
 
         Args:
             model: compiled, with an optimizer that distribute returned.
@@ -251,10 +252,10 @@ class Strategy:
         train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Raises ConfigError if the plan has batches that this strategy cannot take. Not collective."""
+        """Raises ConfigError for batches that this strategy cannot take. Not collective."""
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
-        """Returns a function of this process's batch that returns logs; None: the model's own. Not collective."""
+        """Returns a function from a batch to logs; None: the model's own. Not collective."""
         return None
 
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
@@ -309,18 +310,18 @@ class Strategy:
             return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
     def guards(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks that check that ranks train together, to put before other callbacks. Not collective."""
+        """Returns callbacks, to put first, that check that ranks train together. Not collective."""
         return []
 
     def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks that stop all ranks if one requests it, to put after those that may. Not collective."""
+        """Returns callbacks, to put last, that stop all ranks if one stops. Not collective."""
         return []
 
     def stop(self) -> None:
         """Stops the watchdog and leaves the other ranks. Not collective."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this one fails, then stops; waits STOP_SECONDS at most. Not collective."""
+        """Tells the other ranks why this one fails, then stops. Not collective."""
         self.watchdog.fail(error)
         stopping = threading.Thread(target=self.stop, daemon=True)
         stopping.start()
@@ -330,7 +331,7 @@ class Strategy:
         """Makes restart possible; call it before start. Not collective."""
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves and rejoins the other ranks, with new environment variables and a new bucket size."""
+        """Leaves and rejoins the other ranks, with other variables and another bucket size."""
 
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
@@ -343,7 +344,7 @@ class Strategy:
 
 @contextmanager
 def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-    """Reports a failure of the block to the other ranks, or raises another rank's failure if that caused it.
+    """Reports a failure of the block to the other ranks, or raises the one that caused it.
 
     Args:
         note: takes the cause, before the others learn it.
@@ -374,7 +375,7 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
 
 
 def refuse_several_processes(strategy: str, instead: str) -> None:
-    """Raises ConfigError if a launcher started several processes, each of which would train alone."""
+    """Raises ConfigError if a launcher started several processes; each would train alone."""
     from hvtrain.keras.process import (
         launched_size,
     )  # It imports Horovod, which hvtrain.plan works without.

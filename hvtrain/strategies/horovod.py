@@ -1,4 +1,4 @@
-"""Ring all-reduce with Horovod: one process per GPU (or per share of the CPU cores), any number of hosts."""
+"""Ring all-reduce with Horovod: one process per GPU, or per share of the CPU cores."""
 
 import os
 import re
@@ -196,7 +196,9 @@ class HorovodStrategy(Strategy):
 
 
 class ElasticMembership(Resets, Membership):
-    """Horovod's elastic state. A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
+    """Horovod's elastic state.
+
+    A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
 
     Args:
         commit_steps: steps between commits.

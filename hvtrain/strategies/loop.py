@@ -60,7 +60,7 @@ class CallSteps:
         return self._is_fixed or any(step % interval == 0 for interval in self._intervals)
 
     def record(self, seconds: float) -> None:
-        """Records the time of a call. After some of them the ranks agree on the number of steps (every rank)."""
+        """Records the time of a call; after some the ranks agree on a number (every rank)."""
         if self._timed is None:
             return
         self._timed.append(seconds)
@@ -147,7 +147,8 @@ def batched(spec: Any) -> Any:
 
 
 def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
-    """Creates the state of the model's metrics, which Keras defers to the first batch, and resets it.
+    """Creates the state of the model's metrics, which Keras defers to the first batch.
+
     Returns the names of an evaluation's metrics.
     """
 
@@ -161,7 +162,7 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
 
 
 def to_device(batches: tf.data.Dataset, device: str) -> tf.data.Dataset:
-    """Copies batches to the device ahead of the steps that take them, while earlier steps compute."""
+    """Copies batches to the device ahead of their steps, while earlier steps compute."""
     return batches.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=2))
 
 
@@ -171,7 +172,14 @@ def make_steps(
     marks: StepMarks,
     train_step: Callable[[Any], Any] | None = None,
 ) -> Callable[[int], dict[str, Any]]:
-    """Makes a function that does a number of steps on the iterator's next batches, and returns the last one's logs."""
+    """Makes a function that does a number of steps, and returns the last one's logs.
+
+    Args:
+        model: compiled.
+        batches: an iterator; each step takes its next batch.
+        marks: counts and times the steps.
+        train_step: replaces the model's.
+    """
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs

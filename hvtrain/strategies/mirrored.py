@@ -67,7 +67,7 @@ class MirroredStrategy(Strategy):
             yield
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Creates the model's moving statistics so that each step sets them to their mean over the replicas."""
+        """Makes each step set moving statistics to their mean over the replicas."""
         # Weights that no gradient touches, and for which Keras has asked no aggregation.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
@@ -89,10 +89,11 @@ class MirroredStrategy(Strategy):
         return replica_loss(loss, self.num_replicas, self._mean)
 
     def _mean(self, number: tf.Tensor) -> tf.Tensor:
-        """Returns the mean over the replicas. While the step is traced, their threads take turns here.
+        """Returns the mean over the replicas.
 
-        The threads share the layers, which keep the losses that they add. So each replica puts its
-        own losses back before Keras adds them up.
+        While the step is traced, their threads take turns here. The threads share the layers, which
+        keep the losses that they add. So each replica puts its own losses back before Keras adds
+        them up.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)

@@ -1,4 +1,4 @@
-"""TensorFlow's MultiWorkerMirroredStrategy: each rank is a worker, and TensorFlow's collectives reduce gradients."""
+"""TensorFlow's MultiWorkerMirroredStrategy: its collectives reduce the gradients of the ranks."""
 
 import functools
 import json

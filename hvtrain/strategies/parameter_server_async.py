@@ -1,4 +1,4 @@
-"""TensorFlow's parameter servers, asynchronous: each batch goes to a free worker, and no worker waits for another."""
+"""TensorFlow's parameter servers, asynchronous: no worker waits for another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +21,12 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 
 class Steps:
-    """Does steps on the workers. A call with the iterator of batches returns the function that loop.train needs.
+    """Does steps on the workers.
 
-    After a step for which is_due is true, no worker is busy and the coordinator's model is that of
-    the servers. After other steps, workers go on while callbacks act, and the coordinator's weights
-    stay as they were.
+    A call with the iterator of batches returns the function that loop.train needs. After a step for
+    which is_due is true, no worker is busy and the coordinator's model is that of the servers.
+    After other steps, workers go on while callbacks act, and the coordinator's weights stay as they
+    were.
 
     Args:
         strategy: counts the steps of each worker.
@@ -83,7 +84,7 @@ class Steps:
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor) -> tf.Tensor:
-        """Computes gradients and applies them to the servers' variables. The servers add to sums and counters."""
+        """Computes gradients and applies them to the servers' variables."""
         with self.state.traced():
             computed = compute(self.model, batch, number, self.strategy.check_finite)
             self.model.optimizer.apply(computed.gradients, computed.variables)
@@ -109,7 +110,7 @@ class Steps:
             self.strategy.steps_by_worker[worker] += 1
 
     def settle(self) -> None:
-        """Waits for all workers and copies the servers' state to the model, unless the model is up to date."""
+        """Waits for all workers and brings the model up to date with the servers."""
         if self._is_settled:
             return
         with self.strategy.watchdog.phase(EXCHANGE):
@@ -126,9 +127,10 @@ class Steps:
 
 
 class ParameterServerStrategy(Strategy):
-    """Rank 0, the coordinator, executes the run; the next num_ps ranks hold the variables; others compute gradients.
+    """A coordinator, parameter servers that hold the variables, and workers that compute.
 
-    The plan is that of one rank: a step is one batch, on whichever worker is free.
+    Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, the others
+    workers. The plan is that of one rank: a step is one batch, on whichever worker is free.
 
     Args:
         num_ps: parameter servers.
@@ -165,7 +167,7 @@ class ParameterServerStrategy(Strategy):
         return self.cluster.num_workers
 
     def start(self) -> Topology:
-        """Joins the cluster. Only the coordinator returns; the other processes serve until it ends."""
+        """Joins the cluster. Only the coordinator returns; the others serve until it ends."""
         self.cluster = join_cluster(self.num_ps, self.name, self.share_gpus, self.check_workers)
         if self.cluster.rank:
             serve(self.cluster)

@@ -1,7 +1,7 @@
-"""TensorFlow's parameter servers, synchronous: a step averages the workers' gradients, and drops late ones.
+"""TensorFlow's parameter servers, synchronous: a step averages the workers' gradients.
 
-With backup workers, a step waits for the first gradients only (Chen et al. 2016, "Revisiting
-Distributed Synchronous SGD", arXiv:1604.00981).
+With backup workers, a step waits for the first gradients only, and drops late ones (Chen et al.
+2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981).
 """
 
 from typing import Any
@@ -17,10 +17,11 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 
 class SyncSteps(Steps):
-    """Each worker writes its results into its own row beside each variable, and the step reads these rows.
+    """Steps on the results of several workers.
 
-    So a step uses the same workers for all variables, adds in the order of the workers, and has no
-    late gradient in it.
+    Each worker writes its results into a row of its own beside each variable. So a step uses the
+    same workers for all variables, adds in the order of the workers, and has no late gradient in
+    it.
     """
 
     strategy: "SyncParameterServerStrategy"
@@ -38,7 +39,7 @@ class SyncSteps(Steps):
 
     @tf.autograph.experimental.do_not_convert
     def on_worker_number(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on the worker's part of the joint batch, and writes the results into the worker's rows."""
+        """Computes on the worker's part of the batch, and writes into the worker's rows."""
         with self.state.traced():
             computed = compute(self.model, batch, number, self.strategy.check_finite)
             pairs = zip(computed.variables, computed.gradients)
@@ -56,7 +57,8 @@ class SyncSteps(Steps):
         return packed(computed.result)
 
     def _rows_of(self, variable: keras.Variable) -> tf.Variable:
-        """Returns a row for each worker, on the server that holds the variable. Embeddings' gradients become dense."""
+        """Returns rows for the workers, on the server that holds the variable."""
+        # Dense, also for the gradients of embeddings.
         if id(variable) not in self._rows:
             with tf.init_scope(), tf.device(variable.value.device):
                 blank = tf.zeros([self.workers.number, *variable.shape], variable.dtype)
@@ -92,7 +94,7 @@ class SyncSteps(Steps):
             return total / tf.cast(number, total.dtype)
 
     def do_step(self, parts: list[Any]) -> None:
-        """Does one step: every free worker begins its part, and a late one as soon as it is free."""
+        """Does one step. Every free worker begins its part, a late one once it is free."""
         arrived: set[int] = set()
         for worker in self.workers.free:
             self._begin(worker, parts)
@@ -120,7 +122,8 @@ class SyncSteps(Steps):
         self.workers.call(worker, self.step, self._function, parts[worker], number, index)
 
     def settle(self) -> None:
-        """Copies the servers' state to the model. Late workers go on: they change only their own rows."""
+        """Brings the model up to date with the servers."""
+        # Late workers go on: they change only their own rows.
         if self._is_settled:
             return
         # Closes the last step, so that it does not include the time of callbacks.
@@ -130,7 +133,7 @@ class SyncSteps(Steps):
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Each worker takes the batches of one rank of the plan; the servers step on the mean of their gradients.
+    """Each worker takes the batches of one rank of the plan; a step takes their mean gradient.
 
     Args:
         replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With
@@ -185,7 +188,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         return joint_loss(loss, self._refuse_denominator, lambda: self.num_replicas)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
-        """Stands in for the mean of the denominator over the workers, which have no collective to compute it."""
+        """Stands in for the denominator's mean over the workers, which have no collective."""
         if self.num_replicas == 1:
             return number
         raise ConfigError(

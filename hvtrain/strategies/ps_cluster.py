@@ -62,7 +62,10 @@ class Cluster:
         return worker_ranks(self.roles)
 
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
-        """Returns the watchdog over all processes. The first call starts it and leaves Horovod (every process)."""
+        """Returns the watchdog over all processes (every process).
+
+        The first call starts it and leaves Horovod.
+        """
         if self.watchdog:
             return self.watchdog
 
@@ -105,7 +108,7 @@ def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
 
 
 def process_titles(roles: Roles) -> list[str]:
-    """Returns each process as messages name it, by rank. There is only one coordinator, so it has no number.
+    """Returns each process as messages name it, by rank. The one coordinator has no number.
 
     >>> process_titles(Roles(2, 1))
     ['coordinator', 'ps 0', 'worker 0', 'worker 1']
@@ -123,9 +126,10 @@ def join_cluster(
     share_gpus: bool,
     check_workers: Callable[[int], None],
 ) -> Cluster:
-    """Joins all processes into one cluster; TensorFlow's servers run when it returns (every process).
+    """Joins all processes into one cluster (every process).
 
-    Call it before TensorFlow has initialized a device; a later call returns the same cluster.
+    TensorFlow's servers run when it returns. Call it before TensorFlow has initialized a device; a
+    later call returns the same cluster.
 
     Args:
         num_ps: parameter servers.
@@ -196,7 +200,7 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
 
 
 def serve(cluster: Cluster) -> None:
-    """Serves until the coordinator ends, and then ends this process: never returns (ps and workers).
+    """Serves until the coordinator ends, then ends this process (ps and workers).
 
     Exits with 0 if the coordinator ended well, else raises what all processes report.
     """
@@ -247,7 +251,15 @@ def _start_server(
     num_here: int,
     address: str,
 ) -> None:
-    """Starts this process's server: `name` is "ps 0" or "worker 1"; num_here counts the processes of this host."""
+    """Starts this process's server.
+
+    Args:
+        spec: of the cluster.
+        name: such as "ps 0" or "worker 1".
+        gpu: its index on this host, for a worker.
+        num_here: processes on this host.
+        address: of this process in the spec.
+    """
     num_cores = os.cpu_count() or 1
     # Servers of one host share its cores: TensorFlow's default would be all cores for each of them.
     config = tf.compat.v1.ConfigProto(

@@ -1,4 +1,4 @@
-"""The step of one replica under tf.distribute, with the results of a rank of Horovod; for TensorFlow's strategies.
+"""The step of one replica under tf.distribute, with the results of a rank of Horovod.
 
 Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has
 clipped its own gradients and checked its own for an overflow. Here gradients are summed when the
@@ -28,7 +28,7 @@ _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_
 
 @dataclass(eq=False)
 class ReplicaReducer(Reducer):
-    """Sums gradients over the replicas, all in one call of tf.distribute's all-reduce. Called by each replica.
+    """Sums gradients over the replicas in one all-reduce of tf.distribute. Called by each replica.
 
     Args:
         strategy: its name in messages.
@@ -142,7 +142,7 @@ def reduce_first(
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """Returns the mean of a scalar over all replicas, as float32; the scalar itself where no replica runs."""
+    """Returns a scalar's mean over all replicas, as float32; itself where no replica runs."""
     number = tf.cast(number, tf.float32)
     if not tf.distribute.has_strategy():
         return number
@@ -184,9 +184,9 @@ def replica_loss(
 
 
 def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
-    """Creates variables that need no copy per replica as plain ones, which the replicas of this process change in turn.
+    """Creates variables that need no copy per replica as plain ones; for tf.variable_creator_scope.
 
-    For tf.variable_creator_scope. These are:
+    The replicas of this process change them in turn. These are:
     - the state of metrics: tf.distribute would sum its copies when they are read, which over
       several processes is a collective, and hangs if only one of them reads;
     - the seeds of dropout, whose copies would drop the same units on all replicas;
@@ -236,7 +236,8 @@ def prepare_model(model: keras.Model, strategy: str) -> None:
 
 
 def refuse_tuning(strategy: str) -> None:
-    """Raises ConfigError: comm.tune restarts Horovod with other settings, which changes nothing for this strategy."""
+    """Raises ConfigError for comm.tune."""
+    # It restarts Horovod with other settings, which would change nothing.
     raise ConfigError(
         f"comm.tune=true tunes Horovod's reductions, which strategy={strategy} does not use; leave it out"
     )
@@ -244,7 +245,7 @@ def refuse_tuning(strategy: str) -> None:
 
 @contextmanager
 def initializing_devices(strategy: str) -> Iterator[None]:
-    """Turns TensorFlow's RuntimeError for devices that it has initialized already into a RankError."""
+    """Turns TensorFlow's error for devices that are initialized already into a RankError."""
     try:
         yield
     except RuntimeError as error:

@@ -38,7 +38,7 @@ class Computed(NamedTuple):
 
 
 def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: bool) -> Computed:
-    """Calls the model's train step, and returns what it would have changed. Call it while a graph is traced.
+    """Calls the model's train step in a graph, and returns what it would have changed.
 
     Args:
         model: compiled; its variables stay as they are.
@@ -99,13 +99,14 @@ def _checked(gradients: list[Any]) -> list[Any]:
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """Returns a random generator's state for this step: the model's own state, which stays, plus the number."""
+    """Returns a random generator's state for this step: the model's own, plus the number."""
     step = tf.concat([number[None], tf.zeros([seed.shape[0] - 1], number.dtype)], axis=0)
     return tf.cast(tf.cast(seed.value, number.dtype) + step, seed.dtype)
 
 
 def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Packs the numbers that a step returns into one tensor, since each tensor of a worker takes a fetch of its own."""
+    """Packs the numbers that a step returns into one tensor."""
+    # Each tensor of a worker takes a fetch of its own.
     numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
     return tf.stack(numbers or [0.0])
 
@@ -115,9 +116,9 @@ def reader(
     marks: StepMarks,
     num_parts: int = 1,
 ) -> tuple[Callable[[], list[Any]], Any]:
-    """Makes a function that takes the next batch, cut into equal parts, and marks that a step begins with it.
+    """Makes a function that takes the next batch, cut into equal parts.
 
-    Returns it and the spec of a part.
+    It marks that a step begins. Returns it and the spec of a part.
     """
 
     def cut(batch: Any) -> list[Any]:
@@ -174,7 +175,7 @@ class Workers:
         self._calls[self._pool.submit(run)] = worker, step
 
     def finished(self) -> list[tuple[int, int, Any]]:
-        """Waits until a call has finished; returns worker, step and result of all that have. Raises their errors."""
+        """Waits until a call has finished; returns worker, step and result of all that have."""
         done, _ = wait(self._calls, return_when=FIRST_COMPLETED)
         return [self._result(call) for call in done]
 
@@ -237,7 +238,7 @@ class ServerState:
         self._readers: dict[int, Callable[[], Any]] = {}
 
     def pull(self, everything: bool) -> None:
-        """Copies to the model what the servers hold; without everything only metrics and counters."""
+        """Copies to the model what the servers hold, or only metrics and counters of it."""
         count = len(self.variables) if everything else self._num_small
         for index, value in enumerate(self._read(count)):
             self.variables[index].value.assign(value)
@@ -294,7 +295,7 @@ class ServerState:
 
 
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns update_step, run on the server that holds the variable, so that its slots do not travel."""
+    """Makes update_step run on the server that holds the variable, and so its slots."""
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         with tf.device(variable.device):
