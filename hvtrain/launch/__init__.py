@@ -1,10 +1,11 @@
 """Starts ranks: over ssh, under Horovod's launcher, by hand, in a notebook, or by a cluster's files.
 
-`command` makes a `job` of a command line (`options`). For a cluster, `clusters` writes its files. Over ssh, `restart`
-starts the job, again if that can help: it checks the `remote_hosts`, and runs the launcher under a `supervisor`, which
-passes signals to the ranks (`on_host`), shows what they write (`output`) and names the `first_failure`.
+`command` makes a `job` of a command line (`options`). For a cluster, `clusters` writes its files.
+Over ssh, `restart` starts the job, again if that can help: it checks the `remote_hosts`, and runs
+the launcher under a `supervisor`, which passes signals to the ranks (`on_host`), shows what they
+write (`output`) and names the `first_failure`.
 
-The launcher is mpirun, or Horovod's with our changes (`horovod_launcher`, `horovod_changes`). `horovodrun` is the same
-without a job. `by_hand` starts one process, and all of them meet at a `rendezvous`. `notebook` runs the launcher with a
-function for each rank (`rank_main`).
+The launcher is mpirun, or Horovod's with our changes (`horovod_launcher`, `horovod_changes`).
+`horovodrun` is the same without a job. `by_hand` starts one process, and all of them meet at a
+`rendezvous`. `notebook` runs the launcher with a function for each rank (`rank_main`).
 """

@@ -1,7 +1,8 @@
 """Starts one process of a run on this host, for users who start each process by hand (--job-name and --task-index).
 
-All processes meet at rank 0's (rendezvous.py), learn which of them share a host, and set the variables of Horovod's
-Gloo. Then each runs the command as its child, passes signals on to it, and ends with its exit code.
+All processes meet at rank 0's (rendezvous.py), learn which of them share a host, and set the
+variables of Horovod's Gloo. Then each runs the command as its child, passes signals on to it, and
+ends with its exit code.
 """
 
 import errno

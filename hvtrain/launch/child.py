@@ -11,7 +11,8 @@ from typing import Any
 
 from hvtrain.system.console import signals_held
 
-# A launcher ends its ranks by force 30 s after the first signal (supervisor.py), and at once after the second.
+# Longer than a launcher takes to end its ranks by force: 30 s after the first signal, and at once
+# after the second (supervisor.py).
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _LOGS_LINE = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -30,7 +31,8 @@ def started(
 
     Args:
         command: the words of its command line.
-        log: the file for both of its outputs; None: a pipe, the process's `stdout`, which the block has to read.
+        log: the file for both of its outputs; None: a pipe, the process's `stdout`, which the block
+            has to read.
         cores: the CPU cores that it may use; None: this process's.
         environment: its variables; None: this process's.
     """
@@ -42,14 +44,14 @@ def started(
 
     output_file = log.open("wb") if log else nullcontext(subprocess.PIPE)
     with output_file as output, signals_held() as release:
-        # Signals are held: Python drops what a handler raises while it forks, so a Ctrl-C would be lost.
+        # Signals are held: Python drops what a handler raises while it forks, a Ctrl-C too.
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C goes to the terminal's whole group, or a notebook's; the child is told below, once.
+            # A Ctrl-C goes to a terminal's or a notebook's whole group; `end` tells the child once.
             start_new_session=True,
             preexec_fn=prepare,
         )
@@ -66,7 +68,11 @@ def end(process: subprocess.Popen[Any]) -> None:
 
     Another Ctrl-C does not wait.
     """
-    for number, seconds in ((signal.SIGINT, SECONDS_TO_SAVE), (signal.SIGTERM, SECONDS_TO_STOP), (signal.SIGKILL, 5)):
+    for number, seconds in (
+        (signal.SIGINT, SECONDS_TO_SAVE),
+        (signal.SIGTERM, SECONDS_TO_STOP),
+        (signal.SIGKILL, 5),
+    ):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -96,7 +102,10 @@ def failure(output: str, code: int) -> str:
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """A preexec_fn that ends the child with its parent. Else `kill -9` of the parent would leave the ranks behind."""
+    """A preexec_fn that ends the child with its parent.
+
+    Else `kill -9` of the parent would leave the ranks behind.
+    """
 
     def prepare() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

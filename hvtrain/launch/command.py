@@ -91,7 +91,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) ->
     if first and "=" not in first and not first.startswith("-"):
         raise ConfigError(f"{first!r} is not a run setting; a command of your own begins with python")
 
-    # Before any rank starts, so that what is wrong is said once and here. Empty after --help or --cfg.
+    # Before any rank starts, so that an error is printed once and here. Empty after --help or --cfg.
     trees = compose(arguments)
     if not trees:
         return None
@@ -99,8 +99,8 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) ->
     arguments = _without_addresses(arguments, cluster)
 
     run_dir = config.run.dir
-    # A restart must find the folder again. On Slurm it is named by the job's number, which a requeue keeps; processes
-    # that are started by hand take rank 0's.
+    # A restart must find the folder again. On Slurm it is named by the job's number, which a
+    # requeue keeps; processes that are started by hand take rank 0's.
     if not run_dir and cluster.kind != "slurm" and not options.job_name:
         run_dir = default_run_dir(config)
         arguments = [*arguments, f"run.dir={run_dir}"]
@@ -146,7 +146,10 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _one_host(hosts: tuple[Host, ...], num_replicas: int) -> tuple[Host, ...]:
-    """The host of the one process that trains all replicas. Raises ConfigError if they need more than one."""
+    """The host of the one process that trains all replicas.
+
+    Raises ConfigError if they need more than one.
+    """
     if hosts and hosts[0].slots < num_replicas:
         raise ConfigError(
             "this strategy trains all its replicas in one process: "
@@ -169,12 +172,13 @@ def _job(
     if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
 
-    # With --max-restarts, --min-np is the fewest ranks to restart on, and the job itself has a fixed number.
+    # With --max-restarts, --min-np is the fewest ranks to restart on, and the job itself has a
+    # fixed number.
     is_elastic = (options.min_np and not options.max_restarts) or options.max_np or options.host_discovery_script
     if is_elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
-    # A cluster's file runs elsewhere, in an environment of its own: it gets only the variables of --env.
+    # A cluster's file runs elsewhere, in an environment of its own: it gets those of --env alone.
     variables = environment.for_ranks if cluster.kind == "ssh" else environment.asked_for
     return Job(
         command=command,
@@ -234,7 +238,10 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
 
 
 def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
-    """Writes the cluster's files, and submits or prints them. Returns the exit code of the submission."""
+    """Writes the cluster's files, and submits or prints them.
+
+    Returns the exit code of the submission.
+    """
     folder = Path(options.output or f"launch/{cluster.kind}")
     paths = cluster.write(job, folder)
     submission = shlex.join(cluster.command(folder))
@@ -250,7 +257,8 @@ def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:
     """Writes the command with the environment that it would have here; readable by its owner only, for its values."""
-    # Taken from the shell that runs the script: they belong to a user, a terminal or an agent, or are secret.
+    # Taken from the shell that runs the script: they belong to a user, a terminal or an agent, or
+    # are secret.
     kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", addresses.VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
     values = shlex.join(f"{name}={value}" for name, value in job.environment.items() if name not in kept)

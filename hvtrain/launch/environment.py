@@ -58,7 +58,8 @@ def asked_for(environ: Mapping[str, str], options: Iterable[str]) -> dict[str, s
 def of_this_environment(path: str) -> dict[str, str]:
     """PATH with this Python's programs first, so that nobody needs to activate the environment.
 
-    With OPAL_PREFIX if Open MPI is part of the environment: on other hosts it looks for its parts where it was built.
+    With OPAL_PREFIX if Open MPI is part of the environment: on other hosts it looks for its parts
+    where it was built.
     """
     programs = f"{sys.prefix}/bin"
     variables = {"PATH": path}

@@ -1,7 +1,8 @@
 """The first failure of a launch: which rank, on which host, why, and what to do. Pure.
 
-Ranks and horovodrun state it in lines of JSON (system/verdict.py). Only mpirun, ssh and Python are read by their text,
-with the patterns of this file; tests/launch/transcripts has what each launcher really writes.
+Ranks and horovodrun state it in lines of JSON (system/verdict.py). Only mpirun, ssh and Python are
+read by their text, with the patterns of this file; tests/launch/transcripts has what each launcher
+really writes.
 """
 
 import re
@@ -104,7 +105,10 @@ class Listener:
         self._in_traceback: set[int] = set()
 
     def launcher(self, line: str) -> str:
-        """Reads a line of the launcher's own. Returns what to show, now that it is known what the line belongs to."""
+        """Reads a line of the launcher's own.
+
+        Returns what to show, now that it is known what the line belongs to.
+        """
         text = line.strip()
         if self.held or text == RULER:
             self.held.append(line)
@@ -113,7 +117,8 @@ class Listener:
             message = self.rest()
             return "" if self._understands(" ".join(message.split())) else message
 
-        # A process between the launcher and a rank may have begun the line ("Exception in thread ") and died.
+        # A process between the launcher and a rank may have begun the line ("Exception in thread ")
+        # and died.
         begun, prefix, rest = line.partition(verdict.PREFIX)
         statement = verdict.read(f"{prefix}{rest}")
         if statement:
@@ -231,11 +236,21 @@ def judge(
         statement = verdicts.get(rank)
 
     if end.code == LOST and (host in lost or not end.rank):
-        return Failure(who, host, f"the connection to host {host} was lost; is it up? then {AGAIN}", RESTART_HELPS)
+        return Failure(
+            who,
+            host,
+            f"the connection to host {host} was lost; is it up? then {AGAIN}",
+            RESTART_HELPS,
+        )
 
     signal_name = _SIGNALS.get(end.code)
     if signal_name == "SIGKILL" and host in out_of_memory:
-        return Failure(who, host, f"killed for lack of memory on {host}; lower train.batch_size or use more hosts", 1)
+        return Failure(
+            who,
+            host,
+            f"killed for lack of memory on {host}; lower train.batch_size or use more hosts",
+            1,
+        )
     if signal_name:
         return Failure(who, host, f"killed by {signal_name}; {AGAIN}", RESTART_HELPS)
 

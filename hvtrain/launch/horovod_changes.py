@@ -1,15 +1,17 @@
 """Changes to Horovod's own launcher while it runs: shells, variables, and ports.
 
-- mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up after it. The shell on
-  another host waits for the rank, so that the rank's exit code comes back if a signal ended it.
-- Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of HVTRAIN_ENV=NAME,NAME and
-  HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod writes them on its command line, which every user
-  can read. Local ranks inherit all of them.
-- The rendezvous server listens only on the interface of the launch, and in an elastic job on the one that
-  --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this
-  one accepts plain values and nothing that names code, and does not hand out the workers' keys. And it forgets the
-  addresses of all ranks that have met, so that ranks can start again (comm.tune); Horovod's keeps some at times. It
-  takes as many connections at once as a large job opens, and answers each question for an address without a thread.
+- mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up
+  after it. The shell on another host waits for the rank, so that the rank's exit code comes back if
+  a signal ended it.
+- Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of
+  HVTRAIN_ENV=NAME,NAME and HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod
+  writes them on its command line, which every user can read. Local ranks inherit all of them.
+- The rendezvous server listens only on the interface of the launch, and in an elastic job on the
+  one that --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone
+  sends (CVE-2024-10190); this one accepts plain values and nothing that names code, and does not
+  hand out the workers' keys. And it forgets the addresses of all ranks that have met, so that ranks
+  can start again (comm.tune); Horovod's keeps some at times. It takes as many connections at once
+  as a large job opens, and answers each question for an address without a thread.
 """
 
 import argparse
@@ -40,8 +42,8 @@ from hvtrain.launch.rendezvous import WAITING_CONNECTIONS, answer_get
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
-# Requests that the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 a second that were measured on
-# one core, 2026-11-26.
+# Requests that the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 a second
+# that were measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15
 SECONDS_WORTH_A_LINE = 60
@@ -90,7 +92,8 @@ def make_in_every_process() -> None:
 def give_gloo_time(args: argparse.Namespace) -> None:
     """Lets ranks wait for each other as long as they need to meet, unless the user has set a limit.
 
-    Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490 ranks.
+    Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490
+    ranks.
     """
     seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
     has_limit = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
@@ -140,8 +143,8 @@ def _command_without_variables(run_command: str, environment: Mapping[str, str])
 
 def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
     """The command of a rank on another host, which reads its variables from ssh's input."""
-    # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh reports a signalled
-    # rank as 255, like a dropped connection.
+    # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh
+    # reports a signalled rank as 255, like a dropped connection.
     script = f'eval "$(cat)"; {shlex.split(local_command)[0]}; exit $?'
     remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
     by_ssh = remote.get_remote_command(remote_command, *arguments, **options)
@@ -244,7 +247,7 @@ def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
                     return
                 host, local_rank = key.split(":")
                 addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
-                # The key is not stored for others: with it anyone can make the worker unpickle anything.
+                # The key is not stored for others: whoever has it makes the worker unpickle anything.
                 self._put_worker_addresses(host, int(local_rank), addresses, secret_key)
 
         return Handler

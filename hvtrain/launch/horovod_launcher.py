@@ -1,15 +1,17 @@
 """Horovod's own launcher, faster and safer; hvtrain launch and `horovodrun` start it as their child.
 
 Same command line, same launch. What differs:
-- Horovod imports TensorFlow in child processes to find out what it was built with, which takes 10 seconds and prints a
-  page of notes; here the library's file is searched instead.
-- Before anything starts, every host is checked over ssh: that it is reachable and has this environment, and which
-  interface leads to it. An error is one line. This replaces Horovod's own search for an interface, which opens ports
-  that unpickle what they receive; Open MPI is given the network and its own location.
-- An elastic job waits for its hosts with a line about it, and needs one host only to choose the network. Horovod's
-  launcher is silent, and waits for a second host even where one is enough, to search for a network.
+- Horovod imports TensorFlow in child processes to find out what it was built with, which takes 10
+  seconds and prints a page of notes; here the library's file is searched instead.
+- Before anything starts, every host is checked over ssh: that it is reachable and has this
+  environment, and which interface leads to it. An error is one line. This replaces Horovod's own
+  search for an interface, which opens ports that unpickle what they receive; Open MPI is given the
+  network and its own location.
+- An elastic job prints that it waits for its hosts, and needs only one of them to choose the
+  network. Horovod's launcher is silent, and waits for a second host to search for a network.
 - The changes listed in horovod_changes.py.
-- A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
+- A failed rank is reported by one line and that rank's exit code, not by a traceback of the
+  launcher.
 """
 
 import argparse
@@ -36,14 +38,22 @@ from hvtrain.launch import horovod_changes as changes
 from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
-from hvtrain.launch.job import Job, hosts_option, parse_hostfile, parse_hosts, place_ranks, used_hosts
+from hvtrain.launch.job import (
+    Job,
+    hosts_option,
+    parse_hostfile,
+    parse_hosts,
+    place_ranks,
+    used_hosts,
+)
 from hvtrain.launch.remote_hosts import URI_FILE, HostCalls
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system import interfaces
 from hvtrain.system.verdict import Verdict
 
 ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
-# Ranks wait so long for one that joins. Horovod's 30 s end the job on a host that takes longer to load TensorFlow.
+# Ranks wait so long for one that joins. Horovod's 30 s end the job on a host that takes longer to
+# load TensorFlow.
 GLOO_TIMEOUT_SECONDS = 120
 SECONDS_BEFORE_A_LINE = 2.0
 SECONDS_BETWEEN_LINES = 60.0
@@ -102,7 +112,7 @@ def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.
         folder = None
         if on_host.MARK in os.environ:
             folder = Path(os.environ[on_host.MARK])
-        # In an elastic job hosts come and go, and Kubernetes may use a command of its own instead of ssh.
+        # In an elastic job hosts come and go; Kubernetes may replace ssh by a command of its own.
         if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
             calls = HostCalls((socket.gethostname(),) * args.num_proc)
             if args.hosts:
@@ -135,7 +145,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
     # It was checked above, with a reason in one line.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
 
-    # Horovod itself gives Open MPI the interfaces of --network-interfaces for the ranks' own traffic.
+    # For the ranks' traffic, Horovod gives Open MPI the interfaces of --network-interfaces itself.
     if args.nics:
         options = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
         options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *remote_hosts.MPI_NOTICES_CUTS]
@@ -170,7 +180,10 @@ def prepare_elastic(args: argparse.Namespace) -> None:
 
 
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
-    """The hosts that the discovery script lists, once they have slots enough. Raises ConfigError."""
+    """The hosts that the discovery script lists, once they have slots enough.
+
+    Raises ConfigError.
+    """
     script = discovery.HostDiscoveryScript(args.host_discovery_script, args.slots or 1)
     limit = args.elastic_timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS))
     began = time.monotonic()

@@ -1,9 +1,10 @@
 """`horovodrun` in the environment that scripts/run makes: Horovod's own launcher under a supervisor.
 
-The launcher itself is a child, hvtrain.launch.horovod_launcher, which lists what differs from Horovod's. This parent
-shows its output (rank 0's without prefixes unless --prefix is given, and as a live display on a terminal), asks
-the ranks to save on SIGTERM, names the rank that failed first, ends whatever is left on any host, and its exit code
-tells whether the same command can succeed if it is run again.
+The launcher itself is a child, hvtrain.launch.horovod_launcher, which lists what differs from
+Horovod's. This parent shows its output (rank 0's without prefixes unless --prefix is given, and as
+a live display on a terminal), asks the ranks to save on SIGTERM, names the rank that failed first,
+ends whatever is left on any host, and its exit code tells whether the same command can succeed if
+it is run again.
 """
 
 import os
@@ -36,8 +37,8 @@ def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
     if not any(argument.startswith(("--prefix", "-prefix")) for argument in arguments):
         return arguments, False
 
-    # Horovod alone can tell the program's arguments from its own. It takes --prefix for an abbreviation of
-    # --prefix-output-with-timestamp, which keeps the marks as well.
+    # Horovod alone can tell the program's arguments from its own. It takes --prefix for an
+    # abbreviation of --prefix-output-with-timestamp, which keeps the marks as well.
     from horovod.runner import launch
 
     args = launch.parse_args()

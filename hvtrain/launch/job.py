@@ -1,4 +1,7 @@
-"""A job to start, whatever starts it: its hosts, the role of each process, and the launcher's command line. Pure."""
+"""A job to start, whatever starts it: its hosts, the role of each process, and the launcher's command line.
+
+Pure.
+"""
 
 import os
 import re
@@ -22,7 +25,9 @@ _ALIASES = {"chief": COORDINATOR}  # TensorFlow's name for it in TF_CONFIG.
 
 @dataclass(frozen=True)
 class Roles:
-    """The processes of a run. Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
+    """The processes of a run.
+
+    Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
 
     Args:
         num_workers: processes that train.
@@ -75,7 +80,10 @@ class Roles:
         return f"rank {rank}"
 
     def rank_of(self, role: str, index: int) -> int:
-        """The rank of a process, by its role and its index there. Raises ConfigError if there is no such process."""
+        """The rank of a process, by its role and its index there.
+
+        Raises ConfigError if there is no such process.
+        """
         role = _ALIASES.get(role, role)
         if role not in self.counts:
             aliases = [alias for alias, name in _ALIASES.items() if name in self.counts]
@@ -95,8 +103,9 @@ class Roles:
 def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
     """The processes of a strategy, known by its settings alone. Raises ConfigError.
 
-    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator, besides the workers. One
-    with `num_replicas` is one process that trains all replicas. Under other strategies every rank is a worker.
+    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator,
+    besides the workers. One with `num_replicas` is one process that trains all replicas. Under
+    other strategies every rank is a worker.
 
     >>> roles_of({"num_ps": 1}, 4)
     Roles(num_workers=4, num_ps=1, num_replicas=0)
@@ -175,7 +184,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with lines such as `s1 slots=4`; # begins a comment. Raises ConfigError."""
+    """The hosts of a file with lines such as `s1 slots=4`; # begins a comment.
+
+    Raises ConfigError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -201,7 +213,9 @@ def used_hosts(rank_hosts: Iterable[str]) -> tuple[Host, ...]:
 
 
 def place_ranks(job: Job) -> tuple[str, ...]:
-    """The host of each process. Workers fill the slots in order; the others are added on the first host.
+    """The host of each process.
+
+    Workers fill the slots in order; the others are added on the first host.
 
     Raises ConfigError if there are too few slots.
     """
@@ -292,9 +306,27 @@ def with_own_python(command: Sequence[str]) -> list[str]:
 
 def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | None) -> list[str]:
     hosts = _hosts_of_processes(job)
-    line = [f"{sys.prefix}/bin/mpirun", "-np", str(job.num_processes), "-H", hosts_option(hosts), "--tag-output"]
+    line = [
+        f"{sys.prefix}/bin/mpirun",
+        "-np",
+        str(job.num_processes),
+        "-H",
+        hosts_option(hosts),
+        "--tag-output",
+    ]
     # As Horovod does: its background thread must not share one core with the rank's others.
-    line += ["--bind-to", "none", "--map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    line += [
+        "--bind-to",
+        "none",
+        "--map-by",
+        "slot",
+        "-mca",
+        "pml",
+        "ob1",
+        "-mca",
+        "btl",
+        "^openib",
+    ]
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
 
@@ -304,7 +336,14 @@ def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | Non
         line += mpi_options(network.subnet, ",".join(network.interfaces), options.ssh)
 
     # Above 64 hosts Open MPI would connect from host to host, and none has a key for the next.
-    line += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_num_concurrent", str(len(hosts))]
+    line += [
+        "-mca",
+        "plm_rsh_no_tree_spawn",
+        "1",
+        "-mca",
+        "plm_rsh_num_concurrent",
+        str(len(hosts)),
+    ]
     # By name alone: a value on a command line is visible to every user of the host.
     for name in sorted(job.environment):
         line += ["-x", name]

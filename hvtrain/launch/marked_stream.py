@@ -1,7 +1,8 @@
 """Reads the marks by which launchers tell apart what ranks write: who wrote which line, in whatever pieces it arrives.
 
-horovodrun --gloo marks lines with [3]<stdout>:, mpirun --tag-output with [1,3]<stdout>: (job, rank). mpirun marks each
-piece that a rank writes, so that marks may stand in the middle of a line, and pieces of several ranks in one.
+horovodrun --gloo marks lines with [3]<stdout>:, mpirun --tag-output with [1,3]<stdout>: (job,
+rank). mpirun marks each piece that a rank writes, so that marks may stand in the middle of a line,
+and pieces of several ranks in one.
 """
 
 import re
@@ -10,6 +11,10 @@ from typing import NamedTuple
 
 MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
+
+
+Source = tuple[int | None, str]
+"""Whose text it is: a rank's on one of its streams, or the launcher's."""
 
 
 class Line(NamedTuple):
@@ -21,11 +26,15 @@ class Line(NamedTuple):
     text: str
 
     @property
+    def source(self) -> Source:
+        return self.rank, self.stream
+
+    @property
     def is_whole(self) -> bool:
         return self.text.endswith("\n")
 
 
-_LAUNCHER = Line(None, "", "", "")
+LAUNCHER = Line(None, "", "", "")
 
 
 class MarkedStream:
@@ -38,6 +47,8 @@ class MarkedStream:
     | launcher | that rank; what the launcher has begun is a line  | launcher                |
     | a rank   | that rank; what the first has begun is kept       | launcher                |
 
+    `begun` has the lines that have no end so far.
+
     >>> stream = MarkedStream()
     >>> for line in stream.feed("[1,0]<stdout>:Epoch [1,1]<stdout>:one\\n[1,0]<stdout>:1\\n"):
     ...     print(line.rank, repr(line.text))
@@ -47,12 +58,15 @@ class MarkedStream:
     """
 
     def __init__(self) -> None:
-        self._writer = _LAUNCHER
-        self._begun: dict[tuple[int | None, str], Line] = {}
+        self.begun: dict[Source, Line] = {}
+        self._writer = LAUNCHER
         self._begun_mark = ""
 
     def feed(self, text: str) -> Iterator[Line]:
-        """Yields the lines that the text begins, continues or ends."""
+        """Yields the lines that the text begins, continues or ends.
+
+        What may be the beginning of a mark waits for the next text.
+        """
         text = self._begun_mark + text
         cut = BEGUN_MARK.search(text)
         self._begun_mark = cut[0] if cut else ""
@@ -61,9 +75,9 @@ class MarkedStream:
         position = 0
         for mark in MARK.finditer(text):
             yield from self._add(text[position : mark.start()])
-            # Text of the launcher does not go on behind a rank's: a process that dies as it complains leaves half a
-            # line, and a ruler of Open MPI's after it would not be known as one.
-            begun = self._begun.pop((None, ""), None)
+            # The launcher's text does not go on behind a rank's: a process that dies as it complains
+            # leaves half a line, and a ruler of Open MPI's behind it would not be recognized.
+            begun = self.begun.pop(LAUNCHER.source, None)
             if begun:
                 yield begun._replace(text=f"{begun.text}\n")
             self._writer = Line(int(mark[1]), mark[2], mark[0], "")
@@ -71,18 +85,15 @@ class MarkedStream:
         yield from self._add(text[position:])
 
     def end(self) -> Iterator[Line]:
-        """Yields the lines that have no end, at the end of the stream."""
-        for _ in self._add(self._begun_mark):
-            pass
-        yield from self._begun.values()
+        """Yields a line that waited for a mark, at the end of the stream."""
+        yield from self._add(self._begun_mark)
 
     def _add(self, text: str) -> Iterator[Line]:
         for part in re.findall(r"[^\n]*\n|[^\n]+", text):
-            key = (self._writer.rank, self._writer.stream)
-            begun = self._begun.pop(key, _LAUNCHER)
+            begun = self.begun.pop(self._writer.source, LAUNCHER)
             line = self._writer._replace(text=begun.text + part)
             if line.is_whole:
-                self._writer = _LAUNCHER
+                self._writer = LAUNCHER
             else:
-                self._begun[key] = line
+                self.begun[line.source] = line
             yield line

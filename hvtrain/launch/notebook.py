@@ -28,14 +28,29 @@ LINES_KEPT = 200
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, hosts: str | None = None, **kwargs: Any) -> Any:
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    hosts: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """See hvtrain.run_ranks."""
     folder = _new_folder()
     line = [sys.executable, "-m", "hvtrain", "launch", "-np", str(num_ranks)]
     if hosts:
         line += ["-H", hosts]
     # Gloo, which needs no ssh on this host, nor leave to run as root.
-    line += ["--gloo", "--logs", str(folder), "--", "python", "-m", "hvtrain.launch.rank_main", str(folder)]
+    line += [
+        "--gloo",
+        "--logs",
+        str(folder),
+        "--",
+        "python",
+        "-m",
+        "hvtrain.launch.rank_main",
+        str(folder),
+    ]
     try:
         write_object(folder / FUNCTION_FILE, (function, args, kwargs, _cell_sources()))
         _launch(line, folder)

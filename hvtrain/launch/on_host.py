@@ -2,7 +2,8 @@
 
 Standard library only: launch/ssh.py runs this text on other hosts.
 
-All processes of a launch have its mark, a variable; those of an Open MPI job are also known by the job's number.
+All processes of a launch have its mark, a variable; those of an Open MPI job are also known by the
+job's number.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
 
 def begun(mark: str) -> Answer:
     """Counts the launch's ranks on this host, whatever their program is."""
-    return {"count": sum(_has_marks(process, mark) for process, _ in _processes()), "oom_kills": oom_kills()}
+    return {
+        "count": sum(_has_marks(process, mark) for process, _ in _processes()),
+        "oom_kills": oom_kills(),
+    }
 
 
 def clear(mark: str, job: int | None = None) -> Answer:
@@ -72,7 +76,8 @@ def clear(mark: str, job: int | None = None) -> Answer:
     deadline = time.monotonic() + SECONDS_TO_GO
     left = _left(mark)
     while left:
-        # Python's trackers of semaphores and shared memory clean up once all others are gone, so they go last.
+        # Python's trackers of semaphores and shared memory clean up once all others are gone, so
+        # they go last.
         is_late = time.monotonic() > deadline
         for process in left:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
@@ -119,7 +124,7 @@ def _remove_files(job: int) -> None:
 def _processes() -> Iterator[tuple[int, int]]:
     """Each process of this host, and its parent."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # The name in parentheses may hold anything; what follows it is numbers. Or it has just ended.
+        # The name in parentheses may hold anything; numbers follow. The process may have ended.
         with suppress(OSError, IndexError):
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             yield int(stat.parent.name), int(fields[1])

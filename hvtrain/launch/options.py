@@ -144,7 +144,11 @@ def _add_files(parser: Parser) -> None:
     group = parser.add_argument_group("files")
     group.add_argument("--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder")
     group.add_argument("--output", metavar="DIR", help="a cluster's files; default: launch/KIND")
-    group.add_argument("--dry-run", action="store_true", help="write the files, print what would run, start nothing")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write the files, print what would run, start nothing",
+    )
 
 
 def _clusters_help() -> str:

@@ -1,6 +1,7 @@
 """Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
 
-`hvtrain launch` uses RankOutput, horovodrun PlainOutput, and horovodrun --prefix PrefixedOutput. They have in common:
+`hvtrain launch` uses RankOutput, horovodrun PlainOutput, and horovodrun --prefix PrefixedOutput.
+They have in common:
 
 - listener: hears the launcher's own lines and the ranks' error output.
 - readers: a function for each pipe from the launcher, the error output's first, that reads it to its end.
@@ -19,7 +20,7 @@ from typing import IO, TextIO
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
-from hvtrain.launch.marked_stream import BEGUN_MARK, MARK, Line, MarkedStream
+from hvtrain.launch.marked_stream import BEGUN_MARK, LAUNCHER, MARK, Line, MarkedStream, Source
 from hvtrain.system import drawing, verdict
 from hvtrain.system.drawing import Drawing, LiveDisplay
 
@@ -29,17 +30,17 @@ _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining wo
 _BY_SHELL = ("Killed\n", "Terminated\n")
 # From here on an unfinished line may become a verdict or a drawing.
 _MAY_BE_HIDDEN = re.compile(rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL)
-_NOBODY = -1
 
 
 class RankOutput:
     """Both outputs of a launcher. Each rank's lines go to folder/rank-0003-s2.log.
 
-    On the console, rank 0's lines have no mark, and its drawings become a live display. Lines of other ranks, which
-    write only when something is wrong, have rank and host before them.
+    On the console, rank 0's lines have no mark, and its drawings become a live display. Lines of
+    other ranks, which write only when something is wrong, have rank and host before them.
 
     Args:
-        folder: for the logs; those of an earlier launch are deleted. Raises ConfigError if it cannot be written.
+        folder: for the logs; those of an earlier launch are deleted. Raises ConfigError if it
+            cannot be written.
         hosts: each rank's host; empty if they are not known.
     """
 
@@ -74,10 +75,15 @@ class RankOutput:
             for line in marked.feed(text):
                 if line.is_whole:
                     self._show(line)
-        for line in marked.end():
+
+        list(marked.end())
+        last = marked.begun.pop(LAUNCHER.source, None)
+        if last:
+            self._show(last._replace(text=f"{last.text}\n"))
+        write(sys.stderr, self.listener.rest())
+        for line in marked.begun.values():
             self._show(line._replace(text=f"{line.text}\n"))
 
-        write(sys.stderr, self.listener.rest())
         self._display.stop()
         for file in self._files.values():
             with suppress(OSError):  # Of a log that was given up.
@@ -109,7 +115,10 @@ class RankOutput:
         return f"{separator}{self._hosts[rank]}" if rank < len(self._hosts) else ""
 
     def _log(self, rank: int, text: str) -> None:
-        """Appends to the rank's log. A log that cannot be written is given up: the ranks' pipe must be read on."""
+        """Appends to the rank's log.
+
+        A log that cannot be written is given up: the ranks' pipe must be read on.
+        """
         if rank in self._given_up:
             return
         try:
@@ -122,7 +131,10 @@ class RankOutput:
             advice = "make room there"
             if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
                 advice = "raise it with ulimit -n"
-            write(sys.stderr, f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n")
+            write(
+                sys.stderr,
+                f"hvtrain: {self.path(rank)} is no longer written: {error.strerror}; {advice}\n",
+            )
 
 
 class PrefixedOutput:
@@ -166,7 +178,8 @@ class PrefixedOutput:
         marks = list(MARK.finditer(text))
         for line in self._marked.feed(text):
             if line.rank is None:
-                # A time before the marks, of --prefix-output-with-timestamp, is not the launcher's own line.
+                # A time before the marks, of --prefix-output-with-timestamp, is not the launcher's
+                # own line.
                 if not marks:
                     text = self.listener.launcher(text)
             elif line.is_whole and self.listener.rank(line.rank, line.text):
@@ -228,15 +241,16 @@ class PlainStream:
 
     Args:
         read: returns what to show of a whole line.
-        shows_lines: True while only whole lines may be shown: below bars, or inside a message of Open MPI.
+        shows_lines: True while only whole lines may be shown: below bars, or inside a message of
+            Open MPI.
     """
 
     def __init__(self, read: Callable[[Line], str], shows_lines: Callable[[], bool]) -> None:
         self._read = read
         self._shows_lines = shows_lines
         self._marked = MarkedStream()
-        self._shown: dict[int | None, int] = {}  # How much of a begun line is on the console.
-        self._last: int | None = _NOBODY  # Whose begun line ends the console's text.
+        self._shown: dict[Source, int] = {}  # How much of a begun line is on the console.
+        self._last: Source | None = None  # Whose begun line ends the console's text.
 
     def feed(self, text: str) -> str:
         """Returns the text to show now."""
@@ -244,13 +258,13 @@ class PlainStream:
 
     def rest(self) -> str:
         """Returns what was held back, at the end of the stream."""
-        shown = ""
-        for line in self._marked.end():
-            shown += self._placed(line, line.text[self._shown.get(line.rank, 0) :])
+        shown = "".join(self._show(line) for line in self._marked.end())
+        for line in self._marked.begun.values():
+            shown += self._placed(line, line.text[self._shown.get(line.source, 0) :])
         return shown
 
     def _show(self, line: Line) -> str:
-        begin = self._shown.pop(line.rank, 0)
+        begin = self._shown.pop(line.source, 0)
         if line.is_whole:
             return self._placed(line, self._read(line)[begin:])
 
@@ -259,7 +273,7 @@ class PlainStream:
         if not (line.rank or self._shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
-        self._shown[line.rank] = end
+        self._shown[line.source] = end
         return self._placed(line, line.text[begin:end])
 
     def _placed(self, line: Line, text: str) -> str:
@@ -268,9 +282,9 @@ class PlainStream:
             return ""
         if line.rank:
             text = line.mark + text
-        if self._last not in (line.rank, _NOBODY):
+        if self._last not in (line.source, None):
             text = f"\n{text}"
-        self._last = _NOBODY if text.endswith("\n") else line.rank
+        self._last = None if text.endswith("\n") else line.source
         return text
 
 
@@ -282,7 +296,10 @@ def _pieces(stream: IO[str]) -> Iterator[str]:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Writes to the console whatever it can take. The run goes on in any case, and so do the logs."""
+    """Writes to the console whatever it can take.
+
+    The run goes on in any case, and so do the logs.
+    """
     try:
         try:
             stream.write(text)

@@ -1,7 +1,7 @@
 """`python -m hvtrain.launch.rank_main FOLDER`: one rank, which calls the function that a notebook left in the folder.
 
-The function and what it returns are pickles. A pickle can run any code when it is read, so a file that another user
-could have written is refused. Nothing else in hvtrain unpickles.
+The function and what it returns are pickles. A pickle can run any code when it is read, so a file
+that another user could have written is refused. Nothing else in hvtrain unpickles.
 """
 
 import linecache
@@ -72,7 +72,10 @@ def write_object(path: Path, value: Any) -> None:
 
 
 def read_object(path: Path) -> Any:
-    """The object in the file. Raises ConfigError if the file is not this user's own, OSError if it cannot be opened."""
+    """The object in the file.
+
+    Raises ConfigError if the file is not this user's own, OSError if it cannot be opened.
+    """
     # Neither a link nor a pipe: both could lead to what another user wrote.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())

@@ -33,8 +33,8 @@ _NO_PYTHON = 86
 _NO_FOLDER = 87
 _LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
 
-# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which explains it better. By
-# default mpirun waits for that host for a quarter of an hour.
+# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which
+# explains it better. By default mpirun waits for that host for a quarter of an hour.
 MPI_NOTICES_CUTS = [
     *("-mca", "oob_tcp_keepalive_time", "5"),
     *("-mca", "oob_tcp_keepalive_intvl", "1"),
@@ -46,7 +46,8 @@ MPI_NOTICES_CUTS = [
 class HostCalls:
     """Calls functions of on_host on the hosts of a launch.
 
-    The process that starts the ranks knows the hosts, and the one that supervises them needs them. Those may be two
+    The process that starts the ranks knows the hosts, and the one that supervises them needs them.
+    Those may be two
     processes: then the first writes them into the launch's folder, where the second reads them.
 
     Args:
@@ -71,14 +72,20 @@ class HostCalls:
         return cls()
 
     def clear(self, mark: str, job: int | None = None) -> dict[str, Answer | None]:
-        """Calls on_host.clear on all hosts. Returns the others' answers; None for a host that ssh did not reach."""
+        """Calls on_host.clear on all hosts.
+
+        Returns the others' answers; None for a host that ssh did not reach.
+        """
         on_host.clear(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
             answers = pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)
             return dict(zip(self.remote, answers))
 
     def count(self, function: str, mark: str, *arguments: int) -> int:
-        """Calls a function of on_host here, and then on the other hosts until one has ranks. Returns their number."""
+        """Calls a function of on_host here, and then on the other hosts until one has ranks.
+
+        Returns their number.
+        """
         count: int = getattr(on_host, function)(mark, *arguments)["count"]
         for host in self.remote:
             if count:
@@ -96,7 +103,8 @@ class HostCalls:
             return None
 
         result: Answer | None = answer(done.stdout)
-        # ssh was let in, but Python did not run there: the host is not lost, and nothing is known of it.
+        # ssh was let in, but Python did not run there: the host is not lost, and nothing is known
+        # of it.
         if result is None and done.returncode != SSH_FAILED:
             return Answer(count=0, oom_kills=None)
         return result
@@ -141,7 +149,9 @@ def is_local(host: str) -> bool:
 
 
 def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
-    """Checks that all hosts can take part. Returns their network; None if all of them are this host.
+    """Checks that all hosts can take part.
+
+    Returns their network; None if all of them are this host.
 
     Raises RankError in one line for the first host that cannot take part.
     """
@@ -161,7 +171,8 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
 
 def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises RankError for the first host whose packages differ from the first host's."""
-    # This host's own versions count if it has a rank; a host that only launches may be another kind of machine.
+    # This host's own versions count if it has a rank; a host that only launches may be another kind
+    # of machine.
     versions = {host: host_facts.versions() for host in hosts if host not in facts}
     versions.update((host, fact["versions"]) for host, fact in facts.items())
     first, *others = versions
@@ -176,7 +187,10 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
 
 
 def _common_interface(others: Sequence[str]) -> str:
-    """This host's interface towards all the others. Raises RankError if there are several or none."""
+    """This host's interface towards all the others.
+
+    Raises RankError if there are several or none.
+    """
     names = {interfaces.interface_of(address_towards(host)) for host in others}
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
@@ -242,9 +256,9 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
 def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
     """Open MPI's options to start ranks on those hosts and to let them talk.
 
-    The subnet rather than an interface is given: names may differ from host to host, and Open MPI would try an
-    interface that has the same address everywhere (docker0) and wait forever. A user's own choice of NCCL's interface
-    wins over interface_names.
+    The subnet rather than an interface is given: names may differ from host to host, and Open MPI
+    would try an interface that has the same address everywhere (docker0) and wait forever. A user's
+    own choice of NCCL's interface wins over interface_names.
     """
     nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
     return [

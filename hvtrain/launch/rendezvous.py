@@ -1,9 +1,9 @@
 """The server on rank 0's host at which processes started by hand meet, and later the store of Horovod's Gloo.
 
-Each process claims its rank. Once all have arrived, each gets the host of every rank, or the reason why not. A process
-keeps its connection open while it waits; if the connection breaks, the rank is free again. Afterwards the server is the
-HTTP store of Horovod's Gloo (PUT, GET and DELETE /SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is
-trusted as a rank.
+Each process claims its rank. Once all have arrived, each gets the host of every rank, or the reason
+why not. A process keeps its connection open while it waits; if the connection breaks, the rank is
+free again. Afterwards the server is the HTTP store of Horovod's Gloo (PUT, GET and DELETE
+/SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is trusted as a rank.
 """
 
 import http.client
@@ -93,7 +93,10 @@ class Rendezvous(ThreadingHTTPServer):
             rank = range(num_ranks)[claim["rank"]]
             holder = self._rank_hosts.get(rank)
             if holder:
-                return _REFUSED, f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two"
+                return (
+                    _REFUSED,
+                    f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two",
+                )
 
             self._rank_hosts[rank] = [str(part) for part in claim["host"]]
             self._changed.notify_all()
@@ -121,24 +124,33 @@ class Rendezvous(ThreadingHTTPServer):
             return self._store.get(scope, {}).get(rank)
 
     def leave(self, scope: str, rank: str) -> None:
-        """Notes that a rank has met all others of the scope. After the last one, their addresses are dropped.
+        """Notes that a rank has met all others of the scope.
+
+        After the last one, their addresses are dropped.
 
         So ranks that start again (comm.tune) do not find the earlier addresses.
         """
         with self._changed:
             left = self._left.setdefault(scope, set())
             left.add(rank)
-            # Each rank has stored its address under its number, and more under other keys, before anyone leaves.
+            # Each rank has stored its address under its number, and more under other keys, before
+            # anyone leaves.
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
 
 
 def answer_get(connection: socket.socket, get: Callable[[str, str], bytes | None]) -> bool:
-    """Answers a GET of a rank's address that has arrived whole. Returns False, and reads nothing, for anything else.
+    """Answers a GET of a rank's address that has arrived whole.
 
-    get: the address of a scope and rank, or None. Each of N ranks asks for the N - 1 others. A thread and a parser of
-    HTTP for each question cost several times what the answer does.
+    Returns False, and reads nothing, for anything else.
+
+    Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question cost
+    several times what the answer does.
+
+    Args:
+        connection: what the server has accepted.
+        get: returns the address of a scope and rank, or None.
     """
     try:
         request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -200,7 +212,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def claim(coordinator: tuple[str, int], rank: int, names: Sequence[str], host: Sequence[str], seconds: float) -> Any:
+def claim(
+    coordinator: tuple[str, int],
+    rank: int,
+    names: Sequence[str],
+    host: Sequence[str],
+    seconds: float,
+) -> Any:
     """Claims a rank, waits for all others, and returns the host of each rank.
 
     Args:
@@ -240,7 +258,10 @@ def _answer_to(
     address: str,
     seconds: float,
 ) -> Any:
-    """Sends a claim and returns the answer. first: rank 0's process. Raises UserError unless all have met."""
+    """Sends a claim and returns the answer. first: rank 0's process.
+
+    Raises UserError unless all have met.
+    """
     try:
         connection.request("POST", _CLAIMS, json.dumps(request))
         response = connection.getresponse()

@@ -17,7 +17,7 @@ from typing import Any
 CONNECT_SECONDS = 10
 SSH_FAILED = 255
 _ANSWER = "hvtrain-answer:"
-# Creates the modules that are sent, under their own names, whether or not hvtrain is installed there.
+# Creates the modules that are sent, under their own names, with or without hvtrain on that host.
 LOADER = f"""
 import json, sys, types
 modules, (name, function, arguments) = json.load(sys.stdin)
@@ -33,14 +33,20 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 
 @dataclass(frozen=True)
 class Ssh:
-    """Options of ssh: `-p` and `-i` of horovodrun. Users and all others belong into ~/.ssh/config."""
+    """Options of ssh: `-p` and `-i` of horovodrun.
+
+    Users and all others belong into ~/.ssh/config.
+    """
 
     port: int | None = None
     identity_file: str | None = None
 
     @property
     def options(self) -> list[str]:
-        """The words between ssh and the host. A new host becomes known; one whose key has changed is refused."""
+        """The words between ssh and the host.
+
+        A new host becomes known; one whose key has changed is refused.
+        """
         settings = [
             "BatchMode=yes",
             "StrictHostKeyChecking=accept-new",

@@ -22,7 +22,8 @@ from hvtrain.launch.output import PlainOutput, PrefixedOutput, RankOutput
 from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
-# After a signal, until all ranks are ended by force: they save within the first time, and only stop within the second.
+# After a signal, until all ranks are ended by force: they save within the first time, and only stop
+# within the second.
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
 # Until a rank runs on any host. --start-timeout sets it.
@@ -72,13 +73,16 @@ class Signals:
 
 
 class Launch:
-    """A launcher and all that it starts. Its processes carry the name of the launch's folder in on_host.MARK.
+    """A launcher and all that it starts.
+
+    Its processes carry the name of the launch's folder in on_host.MARK.
 
     Args:
         line: the launcher's command.
         environment: its variables.
-        output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's outputs in one
-            stream, PlainOutput each in its own, PrefixedOutput only the error output.
+        output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's
+            outputs in one stream, PlainOutput each in its own, PrefixedOutput only the error
+            output.
         folder: a folder of this launch alone.
         hosts: the hosts; None: the launcher writes them into the folder.
         label: how messages name a rank.
@@ -95,7 +99,7 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
-        # The child inherits the limit. Whatever joins a thousand ranks opens files for each of them.
+        # The child inherits the limit. What joins a thousand ranks opens files for each of them.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -120,8 +124,8 @@ class Launch:
             stdin=subprocess.DEVNULL if output.merged else None,
             stdout=writes[-1] if output.merged or len(writes) > 1 else None,
             stderr=writes[0],
-            # The child holds a reading end itself, so that the pipe never breaks: mpirun would die of that before it
-            # has ended its ranks.
+            # The child holds a reading end itself, so that the pipe never breaks: mpirun would die
+            # of that before it has ended its ranks.
             pass_fds=reads,
             # In this terminal's group it would get a Ctrl-C twice.
             start_new_session=True,
@@ -133,16 +137,17 @@ class Launch:
     def run(self, signals: Signals) -> Ending:
         """Runs the launcher to its end and leaves nothing behind.
 
-        Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save and stop together,
-        with code 130 after Ctrl-C, else 75. A closed terminal goes on to the launcher. A second signal, or no end in
-        time, ends all by force.
+        Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save
+        and stop together, with code 130 after Ctrl-C, else 75. A closed terminal goes on to the
+        launcher. A second signal, or no end in time, ends all by force.
         """
         signals.pass_to(self._take_signal)
         # In threads of their own: an ssh that outlives mpirun keeps the pipe open.
         readers = [_in_background(read, stream) for read, stream in zip(self._output.readers, self._streams)]
         try:
             code = self._wait_for_child()
-            # After a failure ranks may be left on any host. The others' answers tell which of them are lost.
+            # After a failure ranks may be left on any host. The others' answers tell which of them
+            # are lost.
             answers = self._clear() if code else {}
             for reader in readers:
                 reader.join(SECONDS_FOR_LAST_LINES)
@@ -226,10 +231,12 @@ class Launch:
         return short
 
     def _wait_for_child(self) -> int:
-        """Waits for the launcher's end, and ends it if no rank begins in time. Returns its exit code.
+        """Waits for the launcher's end, and ends it if no rank begins in time.
 
-        MPI waits forever for a host that does not answer. Meanwhile the kernel's kills are counted every half minute:
-        those from before the last minute did not end this run.
+        Returns its exit code.
+
+        MPI waits forever for a host that does not answer. Meanwhile the kernel's kills are counted
+        every half minute: those from before the last minute did not end this run.
         """
         latest_begin = time.monotonic() + self._seconds_to_begin
         has_begun = False

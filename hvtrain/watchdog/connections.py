@@ -1,7 +1,7 @@
 """The watchdog's protocol, and the connections to rank 0's hub.
 
-Messages are lines of JSON of limited length; nothing is unpickled. Each connection is a stranger's until it has proved
-which rank it is.
+Messages are lines of JSON of limited length; nothing is unpickled. Each connection is a stranger's
+until it has proved which rank it is.
 """
 
 import errno
@@ -26,7 +26,8 @@ Message = dict[str, Any]
 
 MAX_LINE = 1 << 20  # The stacks of a rank with hundreds of threads.
 MAX_PROOF = 1 << 10
-# How soon a lost host or a cut cable is noticed: before Gloo gives up (30 s), yet a link may be down for a while.
+# How soon a lost host or a cut cable is noticed: before Gloo gives up (30 s), yet a link may be
+# down for a while.
 SECONDS_UNTIL_CUT = 25
 MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
@@ -35,7 +36,7 @@ SECONDS_TO_JOIN = 10.0
 class Kind(str, Enum):
     """Kinds of messages, the value of "kind" in each. The comments name the other values."""
 
-    # From the hub to a new connection, which answers with its rank, proof, host, process and status.
+    # From the hub to a new connection, which answers with rank, proof, host, process and status.
     CHALLENGE = "challenge"  # challenge
     WELCOME = "welcome"  # process: rank 0's
 
@@ -55,7 +56,8 @@ class Kind(str, Enum):
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
 
-    # What the connection's end becomes: closed by the other side, or by the kernel for a lost host or network.
+    # What the connection's end becomes: closed by the other side, or by the kernel for a lost host
+    # or network.
     GONE = "gone"
     CUT = "cut"
 
@@ -72,7 +74,10 @@ class WireError(Exception):
 
 
 class Lines:
-    """Turns bytes into messages. Raises WireError for anything else, and keeps at most `max_bytes`."""
+    """Turns bytes into messages.
+
+    Raises WireError for anything else, and keeps at most `max_bytes`.
+    """
 
     def __init__(self, max_bytes: int = MAX_LINE) -> None:
         self.max_bytes = max_bytes
@@ -118,7 +123,7 @@ def notice_cuts(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    # For what was sent and never acknowledged; by default the kernel tries for a quarter of an hour.
+    # For what was sent and never acknowledged; the kernel's own limit is a quarter of an hour.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
 
 
@@ -164,7 +169,10 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
-        """Yields messages of ranks within that time. The last message of a lost one is GONE or CUT."""
+        """Yields messages of ranks within that time.
+
+        The last message of a lost one is GONE or CUT.
+        """
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -201,7 +209,7 @@ class Connections:
         except OSError:
             return
 
-        # The oldest stranger makes room. Whoever connected last may be a rank, and ranks join at once.
+        # The oldest stranger makes room: whoever connected last may be a rank, which joins at once.
         if len(self._all) >= MAX_STRANGERS + self._size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)

@@ -68,9 +68,12 @@ class Process:
             return ENDED
 
     def wake_for_stacks(self, seconds: float) -> str:
-        """Makes it write its stacks, by C code that needs no Python, and continue if stopped. Returns the stacks."""
+        """Makes it write its stacks, by C code that needs no Python, and continue if stopped.
+
+        Returns the stacks.
+        """
         with suppress(ProcessLookupError, PermissionError):
-            # To its main thread, which then writes before it continues; glibc has tgkill from 2.30 on.
+            # To its main thread, which then writes before it continues. glibc has tgkill since 2.30.
             to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
             if self.stacks >= 0 and to_thread:
                 to_thread(self.number, self.number, signal.SIGUSR2)
@@ -126,8 +129,9 @@ class Stacks:
 class Launcher:
     """Tells whether the launcher of this rank is still there.
 
-    On the launcher's own host a rank changes its parent when the launcher dies. Under Gloo a rank on another host
-    hangs on an ssh connection, whose end it does not see; but the launcher keeps a port open for the whole run.
+    On the launcher's own host a rank changes its parent when the launcher dies. Under Gloo a rank
+    on another host hangs on an ssh connection, whose end it does not see; but the launcher keeps a
+    port open for the whole run.
     """
 
     SECONDS_BETWEEN_CALLS = 5.0

@@ -27,10 +27,19 @@ SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
-    """One thread, one decision. member: rank 0's own.
+    """One thread, one decision.
 
-    The run either gets a reason to stop, which all ranks are told; or it stalls, and all ranks are asked for their
-    stacks, then ended.
+    The run either gets a reason to stop, which all ranks are told; or it stalls, and all ranks are
+    asked for their stacks, then ended.
+
+    Args:
+        listener: the socket at which the ranks connect.
+        token: the secret of the job.
+        size: the number of ranks.
+        member: rank 0's own, which also connects.
+
+    Attributes:
+        thread: ends once rank 0 has left.
     """
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
@@ -98,7 +107,10 @@ class Hub:
         connection.send(Kind.HEARD)
 
     def _note_loss(self, state: RankState, kind: Kind) -> None:
-        """Remembers a lost rank. The reason to stop waits for those that are lost together with it."""
+        """Remembers a lost rank.
+
+        The reason to stop waits for those that are lost together with it.
+        """
         if self._rules.survives_loss:
             return
         text = f"{state.name} {LOSS[kind]}"
@@ -149,13 +161,15 @@ class Hub:
 
         if self._stalled:
             began, ranks = self._stalled
-            if now >= began + SECONDS_FOR_STACKS or self._connections.ranks.keys() <= self._stacks.keys():
+            has_all = self._connections.ranks.keys() <= self._stacks.keys()
+            if has_all or now >= began + SECONDS_FOR_STACKS:
                 self._end_all(began, ranks)
         elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
             text = "; ".join(reason.text for reason in self._lost[:3])
-            self._stop(replace(self._lost[0], text=text, is_cut=any(reason.is_cut for reason in self._lost)))
+            is_cut = any(reason.is_cut for reason in self._lost)
+            self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
         elif judge.stalled_seconds(self._ranks(), now, self._rules.limit):
             self._collect_stacks(now)
         else:
@@ -167,7 +181,9 @@ class Hub:
         if seconds and not self._has_warned:
             culprits = judge.describe(self._ranks(), now, self._rules, {})
             log.warning(
-                "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it", seconds, culprits
+                "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it",
+                seconds,
+                culprits,
             )
         self._has_warned = seconds > 0
 

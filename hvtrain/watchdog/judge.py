@@ -10,7 +10,8 @@ from hvtrain.watchdog.progress import DATA, FORWARD, REDUCTION, WAITING, Status
 PATIENCE_AT_START = 3
 # A rank that misses so many of its beats is silent, not late.
 BEATS_UNTIL_SILENT = 10
-# A main thread that others' end has freed says more than the watchdog; one that is blocked forever says nothing.
+# A main thread that others' end has freed says more than the watchdog; one that is blocked forever
+# says nothing.
 SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 
@@ -83,7 +84,8 @@ class StopReason:
 def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> float:
     """Seconds for which the run has made no progress, if they are the limit or more; else 0.
 
-    One rank's progress is the run's, for the others may wait for it. A rank that does not answer makes none.
+    One rank's progress is the run's, for the others may wait for it. A rank that does not answer
+    makes none.
     """
     if not ranks:
         return 0.0
@@ -107,7 +109,8 @@ def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankS
     if silent:
         return silent
 
-    # Within a step data come first; ranks that exchange something in the forward pass wait there for such a one.
+    # Within a step data come first; ranks that exchange something in the forward pass wait there
+    # for such a one.
     order = {DATA: 0, FORWARD: 1}
     positions = {
         state.rank: (state.status.step, order.get(state.status.phase, 2))

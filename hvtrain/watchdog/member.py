@@ -38,19 +38,22 @@ from hvtrain.watchdog.progress import Progress, SuspensionClock
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
-# Open MPI notices a cut by itself, later than we do (launch/remote_hosts.py). But mpirun waits for a host that it
-# cannot reach once a rank has left it.
+# Open MPI notices a cut by itself, later than we do (launch/remote_hosts.py). But mpirun waits for
+# a host that it cannot reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
 class Watchdog:
-    """One rank's watchdog. This one watches nobody and costs nothing; `start` makes one that watches.
+    """One rank's watchdog.
+
+    This one watches nobody and costs nothing; `start` makes one that watches.
 
     Nothing of it is collective.
 
     Attributes:
         folder: the run folder, for stacks and for advice on how to go on; set it once it is known.
-        tell: gets the reason for which the run ends, as soon as this rank knows it and from any thread.
+        tell: gets the reason for which the run ends, as soon as this rank knows it and from any
+            thread.
         progress: what this rank does.
     """
 
@@ -71,7 +74,10 @@ class Watchdog:
         return None
 
     def wait(self) -> StopReason | None:
-        """Waits for the end of the run. Returns why it failed, or None once rank 0 has stopped its watchdog."""
+        """Waits for the end of the run.
+
+        Returns why it failed, or None once rank 0 has stopped its watchdog.
+        """
         return None
 
     def signal_rank_0(self, number: int) -> None:
@@ -90,6 +96,17 @@ class Member(Watchdog):
     """Every rank's side of a watchdog: reports its status, and ends the process when told to or left alone.
 
     It has one thread, from `join` on. The main thread calls the methods of Watchdog.
+
+    Args:
+        rank: this one.
+        host: as messages name its host.
+        rules: the same on all ranks.
+        progress: what this rank does.
+        calls_launcher: check whether Gloo's launcher is there.
+
+    Attributes:
+        stacks: of this process.
+        hub_thread: rank 0's hub, for `stop` to wait for.
     """
 
     def __init__(self, rank: int, host: str, rules: Rules, progress: Progress, calls_launcher: bool) -> None:
@@ -219,7 +236,10 @@ class Member(Watchdog):
                 pass  # The reading side finds out why.
 
     def _is_readable(self, seconds: float) -> bool:
-        """Waits up to `seconds` for data of the hub. By poll: select takes no file number from 1,024 on."""
+        """Waits up to `seconds` for data of the hub.
+
+        By poll: select takes no file number from 1,024 on.
+        """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
         return bool(poll.poll(1000 * seconds))
@@ -239,7 +259,10 @@ class Member(Watchdog):
                     next_beat = now + self.rules.beat_seconds
                     self._tick(now)
         except Exception:
-            log.exception("the watchdog of rank %d failed, which is a bug; the run continues without it", self._rank)
+            log.exception(
+                "the watchdog of rank %d failed, which is a bug; the run continues without it",
+                self._rank,
+            )
             self._send(Kind.BYE)
         if self._connection:
             self._connection.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-# The phases of a rank. In the last two it waits for others, so it is never the one that holds them up.
+# The phases of a rank. In the last two it waits for others, so it never holds them up.
 START, STEP, DATA, FORWARD = "start", "step", "data", "forward"
 CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
 REDUCTION, EXCHANGE = "reduction", "exchange"
@@ -97,7 +97,10 @@ class Progress:
         self._num_reports += 1
 
     def begin_step(self, step: int) -> None:
-        """step: how many the run has done before. More may follow in the same call, which Python does not see."""
+        """step: how many the run has done before.
+
+        More may follow in the same call, which Python does not see.
+        """
         if self._step_at_first is None:
             self._step_at_first = step - self._marks()[3]
         self._step = step

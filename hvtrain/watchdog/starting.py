@@ -1,4 +1,7 @@
-"""Starts a watchdog on every rank. By trying them all, the ranks find an address of rank 0 that every host reaches."""
+"""Starts a watchdog on every rank.
+
+By trying them all, the ranks find an address of rank 0 that every host reaches.
+"""
 
 import logging
 import os
@@ -49,12 +52,14 @@ def start(
         rank: this one's.
         size: the number of ranks.
         host: as messages name this rank's host.
-        abort_seconds: how long the run may make no progress; rank 0's counts; 0: no watchdog, no port.
+        abort_seconds: how long the run may make no progress; rank 0's counts; 0: no watchdog, no
+            port.
         gather: returns every rank's value to all ranks.
         broadcast: returns rank 0's value to all ranks.
         marks: see Progress.
         calls_launcher: check whether Gloo's launcher is there; one rank of a host is enough.
-        survives_loss: an elastic job goes on without a rank that is gone or fails, and starts another watchdog.
+        survives_loss: an elastic job goes on without a rank that is gone or fails, and starts
+            another watchdog.
     """
     limit = broadcast(abort_seconds)
     if not limit or size == 1:
@@ -97,7 +102,7 @@ def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | No
     if is_one_host:
         votes = [[True] * len(offers)]
     else:
-        # One rank of each host would be enough; but which, if hosts have different numbers of ranks?
+        # One rank of each host would be enough; but which, if their numbers of ranks differ?
         own_vote = [True] * len(offers)
         if networks[0] != machine_id("net"):
             with ThreadPoolExecutor(max(1, len(offers))) as pool:

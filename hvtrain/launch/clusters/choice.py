@@ -63,7 +63,10 @@ class Cluster:
         return [part.replace("{}", str(folder)) for part in KINDS[self.kind].submit.split()]
 
     def submit(self, folder: Path) -> int:
-        """Runs the command. Returns its exit code. Raises ConfigError if it is not installed here."""
+        """Runs the command.
+
+        Returns its exit code. Raises ConfigError if it is not installed here.
+        """
         command = self.command(folder)
         program = KINDS[self.kind].program or command[0]
         if not shutil.which(program):
@@ -76,7 +79,8 @@ class Cluster:
 def choose(arguments: list[str], folders: list[Path]) -> Cluster:
     """The cluster of cluster=KIND cluster.SETTING=VALUE; the user's own KIND is FOLDER/cluster/KIND.yaml.
 
-    Such a file holds `kind: slurm` and settings, which the command line overrides. Raises ConfigError.
+    Such a file holds `kind: slurm` and settings, which the command line overrides. Raises
+    ConfigError.
     """
     values: dict[str, str] = {}
     # All that stands before -- and is no option.
@@ -130,7 +134,10 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
-    """The text of a file, from the first cluster/NAME.j2 in the folders and then in conf/. Raises ConfigError."""
+    """The text of a file, from the first cluster/NAME.j2 in the folders and then in conf/.
+
+    Raises ConfigError.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder / "cluster" for folder in (*folders, CONFIGS)]),
         undefined=jinja2.StrictUndefined,  # A misspelled name in a template is an error, and not an empty text.
@@ -138,7 +145,8 @@ def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # So that any text arrives as it was: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
+    # So that any text arrives as it was: {{ value | quote }} in a shell script, {{ value | yaml }}
+    # in YAML.
     environment.filters.update(quote=quote, yaml=yaml_text)
     try:
         return environment.get_template(f"{name}.j2").render(values)

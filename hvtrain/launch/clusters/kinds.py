@@ -1,7 +1,7 @@
-"""The kinds of clusters that take files: their settings, and the checks of a job that is to run there. Pure.
+"""The kinds of clusters that take files: their settings, and checks of a job for them. Pure.
 
-Each file is rendered from its template, conf/cluster/FILE.j2, which gets the job as `job`, the settings as `cluster`,
-and what `values` returns.
+Each file is rendered from its template, conf/cluster/FILE.j2, which gets the job as `job`, the
+settings as `cluster`, and what `values` returns.
 """
 
 import re
@@ -27,7 +27,8 @@ class ClusterKind:
         program: what the command needs; "": its first word.
         no_elastic: why the kind takes no --min-np, and what to do instead; "": it does.
         no_hosts: likewise for -H.
-        starts_roles: it also starts parameter servers, a coordinator, or one process for several GPUs.
+        starts_roles: it also starts parameter servers, a coordinator, or one process for several
+            GPUs.
     """
 
     about: ClassVar[str]
@@ -39,7 +40,10 @@ class ClusterKind:
     starts_roles: ClassVar[bool] = False
 
     def values(self, job: Job) -> dict[str, Any]:
-        """Returns what the templates need besides job and settings. Raises ConfigError for what cannot start there."""
+        """Returns what the templates need besides job and settings.
+
+        Raises ConfigError for what cannot start there.
+        """
         raise NotImplementedError
 
     def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
@@ -54,9 +58,10 @@ class ClusterKind:
 class Slurm(ClusterKind):
     """Settings of a batch file for Slurm. Every null is left to the cluster's defaults.
 
-    The file starts `python -m hvtrain launch` on the first host of the allocation. Shortly before the time limit Slurm
-    signals the batch shell; the launcher has all ranks save and ends with RESTART_HELPS; the file then requeues the
-    job, without a newer checkpoint only a few times. Slurm keeps the job's number, so the run folder is the same.
+    The file starts `python -m hvtrain launch` on the first host of the allocation. Shortly before
+    the time limit Slurm signals the batch shell; the launcher has all ranks save and ends with
+    RESTART_HELPS; the file then requeues the job, without a newer checkpoint only a few times.
+    Slurm keeps the job's number, so the run folder is the same.
     """
 
     about = "a batch file for Slurm, which requeues the job at its time limit"
@@ -155,9 +160,9 @@ def slurm_seconds(limit: str) -> int:
 class MpiJob(ClusterKind):
     """Settings of one training on Kubernetes: equal workers, each of them a pod with some ranks.
 
-    The pods (conf/cluster/kubernetes-pods.yaml.j2) have the image that our Dockerfile makes: user 10001, whose own sshd
-    starts with the argument `worker`. The operator mounts an ssh key pair and gives the launcher's pod, which has no
-    rank, the list of hosts.
+    The pods (conf/cluster/kubernetes-pods.yaml.j2) have the image that our Dockerfile makes: user
+    10001, whose own sshd starts with the argument `worker`. The operator mounts an ssh key pair and
+    gives the launcher's pod, which has no rank, the list of hosts.
     """
 
     about = "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1"
@@ -209,7 +214,7 @@ class MpiJob(ClusterKind):
             "a place to mount data; give an absolute path without a colon",
         )
 
-        # An elastic job gets as many pods as it may ever use, and each takes the same number of ranks.
+        # An elastic job gets as many pods as it may ever use, each for the same number of ranks.
         max_ranks = max(job.num_ranks, job.max_ranks or 0)
         ranks = self.ranks_per_worker
         if max_ranks % ranks:
@@ -235,9 +240,9 @@ class TrainJob(MpiJob):
 class Docker(ClusterKind):
     """Settings of containers of the images that our Dockerfile makes.
 
-    conf/cluster/docker-run.sh.j2 is one script for every host: given that host's name, it starts there either the ranks
-    or an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one machine, no GPU and no key: its two
-    containers make a key pair themselves.
+    conf/cluster/docker-run.sh.j2 is one script for every host: given that host's name, it starts
+    there either the ranks or an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one
+    machine, no GPU and no key: its two containers make a key pair themselves.
     """
 
     about = "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine"
@@ -275,7 +280,8 @@ class Docker(ClusterKind):
 class Spark(ClusterKind):
     """Settings of executors of a Spark cluster whose hosts have the same environment at the same path.
 
-    Each rank is one Spark task with cores of its own, and all run at once; hvtrain/spark.py is the driver's side.
+    Each rank is one Spark task with cores of its own, and all run at once; hvtrain/spark.py is the
+    driver's side.
     """
 
     about = "the executors of a Spark cluster, YARN or standalone, by spark-submit"
@@ -287,7 +293,9 @@ class Spark(ClusterKind):
 
     master: str = setting("yarn", "yarn, or spark://HOST:7077 for a standalone cluster")
     deploy_mode: str = setting(
-        "client", "where the driver runs: here, or (YARN only) in the cluster", choices=("client", "cluster")
+        "client",
+        "where the driver runs: here, or (YARN only) in the cluster",
+        choices=("client", "cluster"),
     )
     name: str = setting("hvtrain", "the application's name in Spark's pages")
     queue: str | None = setting(None, "YARN's queue")
