@@ -24,7 +24,7 @@ CLASSES_FILE = "classes.json"
 def collect(source: Source) -> dict[str, bytes]:
     """The source's fitted values and class names, as files by name (every rank)."""
     files = dict(source.fitted())
-    # Not fitted, but as decisive: the model gives indices of these names.
+    # Class names are not fitted, but a model's predictions are indices into them.
     class_names = source.facts().get("class_names")
     if class_names:
         files[CLASSES_FILE] = json.dumps([str(name) for name in class_names]).encode()
@@ -49,7 +49,9 @@ def read(run: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         return {}
     try:
-        return {path.name: read_bytes(path) for path in sorted(folder.iterdir()) if not path.name.startswith(TEMPORARY)}
+        # A file that a killed run did not finish still has its temporary name.
+        paths = [path for path in folder.iterdir() if not path.name.startswith(TEMPORARY)]
+        return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
         problem = error.strerror or error
         raise StorageError(f"{folder} cannot be read: {problem}; fix that, and start again") from error
@@ -82,7 +84,7 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> None:
-    """Compares the source's classes with those of the run, whose indices the model gives.
+    """Compares the source's classes with those of the run, whose indices the model predicts.
 
     Args:
         refuse: False warns instead.
@@ -90,7 +92,7 @@ def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> N
     Raises:
         DataError: They differ.
     """
-    # Data without names of classes pass: there is nothing to compare.
+    # Without names on both sides there is nothing to compare.
     old_names = json.loads(files.get(CLASSES_FILE, b"null"))
     new_names = [str(name) for name in source.facts().get("class_names") or ()]
     if not old_names or not new_names:

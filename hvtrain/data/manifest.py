@@ -52,6 +52,7 @@ def check_names(paths: Iterable[str | Path]) -> None:
         try:
             str(path).encode()
         except UnicodeEncodeError:
+            # Shown as bytes: the message itself has to be UTF-8.
             name = repr(os.fsencode(path))
             raise DataError(f"{name} is a file whose name is not UTF-8; rename it") from None
 
@@ -68,6 +69,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     sizes: dict[str, int | None] = {}
     # Sorted, so that the order in which a file system lists files does not matter.
     for path in sorted(paths):
+        # Names within the folder, so that a copy elsewhere counts as the same data set.
         is_inside = folder in Path(path).parents
         name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
         sizes[name] = _file_bytes(path) if path in measured else None
@@ -95,6 +97,7 @@ def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a whole manifest."""
+    # Sorted keys, so that equal manifests have equal digests.
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -108,6 +108,7 @@ def symbolic(spec: Any) -> Any:
     """Keras inputs for a nested structure of tf.TensorSpec of one example, named as in a dict."""
     inputs = []
     for path, part in keras.tree.flatten_with_path(spec):
+        # Saved models name their inputs, so that users find the keys of their dict again.
         name = part.name or None
         if name is None and path and isinstance(path[-1], str):
             name = path[-1]
@@ -211,6 +212,7 @@ class Source(ABC):
         Every rank computes the same list.
         """
         num_examples = self.num_examples(split)
+        # Topology cuts the shards, so that counts and shards cannot disagree.
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [rank.share_size(num_examples) for rank in ranks]
 
@@ -245,7 +247,7 @@ class Source(ABC):
         return None
 
     def preprocessing(self) -> Preprocessing:
-        """The way from an example in the user's arrays or files to the streams, for the saved model.
+        """The steps from an example in the user's arrays or files to the streams, for the saved model.
 
         The default is for streams that change nothing. A source that normalizes or resizes declares
         it here, with Keras's own layers. Its saved model then takes the user's raw examples, and
@@ -258,6 +260,7 @@ class Source(ABC):
         declared_range = self.preprocessing().range
         if declared_range:
             return declared_range
+        # Bytes need no declaration.
         inputs = self.element_spec[0]
         is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
         return (0.0, 255.0) if is_bytes else None
@@ -307,6 +310,7 @@ class Source(ABC):
         counts = {split: self.num_examples(split) for split in self.SPLITS}
         splits = {split: {"examples": count} for split, count in counts.items() if count}
 
+        # For images with classes, two facts read better than a spec.
         facts = self.facts()
         if {"image_shape", "num_classes"} <= facts.keys():
             elements = {
@@ -334,4 +338,5 @@ def reason(error: tf.errors.OpError) -> str:
     >>> reason(tf.errors.DataLossError(None, None, text))
     'corrupted record at 9'
     """
+    # {{node ...}} comes before the message, [Op:...] after it.
     return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip().rstrip(".")

@@ -1,4 +1,4 @@
-"""What is learned: the loss, the metrics, and what the model gives. A user chooses it as `task=`."""
+"""Tasks: the loss, the metrics and the outputs of a model. A user chooses one as `task=`."""
 
 from hvtrain.tasks.classification import Binary, Classification, Multilabel
 from hvtrain.tasks.custom import Custom

@@ -27,7 +27,7 @@ NUM_WORST = 12
 
 
 class Classification(Task):
-    """One class for each example: the model gives a logit for each class.
+    """One class per example: the model outputs a logit for each class.
 
     Targets are class indices.
 
@@ -67,11 +67,11 @@ class Classification(Task):
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
-        # MixUp and CutMix blend these rows: each class then has its part.
+        # MixUp and CutMix blend these rows, after which each class has a share.
         return lambda targets: tf.one_hot(targets, classes)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
-        # The class with the largest part, as accuracy takes one class.
+        # Accuracy takes one class: the one with the largest share.
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
@@ -88,7 +88,7 @@ class Classification(Task):
         names = class_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))
-        # The prefix keeps a class that is called "class" apart from the first column.
+        # The prefix keeps the column of a class named "class" apart from the first column.
         return {
             "class": classes,
             "name": np.array(names, object)[classes],
@@ -107,7 +107,7 @@ class Classification(Task):
 
 
 class Multilabel(Task):
-    """Any number of labels for each example: the model gives a logit for each label.
+    """Any number of labels per example: the model outputs a logit for each label.
 
     Targets are 0 or 1 for each label.
 
@@ -149,7 +149,7 @@ class Multilabel(Task):
         return lambda targets: tf.cast(targets, tf.float32)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
-        # A label that was mixed counts as set from one half on.
+        # A mixed label counts as 1 from one half on.
         return tf.cast(targets >= 0.5, tf.float32)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +185,7 @@ class Multilabel(Task):
             num_true = int(true.sum())
             num_correct = int((true & predicted).sum())
             accuracy = np.mean(true == predicted)
-            # 0 for a label that is never predicted, or never occurs.
+            # Precision is 0 for a label that is never predicted, recall for one that never occurs.
             precision = num_correct / max(int(predicted.sum()), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
@@ -194,7 +194,7 @@ class Multilabel(Task):
 
 
 class Binary(Multilabel):
-    """Yes or no for each example: the model gives one logit, the target is 0 or 1.
+    """Yes or no for each example: the model outputs one logit, the target is 0 or 1.
 
     Args:
         loss: Default: cross-entropy of the logit.
@@ -213,6 +213,7 @@ class Binary(Multilabel):
     has_classes = True
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
+        # A row of one logit, as a dense layer outputs it, whether targets are rows or not.
         return (1,)
 
     def takes(self, target: Any) -> bool:
@@ -238,6 +239,7 @@ class Binary(Multilabel):
 def class_names(source: Source, number: int) -> list[str]:
     """Names of the classes, or their indices if the source does not know `number` names."""
     names = source.facts().get("class_names") or ()
+    # Names mean nothing for a model with another number of outputs.
     if len(names) != number:
         names = range(number)
     return [str(name) for name in names]
@@ -246,11 +248,11 @@ def class_names(source: Source, number: int) -> list[str]:
 def with_soft_targets(loss: Any) -> keras.losses.Loss:
     """Extends the sparse cross-entropy to targets that mix several classes.
 
-    Targets of the outputs' rank are rows of parts of classes; all others are indices. Keras saves
-    the result as the plain loss.
+    Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
+    saves the result as the plain loss.
 
     Raises:
-        ConfigError: It is another loss, which may take indices alone.
+        ConfigError: The loss is another one, which may take only indices.
     """
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
@@ -267,7 +269,7 @@ def with_soft_targets(loss: Any) -> keras.losses.Loss:
 
     # Keras writes the module and the name of the class into saved models.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    # A copy of the loss of another class: __init__ would not know all that is set on the loss.
+    # Copies the attributes of the loss, whatever the arguments it was made with.
     extended: Any = object.__new__(type(base.__name__, (base,), {**names, "call": call}))
     vars(extended).update(vars(loss))
     return extended
@@ -280,7 +282,7 @@ def _class_figures(
     names: Sequence[str],
 ) -> list[Figure]:
     """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
-    # Without its maximum, no logit is so large that exp() overflows.
+    # Subtracting the maximum keeps exp() from overflowing.
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     predicted = logits.argmax(axis=1)
@@ -322,6 +324,7 @@ def _worst_errors(
 ) -> list[Figure]:
     """Errors with the lowest probability of the true class; an empty list if there is no error."""
     of_true_class = log_probabilities[np.arange(len(targets)), targets]
+    # Stable, so that ties keep the order of the examples.
     order = np.argsort(of_true_class, kind="stable").tolist()
     worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:

@@ -77,6 +77,7 @@ class Custom(Task):
         needed = {key for key, metric in self.metrics.items() if isinstance(metric, Mapping)}
         if isinstance(self.loss, Mapping):
             needed |= set(self.loss)
+        # A single output, or a list of outputs, has no names.
         names = sorted(outputs) if isinstance(outputs, Mapping) else []
 
         if not needed <= set(names):
@@ -86,10 +87,15 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
-            self.check_metrics(
-                keras.tree.map_structure(lambda spec: _draw(spec.shape, spec.dtype.name), source.element_spec[1]),
-                keras.tree.map_structure(lambda output: _draw(output.shape[1:], output.dtype), outputs),
+            targets = keras.tree.map_structure(
+                lambda spec: _draw(spec.shape, spec.dtype.name),
+                source.element_spec[1],
             )
+            predictions = keras.tree.map_structure(
+                lambda output: _draw(output.shape[1:], output.dtype),
+                outputs,
+            )
+            self.check_metrics(targets, predictions)
 
 
 def _draw(shape: Sequence[int | None], dtype: str) -> np.ndarray:

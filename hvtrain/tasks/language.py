@@ -34,8 +34,8 @@ SHOWN_TOKENS = 64
 class Language(Task):
     """A token at each position: the next one (causal) or a hidden one (masked), as the data set says.
 
-    The model gives a logit for each token of the vocabulary at each position. Positions of weight 0
-    do not count. The perplexity is exp(loss) over all tokens that count.
+    The model outputs a logit for each token of the vocabulary at each position. Positions of weight
+    0 do not count. The perplexity is exp(loss) over all tokens that count.
 
     Args:
         loss: Default: cross-entropy of the logits, the mean over the tokens that count.
@@ -120,7 +120,10 @@ class Language(Task):
         is_causal = _is_causal(inputs, targets)
         if is_causal:
             # One graph for all tokens. Called eagerly, the model would be slow.
-            model_graph: Any = tf.function(lambda row, training: model(row, training=training), reduce_retracing=True)
+            model_graph: Any = tf.function(
+                lambda row, training: model(row, training=training),
+                reduce_retracing=True,
+            )
             pairs = []
             for tokens in inputs:
                 prompt = tokens[:PROMPT_TOKENS].tolist()
@@ -129,9 +132,10 @@ class Language(Task):
             note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
-            pairs = [
-                (text(hidden[:SHOWN_TOKENS]), text(complete[:SHOWN_TOKENS])) for hidden, complete in zip(inputs, filled)
-            ]
+            pairs = []
+            for masked_tokens, filled_tokens in zip(inputs, filled):
+                shown = text(masked_tokens[:SHOWN_TOKENS])
+                pairs.append((shown, text(filled_tokens[:SHOWN_TOKENS])))
             note = f"Texts with hidden tokens, from {reviewed.description}, and the tokens that the model fills in."
         return [Texts("Samples", note, pairs, is_causal)]
 

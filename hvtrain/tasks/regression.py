@@ -14,7 +14,7 @@ from hvtrain.tasks.task import Losses, Metrics, Task
 
 
 class Regression(Task):
-    """One number or several for each example, which the model gives as they are.
+    """One number or several per example, which the model outputs directly.
 
     Args:
         loss: Default: the mean squared error.
@@ -42,7 +42,7 @@ class Regression(Task):
         return {"mean_absolute_error": keras.metrics.MeanAbsoluteError()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        # A dense layer gives a row, also of one number.
+        # A dense layer outputs a row, even of one number.
         return tuple(source.element_spec[1].shape) or (1,)
 
     def takes(self, target: Any) -> bool:
@@ -69,6 +69,7 @@ class Regression(Task):
         residuals = predictions - targets
 
         description = reviewed.description
+        # A scatter plot shows one number per example.
         has_more_targets = reviewed.targets.size > reviewed.number
         suffix = " Of several targets, the first." if has_more_targets else ""
 

@@ -30,7 +30,7 @@ COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a
 
 
 class Segmentation(Task):
-    """A class for each pixel: the model gives a logit for each class at each pixel.
+    """A class per pixel: the model outputs a logit for each class at each pixel.
 
     Targets are masks [height, width] of class indices.
 
@@ -66,7 +66,10 @@ class Segmentation(Task):
         super().__init__(loss, metrics, best)
 
     def default_loss(self) -> Losses:
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=self.ignored_label)
+        return keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True,
+            ignore_class=self.ignored_label,
+        )
 
     def default_metrics(self) -> Metrics:
         # A partial, since only the data set knows the number of classes.
@@ -83,7 +86,7 @@ class Segmentation(Task):
         super().check_targets(source)
         image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
-            return  # The model takes a structure of inputs, and knows which of them is the image.
+            return  # With several inputs, any of them may be the image.
 
         image_size = tuple(image.shape[:2])
         mask_size = tuple(mask.shape)
@@ -105,7 +108,7 @@ class Segmentation(Task):
         return first_fault(is_wrong, problem)
 
     def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # Small ones do: a metric counts pixels, wherever they are.
+        # Small masks suffice, since metrics count pixels wherever they are.
         shape = (number, CHECKED_SIDE_PIXELS, CHECKED_SIDE_PIXELS)
         return draw_classes(shape, self.output_shape(source)[-1])
 
@@ -171,8 +174,9 @@ def _overlays(
     names: Sequence[str],
 ) -> Figure:
     """Shows the worst examples, then the first ones: each image, its mask and the predicted mask."""
+    # Stable, so that ties keep the order of the examples.
     worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
-    # The worst show where the model fails, the first ones what it usually does.
+    # The worst examples show where the model fails, the first ones how it usually does.
     others = [row for row in range(len(mean_iou)) if row not in worst]
 
     pictures = []

@@ -59,7 +59,7 @@ class Task(ABC):
     loss_weights: Mapping[str, float] | None = None
     """Factors of the losses, by output."""
     output_is_free: ClassVar[bool] = False
-    """True if the model may give any output, and may have losses of its own."""
+    """True if the model may have any outputs, and losses of its own."""
     has_classes: ClassVar[bool] = False
     """True if targets are indices of classes, which may have weights."""
     num_reviewed: ClassVar[int] = 0
@@ -114,7 +114,7 @@ class Task(ABC):
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
-            # Whole numbers are finite, and texts have no such values.
+            # Integers are always finite, and text has no such values.
             if np.issubdtype(target.dtype, np.floating):
                 fault = first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
                 if fault:
@@ -192,7 +192,7 @@ class Task(ABC):
         if isinstance(self.loss, Mapping) and len(self.loss) > 1:
             names += [f"{output}_loss" for output in self.loss]
         names += self._named_metrics()
-        # results() adds the names of those that follow from others, whatever the values.
+        # results() adds the metrics that are computed from others; only their names matter here.
         return list(self.results(dict.fromkeys(names, 0.0)))
 
     def sign(self, name: str) -> int:
@@ -219,7 +219,7 @@ class Task(ABC):
             if fault:
                 row, problem = fault
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
-        # Only now: a metric that is built with facts of the source can be tried.
+        # Metrics that were partial can be tried only now.
         self.complete(source)
         self.check_metrics(*self.examples(NUM_CHECKED, source))
 
@@ -263,7 +263,7 @@ class Task(ABC):
         if self.loss_weights is not None:
             loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
 
-        # Keras gives weights of examples to weighted_metrics alone.
+        # Keras passes sample weights only to weighted_metrics.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
         model.compile(
             optimizer=optimizer,
@@ -274,8 +274,9 @@ class Task(ABC):
             **{metrics_argument: _fresh_all(self.metrics) or None},
         )
         if distribute_loss and isinstance(loss, keras.losses.Loss):
-            # Keras's own tracker weights each batch by its examples, which is wrong for losses that
-            # divide by something else. Past __setattr__, so that it is not tracked as a part.
+            # Keras's own tracker weights each batch by its number of examples, which is wrong for
+            # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
+            # new one as a part of the model.
             object.__setattr__(model, "_loss_tracker", ExactLoss(loss))
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
@@ -285,7 +286,7 @@ class Task(ABC):
             name: The model's name, for the message.
         """
         needed = self.output_shape(source)
-        # A task whose outputs are not free takes one tensor, whose first axis is the batch.
+        # Exactly one output is expected; its first axis is the batch.
         shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
         if needed is not None and shapes != [(None, *needed)]:
             raise ConfigError(
@@ -306,7 +307,7 @@ class Task(ABC):
 
 
 def is_integer(spec: Any, rank: int) -> bool:
-    """True for the spec of one tensor of whole numbers of this rank, not a nested structure."""
+    """True for the spec of one integer tensor of this rank, not for a nested structure."""
     return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
 
 
@@ -327,7 +328,7 @@ def first_fault(
 
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws class indices of that shape, and a logit for each class of each of them."""
-    # The same on all ranks, so that all take or refuse a metric.
+    # Equal on all ranks, so that all of them accept or refuse a metric.
     rng = np.random.default_rng(0)
     targets = rng.integers(classes, size=shape, dtype=np.int32)
     return targets, rng.normal(size=(*shape, classes)).astype(np.float32)
@@ -373,7 +374,7 @@ def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarra
     if len(targets):
         metric.update_state(targets, outputs)
     elif not metric.variables:
-        # Some metrics refuse an empty batch, with which they would make their variables.
+        # A metric that makes its variables on the first update has none yet.
         metric.build(targets.shape, outputs.shape)
     return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
 

@@ -85,13 +85,16 @@ def walk(path: bytes) -> Iterator[np.ndarray]:
 
     The data of a damaged record are empty.
     """
-    # tf.data calls it, and gives strings as bytes.
+    # tf.data calls this function, and passes strings as bytes.
     name = path.decode()
     offsets, _ = scan_records(Path(name), check_lengths=True)
     reader = tf_record_random_reader(name)
     for begin in range(0, len(offsets), PIECE_RECORDS):
         piece = enumerate(offsets[begin : begin + PIECE_RECORDS], start=begin)
-        rows = [(location_of(name, number, offset).encode(), _read(reader, offset)) for number, offset in piece]
+        rows = []
+        for number, offset in piece:
+            location = location_of(name, number, offset)
+            rows.append((location.encode(), _read(reader, offset)))
         yield np.array(rows, object)
 
 
@@ -101,6 +104,7 @@ def location_of(path: str, number: int, offset: int) -> str:
 
 def _read(reader: tf_record_random_reader, offset: int) -> bytes:
     """Reads the data of a record; empty if they are damaged."""
+    # TensorFlow raises IndexError at and beyond the end of a file.
     with suppress(tf.errors.OpError, IndexError):
         return reader.read(offset)[0]
     return b""
@@ -143,7 +147,7 @@ def find_damage(
     # TensorFlow names the begin of the record's header, or of its data.
     suspects = {int(match[1]), int(match[1]) - HEADER_BYTES} if match else set()
     for path, count in counts.items():
-        # Lengths first: they are read fast, and a file that was cut or replaced shows there.
+        # Scanning lengths is fast, and reveals a file that was truncated or replaced.
         offsets, defect = scan_records(Path(path), skips)
         if len(offsets) != count or (defect and not skips):
             return f"{path}: {defect or f'holds {len(offsets)} records and had {count} before'}"

@@ -78,7 +78,8 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
         with pq.ParquetFile(path) as file:
             metadata = file.metadata
             schema = file.schema_arrow
-            counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+            indices = range(metadata.num_row_groups)
+            counts = [metadata.row_group(index).num_rows for index in indices]
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"{path} is not a Parquet file, or is damaged: {_first_line(error)}; write it again, {LEAVE_OUT}"
@@ -94,7 +95,7 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
     Raises:
         DataError: A column is missing or has a type that does not fit.
     """
-    # Types stand in the footer, so a wrong column is refused before any row is read.
+    # The footer holds the types, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
     if not pa.types.is_integer(label):
@@ -122,7 +123,8 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
         with pq.ParquetFile(group.path) as file:
             # One thread: the cores are shared out among the ranks of a host, and pyarrow would take
             # them all.
-            table = file.read_row_group(group.number, columns=[columns.image, columns.label], use_threads=False)
+            names = [columns.image, columns.label]
+            table = file.read_row_group(group.number, columns=names, use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
         raise DataError(f"{group} cannot be read: {_first_line(error)}") from error
     # Batches were planned with the footer's counts, when the data set was opened.
@@ -130,7 +132,7 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
         raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
 
     # A row that cannot be used keeps its place, with the label -1. Batches are then cut as planned,
-    # and the source repairs or leaves out such rows. The first problem of a row is named.
+    # and the source replaces or leaves out such rows. Of several problems the first is kept.
     problems: dict[int, str] = {}
     images = _column(table, columns.image)
     labels = _column(table, columns.label)

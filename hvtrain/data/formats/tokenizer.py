@@ -48,8 +48,10 @@ class Tokenizer:
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
         """Joins the tokens of all documents, int32, each document with its end."""
-        parts = [[*self.encode(document), self.end] for document in documents]
-        return np.concatenate([np.zeros(0, np.int32), *(np.asarray(part, np.int32) for part in parts)])
+        tokens = [[*self.encode(document), self.end] for document in documents]
+        parts = [np.asarray(part, np.int32) for part in tokens]
+        # The empty part is for no documents at all.
+        return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:

@@ -1,12 +1,12 @@
 """Augments training images, and their targets with them, by Keras layers made pure.
 
-Keras's layers draw random numbers from generators with state, in variables: a layer's output depends
-on how often it was called before. Here a layer is traced once, with generators that make each number
-from a seed. Its graph is then searched for any other state, so that a layer is not trusted but
-checked.
+Keras's layers draw random numbers from generators with state, in variables: the output of a layer
+depends on how often it was called before. Here a layer is traced once, with generators that make
+each number from a seed. Its graph is then searched for any other state, so that a layer is not
+trusted but checked.
 
-So a stream stays a function of (seed, rank, size, step), and resuming and regrouping need no state of
-it. Layers get raw images, in the range of the data set, before they are normalized.
+So a stream stays a function of (seed, rank, size, step), and resuming and regrouping need no state
+of it. Layers get raw images, in the range of the data set, before they are normalized.
 """
 
 import itertools
@@ -81,7 +81,7 @@ class PureLayer:
             )
 
         def apply(batch: dict[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:
-            # Layers of augmentation change images in training alone.
+            # Augmentation layers change images only in training.
             training = {"training": True} if layer._call_has_training_arg else {}
             argument = dict(batch) if takes_dict else batch[IMAGES]
             with drawing_from(seed):
@@ -89,22 +89,25 @@ class PureLayer:
             if not takes_dict:
                 changed = {IMAGES: changed}
 
-            outputs = {name: tf.cast(changed.get(name, part), tf.float32) for name, part in batch.items()}
-            if MASKS in outputs:
-                # CutMix gives masks as many channels as images have.
-                outputs[MASKS] = outputs[MASKS][..., :1]
+            # Layers may leave parts out, and may compute in another type.
+            outputs = {}
             for name, part in batch.items():
-                if _origin(outputs[name]) is _origin(part):
+                output = tf.cast(changed.get(name, part), tf.float32)
+                if name == MASKS:
+                    # CutMix gives masks as many channels as images have.
+                    output = output[..., :1]
+                # Seen in the graph: values could be equal by chance.
+                if _origin(output) is _origin(part):
                     self.unchanged.add(name)
+                outputs[name] = output
             return outputs
 
         self._traced = self._trace(apply)
         # Weights, and other variables, are made by the first call.
         if layer.trainable_variables:
             raise ConfigError(f"{self.name} has weights, which nothing here would train; make it a part of the model")
-        self.output_spec = {
-            name: tf.TensorSpec(part.shape, part.dtype) for name, part in self._traced.structured_outputs.items()
-        }
+        outputs = self._traced.structured_outputs
+        self.output_spec = {name: tf.TensorSpec(part.shape, part.dtype) for name, part in outputs.items()}
 
     def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
         return self._traced(dict(batch), seed)
@@ -185,9 +188,9 @@ def _stateful_operations(traced: Any) -> list[str]:
     graph = traced.graph.as_graph_def()
     types = {node.op for node in graph.node}
     types |= {node.op for function in graph.library.function for node in function.node_def}
-    definitions = {name: op_def_registry.get(name) for name in types - _HARMLESS}
-    # Names without a definition are those of functions in the library.
-    return sorted(name for name, definition in definitions.items() if definition is not None and definition.is_stateful)
+    # Names that are not registered are those of functions in the library.
+    definitions = [op_def_registry.get(name) for name in types - _HARMLESS]
+    return sorted(op.name for op in definitions if op is not None and op.is_stateful)
 
 
 class Labels:
@@ -207,7 +210,7 @@ class Labels:
     ) -> None:
         self.width = width
         self._soften = soften
-        # The same function, once a layer mixes targets. Until then they pass by all layers.
+        # The same function once a layer mixes targets; until then targets bypass all layers.
         self._soften_mixed: Callable[[Any], tf.Tensor] | None = None
 
     @property
@@ -231,7 +234,7 @@ class Labels:
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
         if self._soften_mixed is None:
-            # No layer changes them, so zeros stand for them in the batch.
+            # No layer changes targets, so zeros take their place in the batch.
             return tf.zeros([tf.shape(images)[0], self.width])
         return tf.reshape(self._soften_mixed(targets), [-1, self.width])
 
@@ -252,8 +255,8 @@ class Masks:
     part = MASKS
     are_mixed = False
     OFFSET = 2**20
-    """Added to labels. Whatever a layer fills in at a border, such as 0, is then not a label.
-    Labels keep their bits, as float32 holds whole numbers up to 2**24."""
+    """Added to labels. Values that a layer fills in at a border, such as 0, then cannot be taken for
+    labels. Labels keep their bits, since float32 holds integers up to 2**24."""
 
     def __init__(self, fill_label: int) -> None:
         self.fill_label = fill_label
@@ -282,6 +285,7 @@ class Masks:
         return tf.cast(targets, tf.float32)[..., None] + float(self.OFFSET)
 
     def decode(self, masks: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        # What a layer filled in at a border is far from OFFSET.
         labels = masks[..., 0] - float(self.OFFSET)
         is_label = tf.abs(labels) < self.OFFSET / 2
         labels = tf.where(is_label, tf.round(labels), float(self.fill_label))
@@ -349,10 +353,12 @@ class Augmentation:
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }
+        # Each layer draws its own numbers, so that two equal layers do not do the same.
         for index, layer in enumerate(self._layers):
             batch = layer(batch, fold_in(seed, tf.constant(index, tf.int64)))
 
         augmented = tf.ensure_shape(batch[IMAGES], images.shape)
+        # Rounded, since a cast alone would cut 254.9 to 254.
         if self._keeps_integers and images.dtype.is_integer:
             augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
         return augmented, self._targets.decode(batch[self._targets.part], targets)

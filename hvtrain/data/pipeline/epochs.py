@@ -44,6 +44,7 @@ def join_epochs(
             kept.append(open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
+    # TensorFlow reads the data set itself. Python is called once an epoch.
     @unconverted
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
@@ -56,8 +57,8 @@ def join_epochs(
 def seeded(seed: int, epoch: int) -> Iterator[None]:
     """Sets TensorFlow's seed to a function of both, then sets it back.
 
-    A shuffle that is made meanwhile has another order in each epoch, and the same one again when the
-    run is resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their
+    A shuffle that is made meanwhile has another order in each epoch, and the same one again when
+    the run is resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their
     shards differ already, and ranks that read the same data by mistake then read it in the same
     order, which is noticed.
     """
@@ -93,10 +94,14 @@ def cut_epoch(
     if not share.is_full:
         begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
         sizes = [end - begin for begin, end in pairwise(begins)]
+        # A run that is resumed at the end of an epoch has no step left in it.
         batches = batches.rebatch(sizes) if sizes else batches
 
     # Empty batches follow, so that a stream that is too short gets as far as the check.
-    empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype), batches.element_spec)
+    empty = tf.nest.map_structure(
+        lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
+        batches.element_spec,
+    )
     endless = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
 
     @unconverted
@@ -124,7 +129,10 @@ def cut_epoch(
     static_size = share.batch_size if share.is_full else None
 
     def ensure_size(*batch: Any) -> Any:
-        return tf.nest.map_structure(lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]), batch)
+        return tf.nest.map_structure(
+            lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]),
+            batch,
+        )
 
     return checked.map(ensure_size)
 

@@ -25,7 +25,7 @@ Read = Callable[..., tuple[Any, ...]]
 
 File sources mark an unusable example by the label -1."""
 Postprocess = Callable[..., tuple[Any, ...]]
-"""Turns a step (or the number of a batch) and the outputs of Read into what the model gets."""
+"""Turns a step (or the number of a batch) and the outputs of Read into the model's inputs, targets and weights."""
 
 # Purposes of random numbers. No two purposes share a sequence.
 ORDER = 0
@@ -42,6 +42,7 @@ unconverted = tf.autograph.experimental.do_not_convert
 
 def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
     """Seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
+    # Each part is folded in on its own, so that (1, 23) and (12, 3) give unlike seeds.
     derived = tf.constant([seed, purpose], tf.int64)
     for part in parts:
         derived = tf.random.experimental.stateless_fold_in(derived, tf.cast(part, tf.int64))
@@ -96,6 +97,7 @@ def regrouped(
         topology: This rank among the ranks of now.
     """
     shares = plan.shares_of(topology.rank)
+    # Only the step within the epoch decides how a batch is cut.
     steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
@@ -165,6 +167,7 @@ class StreamedSource(Source):
         def augment(step: tf.Tensor, *elements: Any) -> tuple[Any, ...]:
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
+            # Raw batches are bytes: a quarter of the traffic to a GPU.
             if not self.raw_batches:
                 inputs = self.transform.normalize(inputs)
             return inputs, *others
@@ -220,6 +223,7 @@ class IndexedSource(StreamedSource):
                 seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
             )
             if share.is_full:
+                # As rows of one shape, so that batches have a static size.
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
                 return tf.data.Dataset.from_tensor_slices(rows)
 
@@ -228,6 +232,7 @@ class IndexedSource(StreamedSource):
 
             return tf.data.Dataset.range(share.steps).map(batch_of)
 
+        # Only rows of indices are skipped: nothing has been read yet.
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
         batches = epochs.flat_map(epoch_batches).skip(steps_done)
         return batches.enumerate(start=request.start_step)

@@ -1,7 +1,7 @@
-"""Turns encoded images into pixels of one size, and pixels into the model's: augmented, normalized.
+"""Turns encoded images into pixels of one size, and augments and normalizes pixels.
 
-Both happen inside the input pipeline. Transform.preprocessing() is the same as Keras layers, for the
-saved model.
+All of it happens inside the input pipeline. Transform.preprocessing() does the same by Keras layers,
+for the saved model.
 """
 
 from collections.abc import Callable
@@ -55,6 +55,7 @@ class Transform:
         if self.shift_pixels:
             images = _shift(images, self.shift_pixels, seed)
         if self.flip:
+            # Not the seed of the shift, with which flips and shifts would depend on each other.
             flip_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
             draws = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], flip_seed)
             images = tf.where(draws < 0.5, tf.reverse(images, axis=[2]), images)
@@ -70,8 +71,8 @@ class Transform:
 
         Pixels that come in at a border get the label IGNORED.
         """
-        # As one more channel, masks move with their images. Labels are stored plus one: borders come
-        # in as 0, and 0 - 1 is 255 in uint8.
+        # As one more channel, masks move with their images. Labels are stored plus one: borders
+        # come in as 0, and 0 - 1 is 255 in uint8.
         labels = tf.cast(masks + 1, images.dtype)[..., tf.newaxis]
         augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
         return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
@@ -81,7 +82,7 @@ class Transform:
         mean = np.asarray(self.mean, np.float32)
         scale = np.asarray(self.scale, np.float32)
         pixels = tf.cast(images, tf.float32)
-        # Subtracting 0 flushes denormal numbers to 0. It is left out only for whole numbers, none of
+        # Subtracting 0 flushes denormal numbers to 0. It is left out only for integers, none of
         # which is denormal.
         if mean.any() or not images.dtype.is_integer:
             pixels -= mean
