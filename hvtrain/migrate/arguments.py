@@ -121,23 +121,28 @@ class Arguments(Pass):
         without_decay = [arg for arg in args if arg is not decay]
         if isinstance(decay.value, cst.Integer | cst.Float) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
+        # A callback could not set the rate of a schedule; undecided.py reports it.
         if rate is None or self.sets_rates:
-            return with_args(call, args)  # undecided.py reports it.
+            return with_args(call, args)
 
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
     def _method(self, call: cst.Call) -> cst.BaseExpression:
+        # A class that overrides compile or fit passes on the arguments that it got.
         if not isinstance(call.func, cst.Attribute) or m.matches(call.func.value, m.Call(func=m.Name("super"))):
             return call
 
         method = method_of(call)
+        # optimizer.variables() is a property now.
         if method == "variables" and not call.args:
             return call.func
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
+        # predict_proba(x) -> predict(x)
         if method == "predict_proba":
             return _with_method(call, "predict")
+        # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
         if method in GENERATORS:
             method, *order = GENERATORS[method]
             call = _with_names(_with_keywords(_with_method(call, method), order), {"generator": "x"})

@@ -33,12 +33,14 @@ class Literals(Pass):
         name = self.imported(node.func)
         method = method_of(node)
         default = argument(node, "default")
+        # parser.add_argument("--weights", default="w.h5") is args.weights elsewhere.
         if method == "add_argument" and default and isinstance(node.args[0].value, cst.SimpleString):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
 
         suffix = _suffix(node, name, method)
         if suffix:
+            # save_model(model, path), model.save(path)
             path = argument(node, "filepath", 1 if name.endswith("save_model") else 0)
             if path:
                 self.written.append((node, path.value, suffix))
@@ -49,6 +51,7 @@ class Literals(Pass):
         """The string literals that a path ends in; empty if they are not in the script."""
         if isinstance(node, cst.SimpleString):
             return [node]
+        # f"w-{epoch}.h5": its end counts.
         if isinstance(node, cst.FormattedString) and isinstance(node.parts[-1], cst.FormattedStringText):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
@@ -58,6 +61,7 @@ class Literals(Pass):
         if isinstance(node, cst.Call):
             if method_of(node) == "format":
                 return self.literals(node.func.value)
+            # os.path.join(folder, "w.h5"), Path("w.h5")
             if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
                 return self.literals(node.args[-1].value)
 
@@ -88,6 +92,8 @@ class FileNames(Pass):
                 if new != text:
                     self.nodes[literal] = self.texts[text] = new
 
+        # Only names that are written here: other files hold weights of Keras 2 under their old
+        # names.
         for path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
@@ -120,6 +126,7 @@ def with_suffix(text: str, suffix: str) -> str:
     >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved", MODEL), with_suffix("old.h5", MODEL)
     ('w-{epoch}.weights.h5', 'saved.keras', 'old.h5')
     """
+    # Keras 3 still writes a whole model as HDF5.
     allowed = (suffix, ".h5", ".hdf5") if suffix == MODEL else (suffix,)
     if text.endswith(allowed):
         return text
@@ -161,7 +168,9 @@ def _suffix(call: cst.Call, name: str, method: str) -> str:
     if method == "save_weights":
         return WEIGHTS
 
+    # With save_format= the suffix does not say what is written; undecided.py reports it.
     has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
+    # An image has a save() too.
     is_model = receiver.endswith(("model", "net", "network"))
     if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):
         return MODEL

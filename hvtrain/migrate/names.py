@@ -67,6 +67,7 @@ class _Names(Pass):
         return expression(new.rpartition(".")[2])
 
     def visit_Import(self, node: cst.Import) -> bool:
+        # leave_SimpleStatementLine renames the whole statement.
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
@@ -75,6 +76,8 @@ class _Names(Pass):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
+        """Renames an import, which may become several: its names may now be in different places."""
+        # Several statements in a line are rare, and would lose their layout.
         if len(original_node.body) > 1 or not isinstance(original_node.body[0], cst.Import | cst.ImportFrom):
             return updated_node
 
@@ -87,6 +90,7 @@ class _Names(Pass):
         statements = [
             cst.parse_statement(line) for line in _lines(imported, new_names, isinstance(statement, cst.Import))
         ]
+        # In brackets, each name may have a line and a comment of its own.
         if len(statements) == 1 and isinstance(statement, cst.ImportFrom) and "(" in code_of(statement):
             statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
@@ -104,6 +108,7 @@ class _Names(Pass):
     def _renamed(self, node: cst.Attribute) -> cst.BaseExpression | None:
         """The chain under its new name; None if renaming its import is enough."""
         name = self.imported(node)
+        # The name that an import has bound: `tf` of tf.keras.layers.Dense.
         base: cst.BaseExpression = node
         while isinstance(base, cst.Attribute):
             base = base.value
@@ -118,6 +123,7 @@ class _Names(Pass):
         if new == bound + name[len(imported) :]:
             return None
 
+        # The old import does not reach the new name: tf.keras.Input becomes keras.Input.
         module = new.partition(".")[0]
         if module in _WRITTEN:
             written, line = _WRITTEN[module]
@@ -127,6 +133,7 @@ class _Names(Pass):
 
 
 def _imports(statement: cst.Import | cst.ImportFrom) -> list[_Imported]:
+    """The names of an import statement."""
     module = ""
     if isinstance(statement, cst.ImportFrom):
         module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"

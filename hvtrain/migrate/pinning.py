@@ -8,8 +8,11 @@ import libcst.matchers as m
 
 from hvtrain.migrate.parsing import Pass, code_of, names_used
 
+# tf.config.experimental.set_memory_growth(gpu, True)
 _CALL = re.compile(r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL)
+# gpus = tf.config.list_physical_devices("GPU"), config = tf.compat.v1.ConfigProto()
 _VALUE = re.compile(r"[\w.]*\b(list_physical_devices|ConfigProto|GPUOptions|Session)\(.*\)", re.DOTALL)
+# config.gpu_options.visible_device_list = ..., os.environ["CUDA_VISIBLE_DEVICES"] = ...
 _TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.\]")
 
 
@@ -27,15 +30,12 @@ class Pinning(Pass):
         argument = "by_local_rank=True" if f"{alias}.elastic" in text else ""
         self.line = f"{alias}.pin_gpu({argument})"
 
-    # Where a whole statement pins, nothing inside it is looked at.
-    def visit_If(self, node: cst.If) -> bool:
+    def visit_If(self, node: cst.If | cst.For | cst.Try) -> bool:
+        # Where a whole statement pins, nothing inside it is looked at.
         return not _pins(node)
 
-    def visit_For(self, node: cst.For) -> bool:
-        return not _pins(node)
-
-    def visit_Try(self, node: cst.Try) -> bool:
-        return not _pins(node)
+    visit_For = visit_If
+    visit_Try = visit_If
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         return updated_node.with_changes(body=self._pinned(updated_node.body))
@@ -94,12 +94,14 @@ def _pins(statement: cst.BaseStatement) -> bool:
 
 
 def _is_pinning(part: cst.BaseSmallStatement) -> bool:
+    """True for a call, or an assignment, that only chooses GPUs."""
     if isinstance(part, cst.Expr):
         return bool(_CALL.fullmatch(code_of(part)))
     if not isinstance(part, cst.Assign):
         return False
 
     target = code_of(part.targets[0].target)
+    # CUDA_VISIBLE_DEVICES may also be set to hide all GPUs.
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
     return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

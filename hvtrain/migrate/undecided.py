@@ -1,6 +1,7 @@
 """Finds the lines of a migrated script that a person must decide, and why."""
 
 import re
+from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
@@ -56,25 +57,22 @@ class _Undecided(Literals):
     def report(self, node: cst.CSTNode, text: str) -> None:
         self.lines.append((self.get_metadata(PositionProvider, node).start.line, text))
 
-    def visit_If(self, node: cst.If) -> None:
+    def visit_If(self, node: cst.If | cst.IfExp) -> None:
+        # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
         self._on_rank_0 += "rank()" in code_of(node.test)
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_If(self, original_node: Any, updated_node: Any) -> Any:
         self._on_rank_0 -= "rank()" in code_of(original_node.test)
         return updated_node
 
-    def visit_IfExp(self, node: cst.IfExp) -> None:
-        self._on_rank_0 += "rank()" in code_of(node.test)
-
-    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.IfExp:
-        self._on_rank_0 -= "rank()" in code_of(original_node.test)
-        return updated_node
+    visit_IfExp = visit_If
+    leave_IfExp = leave_If
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         if not isinstance(node.names, cst.ImportStar) and not node.relative:
             for alias in node.names:
                 self._name(alias, f"{dotted(node.module)}.{dotted(alias.name)}")
-        return False
+        return False  # The names inside have been looked at.
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
@@ -85,7 +83,7 @@ class _Undecided(Literals):
         name = self.imported(node)
         if name:
             self._name(node, name)
-        return not dotted(node)
+        return not dotted(node)  # A chain of names is one name.
 
     def _name(self, node: cst.CSTNode, name: str) -> None:
         fix = advice(name)
@@ -111,15 +109,12 @@ class _Undecided(Literals):
                 f"Keras 3 never calls {name}; override build and update_step(gradient, variable, learning_rate)",
             )
 
-    def visit_For(self, node: cst.For) -> None:
-        self._loop(node)
-
-    def visit_CompFor(self, node: cst.CompFor) -> None:
-        self._loop(node)
-
-    def _loop(self, node: cst.For | cst.CompFor) -> None:
+    def visit_For(self, node: cst.For | cst.CompFor) -> None:
+        # `for v in model.trainable_variables`, or the same in a comprehension
         if _LISTS_OF_WEIGHTS.search(code_of(node.iter)):
             self._weights |= {code_of(name) for name in m.findall(node.target, m.Name())}
+
+    visit_CompFor = visit_For
 
     def visit_Comparison(self, node: cst.Comparison) -> None:
         self._name_of_a_weight(node)
@@ -142,10 +137,13 @@ class _Undecided(Literals):
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
         name = self.imported(node.func)
-        if m.matches(node.func, m.Attribute(value=m.Attribute(attr=m.Name("name")))) or name.startswith("re."):
+        # `v.name.startswith("conv")`, or re.search("conv", v.name)
+        is_method_of_name = m.matches(node.func, m.Attribute(value=m.Attribute(attr=m.Name("name"))))
+        if is_method_of_name or name.startswith("re."):
             self._name_of_a_weight(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             self._schedule(node)
+        # The other pass has left it, because Keras refuses to set the rate of a schedule.
         if name.startswith("keras.optimizers.") and argument(node, "decay"):
             self.report(
                 node,
