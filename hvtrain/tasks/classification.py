@@ -88,6 +88,7 @@ class Classification(Task):
         names = class_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))
+
         # The prefix keeps the column of a class named "class" apart from the first column.
         return {
             "class": classes,
@@ -163,8 +164,10 @@ class Multilabel(Task):
 
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """0 or 1 for each label, and the probabilities of 1."""
+        # Only some data sets know names of their labels.
         default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
         names = source.facts().get("label_names") or default_names
+
         decoded = self.decode(outputs)
         probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
         return {
@@ -180,15 +183,18 @@ class Multilabel(Task):
     ) -> list[Figure]:
         """A row for each label, with its accuracy, precision and recall."""
         predictions = self.decode(reviewed.outputs) > 0.5
+
         rows = []
         for label, (true, predicted) in enumerate(zip(reviewed.targets.T > 0.5, predictions.T)):
             num_true = int(true.sum())
             num_correct = int((true & predicted).sum())
             accuracy = np.mean(true == predicted)
+
             # Precision is 0 for a label that is never predicted, recall for one that never occurs.
             precision = num_correct / max(int(predicted.sum()), 1)
             recall = num_correct / max(num_true, 1)
             rows.append([label, num_true, f"{accuracy:.1%}", f"{precision:.1%}", f"{recall:.1%}"])
+
         columns = ["label", "examples", "accuracy", "precision", "recall"]
         return [Table("Labels", f"On {reviewed.description}.", columns, rows)]
 
@@ -285,6 +291,7 @@ def _class_figures(
     # Subtracting the maximum keeps exp() from overflowing.
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
     predicted = logits.argmax(axis=1)
     return [
         _confusions(reviewed, targets, predicted, names),
@@ -301,6 +308,7 @@ def _confusions(
     accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
     if len(names) <= MAX_MATRIX_CLASSES:
         counts = np.zeros((len(names), len(names)), np.int64)
+        # Not counts[targets, predicted] += 1, which would count each cell only once.
         np.add.at(counts, (targets, predicted), 1)
         note = f"{accuracy}. Rows: true class, columns: predicted."
         return Matrix("Confusion matrix", note, list(names), counts.tolist())
@@ -332,6 +340,7 @@ def _worst_errors(
 
     title = "Worst examples"
     note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
+
     pictures = []
     rows = []
     for row in worst:

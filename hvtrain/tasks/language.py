@@ -98,6 +98,7 @@ class Language(Task):
         text = source.text_of(prompt)
         if text is None:
             return None
+
         written = continuation(model, prompt.tolist(), WRITTEN_TOKENS, len(tokens))
         return f"{text!r} -> {source.text_of(written)!r}"
 
@@ -109,6 +110,7 @@ class Language(Task):
     ) -> list[Figure]:
         """Texts that the model continued, or whose hidden tokens it filled in."""
         inputs, targets = reviewed.inputs, reviewed.targets
+        # Only token arrays of a source with a tokenizer can be shown as text.
         is_text = isinstance(inputs, np.ndarray) and inputs.shape == targets.shape
         if not is_text or source.text_of(inputs[0]) is None:
             return []
@@ -187,6 +189,7 @@ def continuation(
         # softmax(logits / temperature).
         noise = rng.gumbel(size=len(logits))
         token = int(np.argmax(logits + temperature * noise))
+
         if token == end:
             break
         tokens.append(token)

@@ -69,7 +69,9 @@ def png(pixels: np.ndarray, panels: int = 1) -> str:
     """
     # A thumbnail is never larger than the image: 8x8 pixels stay 8x8.
     image = Image.fromarray(np.ascontiguousarray(pixels))
+    # In place, and with its sides in proportion.
     image.thumbnail((MAX_SIDE_PIXELS * panels, MAX_SIDE_PIXELS))
+
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()

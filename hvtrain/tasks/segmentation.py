@@ -73,7 +73,11 @@ class Segmentation(Task):
 
     def default_metrics(self) -> Metrics:
         # A partial, since only the data set knows the number of classes.
-        iou = partial(keras.metrics.MeanIoU, sparse_y_pred=False, ignore_class=self.ignored_label)
+        iou = partial(
+            keras.metrics.MeanIoU,
+            sparse_y_pred=False,
+            ignore_class=self.ignored_label,
+        )
         return {"mean_iou": iou}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
@@ -140,6 +144,7 @@ class Segmentation(Task):
         for label in range(len(names)):
             in_target = targets == label
             in_prediction = predicted == label
+
             intersection[:, label] = (in_target & in_prediction & counts).sum(axis=(1, 2))
             union[:, label] = ((in_target | in_prediction) & counts).sum(axis=(1, 2))
 
@@ -159,9 +164,11 @@ def _overlaps(
     names: Sequence[str],
 ) -> Figure:
     rows = []
+    # A class that occurs nowhere has no IoU, neither 0 nor 1.
     for name, correct, total in zip(names, intersection, union):
         iou = f"{correct / total:.3f}" if total else "does not occur"
         rows.append([name, iou, int(correct)])
+
     note = f"Intersection over union of each class's pixels, in {reviewed.description}."
     return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
@@ -184,9 +191,13 @@ def _overlays(
         image = as_bytes(reviewed.inputs[row])
         true_overlay = _overlay(image, reviewed.targets[row], ignored_label)
         predicted_overlay = _overlay(image, predicted[row], ignored_label)
+
         # White lines between the panels.
         gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
-        panels = np.concatenate([image, gap, true_overlay, gap, predicted_overlay], axis=1)
+        panels = np.concatenate(
+            [image, gap, true_overlay, gap, predicted_overlay],
+            axis=1,
+        )
         pictures.append((png(panels, 3), f"example {row}: mean IoU {mean_iou[row]:.2f}"))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
@@ -201,6 +212,7 @@ def _color(label: int) -> str:
 def _overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
     """Paints the classes of a mask over an image; ignored pixels become white."""
     painted = image.astype(np.float64)
+
     for label in np.unique(mask):
         pixels = mask == label
         if label == ignored_label:
@@ -209,4 +221,5 @@ def _overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> 
             rgb = np.array(ImageColor.getrgb(_color(label)))
             # The image stays visible through the color.
             painted[pixels] = 0.35 * painted[pixels] + 0.65 * rgb
+
     return painted.astype(np.uint8)
